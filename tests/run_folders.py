@@ -20,6 +20,21 @@ RECIPE = {
     "optim": {"lr": 1e-3, "clip": 1.0},
     "eval": {"metric": "accuracy", "best": "max"},
 }
+ROW = {
+    "step": 120,
+    "samples": 7680,
+    "epoch": 0.5,
+    "split": "train",
+    "loss": 0.69314,
+    "accuracy": 0.5123,
+    "lr": 9.9e-6,
+    "grad_norm": 1.234,
+    "tokens_per_second": 1234.4,
+    "samples_per_second": 5.0,
+    "step_seconds": 0.41,
+    "peak_memory_gib": 3.0,
+}
+"""A row of training with every column that the console prints."""
 
 
 def at(seconds: float) -> str:

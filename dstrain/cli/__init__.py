@@ -12,7 +12,7 @@ import click
 
 from dstrain import __version__
 from dstrain.cli.command_group import CommandGroup, SubcommandGroup
-from dstrain.cli.completion import complete_names, set_prefixes, step_names, task_names
+from dstrain.cli.completion import complete_names, step_names, task_names
 from dstrain.cli.lists import completion, init, plan, presets, recipes, tasks
 from dstrain.cli.options import (
     FOLDER_TASK_OPTION,
@@ -25,6 +25,7 @@ from dstrain.cli.options import (
     SCRATCH_OPTION,
     TRAIN_OPTIONS,
     pop_options,
+    set_option,
     with_options,
 )
 from dstrain.cli.runs import report, status
@@ -178,14 +179,7 @@ def run_and_exit(
 )
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @with_options([FOLDER_TASK_OPTION])
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    shell_complete=complete_names(set_prefixes),
-    help="Override a recipe key, such as data.eval=FILE for probes.",
-)
+@set_option("Override a recipe key, such as data.eval=FILE for probes.")
 @click.option("--merge-lora", is_flag=True, help="Merge the adapters into the base and write one model.")
 def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool) -> None:
     """Export a run as a Hugging Face folder.
@@ -214,14 +208,7 @@ def data() -> None:
 @click.option(
     "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    shell_complete=complete_names(set_prefixes),
-    help="Override a recipe key, such as data.columns={text: chosen}.",
-)
+@set_option("Override a recipe key, such as data.columns={text: chosen}.")
 @click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
 def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
     """List the bad records of FILE with line and reason; exit code 2 if there are any.

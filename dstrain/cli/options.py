@@ -27,6 +27,14 @@ class _Count(click.IntRange):
     name = "integer"
 
 
+def set_option(help_text: str) -> Callable[..., Any]:
+    """Return the option --set KEY=VALUE with this help."""
+    complete = complete_names(set_prefixes)
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help=help_text, shell_complete=complete
+    )
+
+
 COUNT = _Count(max=100_000)
 LAUNCH_OPTIONS = (
     click.option(
@@ -88,14 +96,7 @@ RECIPE_OPTIONS = (
         help="Preset or DeepSpeed JSON file; default: ds_config of the recipe.",
         shell_complete=complete_names(preset_names_and_auto, or_file=True),
     ),
-    click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a recipe key, such as optim.lr=2e-5; repeatable.",
-        shell_complete=complete_names(set_prefixes),
-    ),
+    set_option("Override a recipe key, such as optim.lr=2e-5; repeatable."),
 )
 TRAIN_OPTIONS = (
     click.option(
@@ -147,7 +148,7 @@ MODEL_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
     FOLDER_TASK_OPTION,
     click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(step_names), help="Checkpoint of a run; last if there is no best."),
-    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", shell_complete=complete_names(set_prefixes), help="Override a recipe key, such as batch.micro=8; repeatable."),
+    set_option("Override a recipe key, such as batch.micro=8; repeatable."),
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
         shell_complete=complete_names(preset_names, or_file=True),

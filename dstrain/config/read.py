@@ -101,7 +101,7 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
         while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
-            key = (*key, detail["loc"][-1])  # inside a block without locations of its own
+            key = (*key, detail["loc"][-1])  # an unknown key with a name of _UNION_BRANCHES
         seen.setdefault(key or tuple(detail["loc"]), []).append(detail)
     for key, details in seen.items():
         block = isinstance(lookup(source.values, key), dict) and any(other[:-1] == key for other in seen)

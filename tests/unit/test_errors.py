@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,18 +19,25 @@ import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main
 from dstrain.commands.selftest.job import _raise_on_all_ranks
-from dstrain.config import RunConfig, read_recipe, resolve_batch
+from dstrain.config import read_recipe
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.store import rendezvous_over_store
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import (
     DstrainError,
+    OutOfMemoryError,
+    RunError,
     UsageError,
+    describe_decode_error,
+    describe_key_diff,
     describe_unexpected,
+    explain_system_error,
+    first_names,
     format_traceback,
     is_debug,
     mask_secrets,
     save_traceback,
+    suggest_name,
 )
 from dstrain.launch.lease import Lease, check_lease
 from dstrain.planner.cluster import parse_bytes
@@ -37,8 +46,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
 from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space
 from dstrain.train.health.nonfinite import NonFiniteGuard
-from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.monitor import MemoryMonitor
+from tests.unit.train.memory.test_monitor import monitor
 
 
 def wrong_key(folder: Path) -> None:
@@ -84,19 +92,7 @@ def nobody_answers(folder: Path) -> None:
 
 
 def no_memory(folder: Path) -> None:
-    values = {
-        "task": "rm",
-        "model": {"path": "x"},
-        "data": {"train": "y"},
-        "steps": 4,
-        "batch": {"total": 16, "micro": 8},
-    }
-    config = RunConfig.model_validate(values)
-    micro = MicroBatch(config, resolve_batch(config.batch, 1), 1, folder)
-    watch = MemoryMonitor(
-        micro_batch=micro, preset=read_preset("zero2"), world=SingleProcessWorld(), run_dir=folder, forecast=None
-    )
-    with watch.explain():
+    with monitor(folder).explain():
         np.empty(2**60, dtype=np.uint8)
 
 
@@ -237,3 +233,54 @@ def test_a_known_error_is_a_sentence_and_has_its_traceback_with_debug(
     assert result.exit_code == 2
     assert ("Traceback" in result.output) == bool(words)
     assert result.output.splitlines()[-1].startswith("error: ")
+
+
+def test_a_removed_working_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert "the working folder was removed" in str(explain_system_error(FileNotFoundError()))
+
+
+def test_a_missing_file_in_a_folder_that_is_there_is_not_explained() -> None:
+    assert explain_system_error(FileNotFoundError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (OSError(errno.ENAMETOOLONG, "long", "x" * 9), UsageError, "xxxxxxxxx: is too long for the file system"),
+        (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RunError, "may start no more processes or threads"),
+        (RuntimeError("can't start new thread"), RunError, "may start no more processes or threads"),
+        (RuntimeError("Could not determine home directory."), UsageError, "no home folder is known"),
+    ],
+)
+def test_a_limit_of_the_system_is_explained(error: Exception, kind: type[Exception], words: str) -> None:
+    found = explain_system_error(error)
+    assert type(found) is kind
+    assert words in str(found)
+
+
+def test_an_error_out_of_memory_knows_what_the_next_start_does() -> None:
+    assert (str(error := OutOfMemoryError("too much", "batch.micro 2")), error.restart) == ("too much", "batch.micro 2")
+
+
+def test_another_encoding_is_named() -> None:
+    fault = UnicodeDecodeError("utf-8", b"\xff\xfea", 0, 1, "bad")
+    assert describe_decode_error(b"\xff\xfea", fault) == "is UTF-16 (byte order mark); save it as UTF-8"
+    assert "not valid UTF-8 (byte 0)" in describe_decode_error(b"\xe4", fault)
+
+
+def test_names_are_suggested_or_listed() -> None:
+    assert suggest_name("lrr", ["lr"]) == "did you mean 'lr'?"
+    assert suggest_name("x", ["b", "a"]) == "known here: a, b"
+    assert suggest_name("x", []) == "remove it"
+
+
+def test_names_in_messages() -> None:
+    assert first_names([]) == "none"
+    assert first_names(["a"]) == "a"
+    assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
+    assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
+    assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dstrain import files
-from dstrain.errors import describe_key_diff, first_names
 from dstrain.files import (
     NOT_REGULAR,
     WatchedFile,
@@ -113,14 +112,6 @@ def test_partials_of_dead_processes_are_removed_and_other_files_left(tmp_path: P
     assert {*tmp_path.iterdir()} == {mine, fresh, other, users}
 
 
-def test_names_in_messages() -> None:
-    assert first_names([]) == "none"
-    assert first_names(["a"]) == "a"
-    assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
-    assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
-    assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"
-
-
 def raising(error: OSError) -> object:
     def fail(*_: object, **__: object) -> object:
         raise error
@@ -138,8 +129,13 @@ def test_a_host_without_proc_is_known_by_its_name(monkeypatch: pytest.MonkeyPatc
 def test_a_file_system_that_flushes_no_folder_is_accepted(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[int] = []
+    open_folder = os.open
+    monkeypatch.setattr(files.os, "open", lambda *args: opened.append(open_folder(*args)) or opened[-1])
     monkeypatch.setattr(files.os, "fsync", raising(OSError(code, "")))
     sync_folder(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*opened)
 
 
 def test_a_disk_that_fails_to_flush_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,12 +130,14 @@ def test_any_list_of_gpus_size_and_variable_file_is_read_or_refused(count: int, 
     file = tmp_path / "env"
 
     def claim(text: str) -> None:
-        visible_devices(text, 2)
+        devices = visible_devices(text, 2)
+        assert all(device.startswith(("GPU-", "MIG-")) or int(device) in (0, 1) for device in devices), devices
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         with only_errors_of_dstrain():
             assert parse_bytes(text, "--gpu-memory") >= 2**20
         with only_errors_of_dstrain():
-            read_env_file(file, {})
+            found = read_env_file(file, {})
+            assert all(name in text and "=" not in name for name in found), found
 
     sizes = st.builds("{}{}".format, NUMBERS | st.floats().map(str), st.sampled_from(["", "GiB", "T", "kb", "Q"]))
     fuzz(count, st.text(max_size=20) | sizes, claim)

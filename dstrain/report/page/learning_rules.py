@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dstrain.report.page.verdict import Level, Rule, RunSummary, Verdict, format_number, format_share
+from dstrain.report.page.verdict import MIN_ROWS, Level, Rule, RunSummary, Verdict, format_number, format_share
 
-MIN_ROWS = 8
-"""Rows of training below which nothing is said about the loss."""
 MIN_EVALUATIONS = 3
 RISE_OF_LOSS = 1.1
 """The last quarter of the loss over its lowest quarter, from which the loss is said to rise."""

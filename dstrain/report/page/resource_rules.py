@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dstrain.report.page.verdict import Rule, RunSummary, Verdict, format_share
+from dstrain.report.page.verdict import MIN_ROWS, Rule, RunSummary, Verdict, format_share
 from dstrain.units import format_bytes, format_duration
 
 GIB = 2**30
@@ -16,10 +16,9 @@ DATA_WAIT_SHARE, SAVE_SHARE, EVALUATION_SHARE, PADDING_SHARE = 0.05, 0.05, 0.25,
 SLOWER = 0.75
 """Tokens per second of the last quarter over those of the best quarter."""
 LOW_UTILIZATION = 60.0
-MIN_ROWS = 8
 MIN_TIMED_SECONDS = 10.0
 """Runs with less time in steps are too short for shares."""
-GROWTH_BYTES = 1.0
+GROWTH_GIB = 1.0
 """Growth of the host memory of a process, in GiB, that counts as a leak."""
 
 
@@ -124,7 +123,7 @@ def memory(run: RunSummary) -> Iterator[Verdict]:
             float(np.median(resident[len(resident) // 4 : len(resident) // 2])),
             float(np.median(resident[-MIN_ROWS // 2 :])),
         )
-        if last > settled + GROWTH_BYTES and last > 1.3 * settled:
+        if last > settled + GROWTH_GIB and last > 1.3 * settled:
             text = f"The host memory of a process grew from {settled:.1f} to {last:.1f} GiB."
             yield Verdict("warning", text, "It may run out in a longer run: look for a leak in the task or the data.")
 

@@ -14,6 +14,8 @@ from dstrain.report.progress import Progress, State, TimeUse, measure_progress, 
 from dstrain.report.run_history import RunHistory
 
 Level = Literal["good", "info", "warning", "bad"]
+MIN_ROWS = 8
+"""Rows of training below which nothing is said about a column."""
 LOWER_IS_BETTER = ("loss", "perplexity", "rmsd", "coordinate_loss", "mae", "kl")
 """Metrics of tasks of which less is better; `eval.best` says it for that of the recipe."""
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from dstrain.config import RunConfig, read_recipe, resolve_batch
-from dstrain.config.read import _schema_faults
 from dstrain.config.resolve import BatchPlan
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError
-from dstrain.source_map import SourceMap
 
 
 def refusal(folder: Path, text: str, *sets: str) -> str:
@@ -62,12 +59,16 @@ def test_a_variable_is_named_or_given_a_value_that_is_no_secret() -> None:
     assert config.launch.env == ["API_KEY", "NCCL_DEBUG=INFO"]
 
 
-def test_an_unknown_key_is_named_although_the_block_was_written_without_it() -> None:
-    """As where a validator has made the block out of another value."""
-    with pytest.raises(ValidationError) as caught:
-        RunConfig.model_validate({"optim": {"lrr": 1}})
-    source = SourceMap("recipe.yaml", {"optim": {}}, {("optim",): "recipe.yaml:2"})
-    assert [fault.where for fault in _schema_faults(caught.value, source)] == ["recipe.yaml:2 optim.lrr"]
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ("{path: x, TokenizerConfig: 1}", r"model.TokenizerConfig: no such key; did you mean 'tokenizer'?"),
+        ("{path: x, tokenizer: {vocab_size: 9, TokenizerConfig: 1}}", r"model.tokenizer.TokenizerConfig: no such key"),
+    ],
+)
+def test_an_unknown_key_with_the_name_of_a_class_is_named(block: str, wanted: str, tmp_path: Path) -> None:
+    text = f"task: rm\nsteps: 2\ndata: {{train: y}}\nmodel: {block}\n"
+    assert f"recipe.yaml:4 {wanted}" in refusal(tmp_path, text)
 
 
 def test_a_folder_is_not_a_recipe(tmp_path: Path) -> None:

@@ -313,7 +313,9 @@ def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monk
 
 
 def test_an_optimizer_without_that_norm_is_left_alone() -> None:
-    compute_norm_in_blocks(SimpleNamespace())
+    optimizer = SimpleNamespace()
+    compute_norm_in_blocks(optimizer)
+    assert vars(optimizer) == {}
 
 
 def test_the_subgroups_of_stage_3_are_moved_by_its_private_methods() -> None:

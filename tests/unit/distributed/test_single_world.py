@@ -51,8 +51,10 @@ def test_a_process_with_a_group_answers_alike() -> None:
 
 def test_a_group_that_is_there_is_joined_as_it_is() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
     try:
         world._init_process_group(torch.device("cpu"), TIMEOUT, None)
+        assert dist.group.WORLD is group
     finally:
         world.destroy_process_groups()
 

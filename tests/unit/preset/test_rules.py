@@ -83,7 +83,10 @@ def test_keys_that_exclude_each_other_are_refused(case: str, tmp_path: Path) -> 
 
 
 def test_a_stage_3_key_at_its_neutral_value_is_accepted_at_stage_2(tmp_path: Path) -> None:
-    read_preset(str(write(tmp_path, zero(2, zero_hpz_partition_size=1, zero_quantized_weights=False))))
+    neutral = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}
+    preset = read_preset(str(write(tmp_path, zero(2, **neutral))))
+    assert neutral.items() <= preset.block["zero_optimization"].items()
+    assert "zero_hpz_partition_size" in refusal(tmp_path, zero(2, zero_hpz_partition_size=2))
 
 
 def test_a_config_of_another_program_is_checked_like_a_preset(tmp_path: Path) -> None:

@@ -22,22 +22,7 @@ import pytest
 import dstrain
 from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.progress_line import ProgressLine, format_clock
-
-ROW = {
-    "step": 120,
-    "samples": 7680,
-    "epoch": 0.5,
-    "split": "train",
-    "loss": 0.69314,
-    "accuracy": 0.5123,
-    "lr": 9.9e-6,
-    "grad_norm": 1.234,
-    "tokens_per_second": 1234.4,
-    "samples_per_second": 5.0,
-    "step_seconds": 0.41,
-    "peak_memory_gib": 3.0,
-}
-
+from tests.run_folders import ROW
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -150,6 +135,9 @@ def test_time_passes_on_the_line_during_a_long_step(terminal: Terminal) -> None:
     console.end_step(1, 0.0)
     terminal.wait_for("0:02 elapsed")
     console.close()
+    drawn = [line for line in terminal.lines() if " elapsed" in line]
+    assert len(drawn) > 1
+    assert all("1/1000" in line for line in drawn), "no step was taken"
 
 
 def test_a_terminal_that_is_resized_gets_lines_of_its_new_width(terminal: Terminal) -> None:
@@ -165,22 +153,24 @@ def test_a_terminal_that_is_resized_gets_lines_of_its_new_width(terminal: Termin
     assert max(map(len, drawn)) < 30
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
+def print_row(terminal: Terminal) -> None:
+    """Print a row on the terminal, under a progress line."""
     console = ConsoleSink(1000, terminal.stream)
     console.end_step(120, 0.5)
     console.write(ROW)
     console.close()
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    print_row(terminal)
     terminal.wait_for("s/step")
     assert terminal.text.replace("\r", "") == format_row(ROW, 1000) + "\n"
 
 
 def test_no_color_means_none(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    console = ConsoleSink(1000, terminal.stream)
-    console.end_step(120, 0.5)
-    console.write(ROW)
-    console.close()
+    print_row(terminal)
     terminal.wait_for("0.6931")
     assert set(ESCAPE.findall(terminal.text)) == {"\x1b[K"}
 

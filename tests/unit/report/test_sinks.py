@@ -10,21 +10,7 @@ import pytest
 from dstrain.errors import UsageError
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import RunLogSink, TensorBoardSink, check_tensorboard
-
-ROW = {
-    "step": 120,
-    "samples": 7680,
-    "epoch": 0.5,
-    "split": "train",
-    "loss": 0.69314,
-    "accuracy": 0.5123,
-    "lr": 9.9e-6,
-    "grad_norm": 1.234,
-    "tokens_per_second": 1234.4,
-    "samples_per_second": 5.0,
-    "step_seconds": 0.41,
-    "peak_memory_gib": 3.0,
-}
+from tests.run_folders import ROW
 
 
 def test_jsonl_writes_to_the_journal_and_leaves_it_open_for_events(tmp_path: Path) -> None:

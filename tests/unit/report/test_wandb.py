@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import signal
@@ -49,8 +50,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def services() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.name().startswith("wandb-")]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends in this moment
+            found += [child] if child.name().startswith("wandb-") else []
+    return found
 
 
 def row(step: int, loss: float = 0.5, split: str = "train") -> dict[str, object]:

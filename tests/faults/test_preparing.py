@@ -49,7 +49,7 @@ def ended(folder: Path, fault: str, timeout: float = 4.0, apart: bool = True) ->
 
 
 def test_a_host_that_prepares_longer_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
-    assert ended(tmp_path, "slow", timeout=2.0) == [(0, ""), (0, "")]
+    assert ended(tmp_path, "slow", timeout=3.0) == [(0, ""), (0, "")]
 
 
 def test_of_ranks_that_share_a_cache_one_prepares_first(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_server_that_goes_away_does_not_hold_up_the_end(
     start = time.monotonic()
     tracker.write(row(1))
     tracker.close()
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 12
     assert "may not have the last rows" in caplog.text
     assert f"wandb sync {files(tmp_path / 'run')[0].parent}" in caplog.text
     assert taken(files(tmp_path / "run")[0]) == [(1, 0.5, None)]

@@ -80,7 +80,7 @@ def test_a_host_with_other_software_is_refused_on_every_rank(
 
 
 def test_a_rank_that_takes_longer_than_the_timeout_is_waited_for(prepared: Callable[..., list[Any]]) -> None:
-    assert prepared(3, lambda rank, together: time.sleep(1.0 if rank == 1 else 0), timeout=0.4) == [None] * 3
+    assert prepared(3, lambda rank, together: time.sleep(2.0 if rank == 1 else 0), timeout=0.8) == [None] * 3
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -204,11 +204,11 @@ def test_values_are_gathered_by_rank_and_a_slow_rank_is_waited_for(prepared: Cal
     gathered: list[list[Any]] = []
 
     def act(rank: int, together: Rendezvous) -> None:
-        time.sleep(1.0 if rank == 1 else 0)  # longer than the timeout: its heartbeat counts
+        time.sleep(2.0 if rank == 1 else 0)  # longer than the timeout: its heartbeat counts
         gathered.append(together.gather(rank))
         gathered.append(together.gather([f"second {rank}", None]))
 
-    assert prepared(3, act, timeout=0.4) == [None] * 3
+    assert prepared(3, act, timeout=0.8) == [None] * 3
     assert gathered.count([0, 1, 2]) == 3
     assert gathered.count([[f"second {rank}", None] for rank in range(3)]) == 3
 

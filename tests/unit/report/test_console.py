@@ -155,6 +155,28 @@ def test_time_passes_on_the_line_during_a_long_step(terminal: Terminal) -> None:
     console.close()
 
 
+def test_a_close_between_two_redraws_is_not_missed(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread would sleep for a whole interval, and `close` leave the line where it is."""
+    console = ConsoleSink(1000, terminal.stream)
+
+    class ClosedMeanwhile(threading.Event):
+        clears = 0
+
+        def clear(self) -> None:
+            self.clears += 1
+            if self.clears == 2:  # the first redraw is that of the step
+                console._closed.set()
+                self.set()
+            super().clear()
+
+    monkeypatch.setattr("dstrain.report.console.REDRAW_SECONDS", 600.0)
+    monkeypatch.setattr(console, "_moved", ClosedMeanwhile())
+    console.end_step(1, 0.0)
+    assert console._ticker is not None
+    console._ticker.join(20)
+    assert not console._ticker.is_alive()
+
+
 def test_a_terminal_that_is_resized_gets_lines_of_its_new_width(terminal: Terminal) -> None:
     console = ConsoleSink(1000, terminal.stream)
     console.end_step(1, 0.0)

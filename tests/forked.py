@@ -72,14 +72,16 @@ class PipedProcess:
 
     def request(self, *request: Any) -> Any:
         """Send a request, and return the answer."""
-        if self._pipe is None:
-            self._start()
+        self.start()
         assert self._pipe is not None
         self._pipe.send(request)
         return self._pipe.recv()
 
-    def _start(self) -> None:
-        address = tempfile.mktemp(prefix="dstrain-tests-")
+    def start(self) -> None:
+        """Start the process if it does not run; return when it takes requests."""
+        if self._pipe is not None:
+            return
+        address = new_socket_path()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with Listener(address, "AF_UNIX", authkey=b"tests") as listener:
             self._process = subprocess.Popen([*self._command, address, *self._arguments], env=env, cwd=ROOT)
@@ -96,6 +98,18 @@ _origins = (PipedProcess("tests.forked"), PipedProcess("tests.forked"))
 """The processes that fork."""
 for _origin in _origins:
     atexit.register(_origin.close)
+
+
+def new_socket_path() -> str:
+    """Return a new path for a Unix socket: one has at most 107 bytes, and TMPDIR may be longer."""
+    path = tempfile.mktemp(prefix="dstrain-tests-")
+    return path if len(os.fsencode(path)) < 108 else tempfile.mktemp(prefix="dstrain-tests-", dir="/tmp")
+
+
+def start_origins() -> None:
+    """Start both processes that fork. Call it before ranks that wait for each other for a few seconds only."""
+    for origin in _origins:
+        origin.start()
 
 
 def fork(rank: int, function: str, *arguments: Any, env: Mapping[str, str], quiet: bool = False) -> Forked:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,7 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
 from dstrain.launch.command import free_port
-from tests.forked import ROOT, Forked, fork
+from tests.forked import ROOT, Forked, fork, new_socket_path
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +77,7 @@ class Workers:
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
-        port, address = free_port(), tempfile.mktemp(prefix="dstrain-workers-")
+        port, address = free_port(), new_socket_path()
         with Listener(address, "AF_UNIX", authkey=b"tests") as listener:
             for rank in range(self.size):
                 ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}

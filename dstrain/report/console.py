@@ -114,8 +114,10 @@ class ConsoleSink:
             self._ticker.start()
 
     def _refresh(self) -> None:
-        while not self._closed.is_set():
+        while True:
             self._moved.clear()
+            if self._closed.is_set():  # read after the line above, which may take back what `close` has set
+                return
             with self._lock, self._quiet_if_closed():
                 self._draw_line()
             self._closed.wait(LEAST_REDRAW_SECONDS)

@@ -193,6 +193,8 @@ class Rendezvous:
             if self._failure is not None:
                 raise self._to_exception(self._failure)
             if (now := time.monotonic()) >= look_at:
+                if now - look_at > limit / 2:  # this process was suspended, and maybe the others with it
+                    seen = [(beat, now) for beat, _ in seen]
                 look_at = now + self._heartbeat_interval()
                 beats = self._read_heartbeats()
                 # Only this host's clock is used: a rank is alive while its count changes.

@@ -104,8 +104,8 @@ def test_output_goes_on_over_a_pipe_that_does_not_wait(tmp_path: Path) -> None:
     command = [sys.executable, "-E", "-S", tee_log.__file__, str(log), "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=write) as copier:
         os.close(write)
-        waiting = array("i", [0])
-        while copier.poll() is None and waiting[0] < 65536:  # the default capacity of a pipe
+        waiting, capacity = array("i", [0]), fcntl.fcntl(read, fcntl.F_GETPIPE_SZ)  # less for a user with many pipes
+        while copier.poll() is None and waiting[0] < capacity:
             fcntl.ioctl(read, termios.FIONREAD, waiting)
         time.sleep(0.2)  # it finds the pipe full
         received, part = 0, b"x"

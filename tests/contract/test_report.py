@@ -22,7 +22,7 @@ from tests.vocabulary import read_events, run_dstrain, write_recipe
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The tiny reward model with enough steps to be caught running."""
-    values = find_task("rm").tiny(tmp_path) | {"steps": 4000, "save": {"every": 1000}, "eval": {"every": 5}}
+    values = find_task("rm").tiny(tmp_path) | {"steps": 100_000, "save": {"every": 1000}, "eval": {"every": 5}}
     values["log"] = {"every": 1, "tensorboard": False}
     return write_recipe(tmp_path, values)
 
@@ -55,7 +55,7 @@ def test_a_run_has_a_live_page_and_leaves_its_last_one(recipe: Path) -> None:
     wait(process, lambda: page.exists() and 'badge running"' in page.read_text())
     found = read_status(run_dir)
     assert found["state"] == "running"
-    assert (found["total_steps"], found["launch"]["pid"], found["launch"]["alive_ranks"]) == (4000, process.pid, [0])
+    assert (found["total_steps"], found["launch"]["pid"], found["launch"]["alive_ranks"]) == (100_000, process.pid, [0])
     assert found["step"] >= 1
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)

@@ -13,7 +13,7 @@ import pytest
 
 from dstrain.launch.command import free_port
 from dstrain.launch.worker import log_path, read_rank_records
-from tests.forked import Forked, fork
+from tests.forked import Forked, fork, start_origins
 
 RANK = "tests.faults.rank_preparing_data"
 HOST = socket.gethostname()
@@ -24,6 +24,7 @@ def launched(
     folder: Path, fault: str, timeout: float = 4.0, apart: bool = True, ranks: int = 2
 ) -> Iterator[list[Forked]]:
     """Ranks of a launch, each with a cache of its own where they are `apart`, as on hosts; none is left behind."""
+    start_origins()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout), "DSTRAIN_CACHE": str(folder / "cache")}
     processes = []
@@ -48,7 +49,7 @@ def ended(folder: Path, fault: str, timeout: float = 4.0, apart: bool = True) ->
 
 
 def test_a_host_that_prepares_longer_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
-    assert ended(tmp_path, "slow", timeout=2.0) == [(0, ""), (0, "")]
+    assert ended(tmp_path, "slow", timeout=3.0) == [(0, ""), (0, "")]
 
 
 def test_of_ranks_that_share_a_cache_one_prepares_first(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from dstrain.launch.command import free_port
 from dstrain.launch.worker import log_path, read_rank_records
-from tests.forked import Forked, fork
+from tests.forked import Forked, fork, start_origins
 from tests.vocabulary import read_jsonl
 
 RANK = "tests.faults.rank_with_fault"
@@ -26,6 +26,7 @@ MEND = "fix the cause and start again: the run resumes from its latest complete 
 @contextlib.contextmanager
 def launched(folder: Path, fault: str, ranks: int = 2, timeout: float = 4.0) -> Iterator[list[Forked]]:
     """Ranks of a launch; none is left behind."""
+    start_origins()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout)}
     processes = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -32,5 +33,5 @@ class Slowly(RewardModel):
         with (Path(self.folder) / f"seen-{os.environ['RANK']}").open("a") as seen:
             seen.write(f"{batch.samples}\n")
         pace = Path(self.folder) / "pace"
-        if pace.exists():
+        with contextlib.suppress(FileNotFoundError):  # removed by a test that wants the rest at full speed
             time.sleep(float(pace.read_text()))

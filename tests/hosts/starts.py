@@ -24,7 +24,7 @@ class Refusal:
     lines: tuple[str, ...]
     """Of the hostfile."""
     said: str
-    within: float = 15.0
+    within: float = 30.0
     before: Callable[[Lab, Run], object] = lambda lab, run: None
 
 

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -60,14 +61,22 @@ def test_without_the_setting_each_large_allocation_gets_new_pages() -> None:
 
 
 def test_only_slow_work_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(process_setup, "SLOW_SECONDS", 0.05)
+    timers: list[threading.Timer] = []
+
+    def make_timer(seconds: float, *how: Any) -> threading.Timer:
+        timers.append(threading.Timer(0.05 if len(timers) != 1 else 600, *how))
+        assert seconds == process_setup.SLOW_SECONDS
+        return timers[-1]
+
+    monkeypatch.setattr(process_setup, "threading", SimpleNamespace(Timer=make_timer))
     with log_if_slow("hashing"):
-        time.sleep(0.3)
-    with log_if_slow("fast work"):
+        timers[0].join()
+    with log_if_slow("fast work"):  # its timer would end in ten minutes
         pass
+    timers[1].join(20)
+    assert not timers[1].is_alive(), "the end of the work ends its timer"
     with log_if_slow("work of another rank", enabled=False):
         time.sleep(0.1)
-    time.sleep(0.1)
     assert capfd.readouterr().err == "hashing ...\n"
 
 

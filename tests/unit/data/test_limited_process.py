@@ -58,7 +58,7 @@ def test_an_ignored_sigchld_loses_no_answer() -> None:
     script = """
         import time
         from dstrain.data.limited_process import ResourceLimits, run_limited
-        limits = ResourceLimits(1 << 30, 10, 1.0)
+        limits = ResourceLimits(1 << 30, 10, 3.0)
         for work in (lambda: "fine", lambda: 1 / 0, lambda: bytearray(1 << 40), lambda: time.sleep(60)):
             print(run_limited(work, limits).status)
     """

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
+from dstrain.files import atomic_write
 from dstrain.launch import lease as module
 from dstrain.launch.lease import Lease, check_lease
 from dstrain.launch.lease_file import LeaseHolder, read_latest_lease
@@ -35,7 +36,8 @@ def write(run: Path, content: LeaseHolder | bytes) -> None:
     folder = run / ".workers"
     folder.mkdir(parents=True, exist_ok=True)
     name = f"lease-{read_latest_lease(folder)[0] + 1:08d}.json"
-    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
+    # Complete from the start, as a real one: the heartbeat of a holder may read it at any moment.
+    atomic_write(folder / name, content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
 
 
 def holder_of(run: Path) -> LeaseHolder:
@@ -110,7 +112,7 @@ def test_a_heartbeat_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
         count = 0
         while not over.wait(0.02):
             count += 1
-            file.write_text(json.dumps(asdict(replace(elsewhere, beat=f"beat-{count:012d}"))))
+            atomic_write(file, json.dumps(asdict(replace(elsewhere, beat=f"beat-{count:012d}"))))
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_host_with_other_software_is_refused_on_every_rank(
 
 
 def test_a_rank_that_takes_longer_than_the_timeout_is_waited_for(prepared: Callable[..., list[Any]]) -> None:
-    assert prepared(3, lambda rank, together: time.sleep(1.0 if rank == 1 else 0), timeout=0.4) == [None] * 3
+    assert prepared(3, lambda rank, together: time.sleep(2.0 if rank == 1 else 0), timeout=0.8) == [None] * 3
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -102,7 +103,7 @@ def test_the_same_fault_on_all_is_each_ones_own_and_nobody_waits(prepared: Calla
 
     began = time.monotonic()
     assert [str(error) for error in prepared(3, act)] == ["train.jsonl:7: is bad; mend it"] * 3
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < rendezvous.FAILURE_WAIT_SECONDS
 
 
 def test_an_error_of_its_own_is_told_in_one_line(prepared: Callable[..., list[Any]]) -> None:
@@ -136,6 +137,26 @@ def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., li
         assert isinstance(error, PeerFailureError)
         assert "preparing the data: rank 2 on h2 " in str(error)
         assert str(error).endswith(f" sent no heartbeat for 0.5 s (timeout_minutes); {MEND}")
+
+
+def test_a_rank_that_stood_still_itself_gives_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a host that was suspended wake at once: the others' heartbeats come a moment after the look at them."""
+    together = Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=10))
+    together._members = [{"host": "h0"}, {"host": "h1"}]
+    now, looks = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100.0 if len(looks) == 3 else seconds
+
+    def read_heartbeats() -> list[str]:
+        looks.append(now[0])
+        is_asleep = 100 <= now[0] < 106  # it wakes some seconds after this rank
+        return [str(now[0]), str(looks[2] if is_asleep else now[0])]
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(together, "_read_heartbeats", read_heartbeats)
+    together._wait_until(lambda: now[0] > 130)
+    assert len(looks) > 20
 
 
 def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
@@ -183,11 +204,11 @@ def test_values_are_gathered_by_rank_and_a_slow_rank_is_waited_for(prepared: Cal
     gathered: list[list[Any]] = []
 
     def act(rank: int, together: Rendezvous) -> None:
-        time.sleep(1.0 if rank == 1 else 0)  # longer than the timeout: its heartbeat counts
+        time.sleep(2.0 if rank == 1 else 0)  # longer than the timeout: its heartbeat counts
         gathered.append(together.gather(rank))
         gathered.append(together.gather([f"second {rank}", None]))
 
-    assert prepared(3, act, timeout=0.4) == [None] * 3
+    assert prepared(3, act, timeout=0.8) == [None] * 3
     assert gathered.count([0, 1, 2]) == 3
     assert gathered.count([[f"second {rank}", None] for rank in range(3)]) == 3
 

@@ -52,6 +52,7 @@ def live_run(folder: Path) -> Path:
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run folder that this process holds, with two ranks: this process, and one that has ended."""
     folder = live_run(tmp_path / "run")
+    monkeypatch.setattr("dstrain.launch.lease.HEARTBEAT_SECONDS", 600.0)  # tests change the file themselves
     with Lease(folder, "abc") as lease:
         lease.acquire()
         monkeypatch.setenv(LAUNCH_ID_ENV, "abc")

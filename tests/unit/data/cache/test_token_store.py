@@ -108,7 +108,9 @@ def build(report):
     with (folder / "built").open("a") as file:
         file.write("x")
     yield [{"ids": [1, 2], "sample": 0}]
-    time.sleep(seconds)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not (folder / "go on").exists():
+        time.sleep(0.01)
     yield [{"ids": [3], "sample": 1}]
 store = load_or_build_store(folder, {"what": "race"}, build, log_interval=0.2)
 print(len(store), store[1]["ids"].tolist(), "torch" in sys.modules)
@@ -134,9 +136,15 @@ def test_of_processes_that_race_one_builds(tmp_path):
 
 
 def test_who_waits_says_for_whom_and_how_long(tmp_path):
-    builder, lines = child(tmp_path, 2.0), []
+    builder, lines = child(tmp_path, 60.0), []
     wait_for(tmp_path / "built")
-    store = load_or_build_store(tmp_path, {"what": "race"}, build, echo=lines.append, log_interval=0.2)
+
+    def echo(line: str) -> None:
+        lines.append(line)
+        if "has been building for" in line:
+            (tmp_path / "go on").touch()
+
+    store = load_or_build_store(tmp_path, {"what": "race"}, build, echo=echo, log_interval=0.2)
     builder.communicate(timeout=30)
     assert len(store) == 2
     assert any(f"process {builder.pid} on " in line and "has been building for" in line for line in lines)
@@ -169,9 +177,15 @@ filelock.FileLock = Local
 
 
 def test_where_the_lock_keeps_nobody_out_each_builds_and_all_take_the_first(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_LOCK + CHILD, str(tmp_path), "0.8"]
+    command = [sys.executable, "-c", WITHOUT_LOCK + CHILD, str(tmp_path), "60"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    wait_for(tmp_path / "built")
+    deadline = time.monotonic() + 20
+    while (tmp_path / "built").read_text() != "xxx":  # none may be done before the last one has begun
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (tmp_path / "go on").touch()
     assert [racer.communicate(timeout=30) for racer in racers] == [("2 [3] False\n", "")] * 3
     assert (tmp_path / "built").read_text() == "xxx"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [hash_key({"what": "race"})]

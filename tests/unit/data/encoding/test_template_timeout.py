@@ -88,10 +88,8 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forks, fork = [], os.fork
     monkeypatch.setattr(limited_process.os, "fork", lambda: forks.append(1) or fork())
     assert [render_conversation(tokenizer, ASKED) for _ in range(3)] == ["hi<unused>"] * 3
-    assert len(forks) == 1
-    began = time.monotonic()
     check_template_terminates(tokenizer, ASKED)
-    assert time.monotonic() - began < 0.1
+    assert len(forks) == 1
 
 
 def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +127,10 @@ def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:
     time.sleep(0.3)
     os.killpg(child.pid, 2)
     assert child.wait(20) != 0
-    time.sleep(0.3)
-    assert not [process.pid for process in psutil.process_iter() if _lives_in(process, child.pid)]
+    deadline = time.monotonic() + 20
+    while any(_lives_in(process, child.pid) for process in psutil.process_iter()):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
 
 
 def _lives_in(process: psutil.Process, group: int) -> bool:

@@ -122,7 +122,7 @@ def test_reading_stays_within_the_prefetch():
 
 
 def test_the_time_spent_waiting_is_told_once():
-    reader = loader(workers=1, collate=lambda examples: time.sleep(0.02) or collate(examples))
+    reader = loader(workers=1, collate=lambda examples: time.sleep(0.2) or collate(examples))
     next(reader.iter_steps(0))
     assert reader.pop_wait_seconds() >= 0.02
     assert reader.pop_wait_seconds() == 0.0

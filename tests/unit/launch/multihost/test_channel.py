@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,10 +67,12 @@ def test_noise_is_no_message_and_hides_none(noise, pair):
     assert pair.line.has_noise == (bool(noise.strip()) and NONCE.encode() not in noise)
 
 
-def test_noise_is_no_sign_of_life(pair):
+def test_noise_is_no_sign_of_life(pair, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr("dstrain.launch.multihost.channel.time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(4):
         pair.comes(b"still here\n")
-        time.sleep(0.3)
+        now += 0.3
     assert pair.line.is_timed_out()
     assert pair.comes(message()) == []
     assert not pair.line.is_timed_out()

@@ -130,7 +130,7 @@ def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path,
 
 def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
     with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
-        group._last_poll_at -= 7.0
+        group._last_poll_at = time.monotonic() - 7.0
         group.poll()
         agent_of(group._clients[0].nonce).kill()
         while not group.abort_reason:

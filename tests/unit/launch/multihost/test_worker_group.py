@@ -162,7 +162,7 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
     agent.report_changes()
     assert line.read_messages() == [{"started": [1, None, record]}]
     agent.send_signal(signal.SIGTERM)
-    time.sleep(0.3)  # not waited for: its status is read from the zombie
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie: its status is read from that
     agent.report_changes()
     agent.report_changes()
     assert line.read_messages() == [{"ended": [1, -15, record]}]

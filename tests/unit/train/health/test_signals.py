@@ -74,7 +74,7 @@ def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_request_twice_is_one() -> None:
-    with SignalHandler() as handler:
+    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 600.0):
         handler.begin_training()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             send(number)

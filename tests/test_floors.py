@@ -342,13 +342,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     )
 
 
+@cache
+def used_names(path: Path) -> tuple[tuple[str, int], ...]:
+    """Return the (dotted name, line) of each import and each attribute of a module."""
+    return *imports(ast.walk(tree(path))), *attributes(ast.walk(tree(path)))
+
+
 @pytest.mark.parametrize("library", DOORS)
 def test_a_library_has_one_door(library: str) -> None:
     wrong = [
         f"{name(path)}:{line} uses {dotted}"
         for path in FILES
         if name(path) not in DOORS[library]
-        for dotted, line in (*imports(ast.walk(tree(path))), *attributes(ast.walk(tree(path))))
+        for dotted, line in used_names(path)
         if within(dotted, library)
     ]
     assert not wrong, "\n".join(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from tests.parity.cases import world
 from tests.resume.cases import run
 
 
-def run_with_broken_profilers(recipe: str, run_dir: str) -> dict[str, Any]:
+def run_with_broken_profilers(recipe: str, run_dir: str, sets: Sequence[str]) -> dict[str, Any]:
     """Train while rank 0's flops table cannot start and rank 1's trace cannot be written."""
 
     def broken(*arguments: Any) -> None:
@@ -22,7 +23,7 @@ def run_with_broken_profilers(recipe: str, run_dir: str) -> dict[str, Any]:
 
     place = ("FlopsTable", "__init__") if world().rank == 0 else ("Trace", "write")
     with patch.object(getattr(profiler, place[0]), place[1], broken):
-        return run(recipe, run_dir)
+        return run(recipe, run_dir, sets)
 
 
 class ByName(torch.nn.Module):

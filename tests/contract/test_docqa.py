@@ -48,20 +48,20 @@ def test_generation_in_evaluations_leaves_training_as_it_is(
     preset: str, changes: dict[str, Any], tmp_path: Path, two: Workers
 ) -> None:
     """To the bit, with dropout and gradient checkpointing: random states, modes and the cache do not leak."""
-    file = recipe(tmp_path, preset, **changes)
+    file = recipe(tmp_path, preset, steps=4, **changes)
     two(RUN, recipe=file, run_dir=str(tmp_path / "with"))
     two(WITHOUT, recipe=file, run_dir=str(tmp_path / "without"), sets=["eval.metric=loss", "eval.best=min"])
     found, wanted = rows(tmp_path / "with"), rows(tmp_path / "without")
     assert all({*ANSWER_METRICS} <= row.keys() for row in found if row["split"] == "eval")
     plain = [{name: row[name] for name in row if name not in ANSWER_METRICS} for row in found]
     assert plain == wanted
-    assert len(eval_rows(tmp_path / "with")) == 3
+    assert len(eval_rows(tmp_path / "with")) == 2
 
 
 @pytest.mark.parametrize("preset", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_signal_during_generation_ends_the_run_with_a_checkpoint(preset: str, tmp_path: Path, two: Workers) -> None:
     """An evaluation may take longer than the grace period. As after any signal, there is no row of an evaluation."""
-    file = recipe(tmp_path, preset, save={"every": 6}, log={"every": 3})
+    file = recipe(tmp_path, preset, steps=4, save={"every": 6}, log={"every": 3})
     two(RUN, recipe=file, run_dir=str(tmp_path / "whole"))
     for found in two(STOPPED, recipe=file, run_dir=str(tmp_path / "run")):
         assert (found["code"], found["batches"]) == (EXIT_STOPPED, 1)
@@ -73,16 +73,18 @@ def test_a_signal_during_generation_ends_the_run_with_a_checkpoint(preset: str, 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Path:
-    """The folder of a run that has learnt to answer, at stage 3."""
+def trained(tmp_path_factory: pytest.TempPathFactory, one: Workers, two: Workers) -> Path:
+    """The folder of a run that has learnt to answer; it learns in one process, and ends with two at stage 3."""
     folder = tmp_path_factory.mktemp("docqa")
     file = recipe(folder, "zero3", steps=80, optim={"lr": 1e-2}, eval={"every": 40}, save={"every": 40})
-    two(RUN, recipe=file, run_dir=str(folder / "run"))
+    run = {"recipe": file, "run_dir": str(folder / "run")}
+    assert one(RUN, **run, sets=["ds_config=zero1", "batch.micro=6"], stop_at=78)[0]["code"] == EXIT_STOPPED
+    two(RUN, **run)
     return folder
 
 
-def test_metrics_are_those_of_the_answers(trained: Path, one: Workers, two: Workers) -> None:
-    """Of `dstrain generate`, scored here; alike from a training engine, from one process and from two."""
+def test_metrics_are_those_of_the_answers(trained: Path, one: Workers) -> None:
+    """Of `dstrain generate`, scored here; alike from a training engine in two processes and from one process."""
     data = str(trained / "eval.jsonl")
     written = one(GENERATE, folder=str(trained / "run"), data=data, sampling={"max_new_tokens": 8, "batch": 2})[0]
     accepted = [record["answers"] for record in read_jsonl(trained / "eval.jsonl")]
@@ -96,9 +98,6 @@ def test_metrics_are_those_of_the_answers(trained: Path, one: Workers, two: Work
     assert {name: eval_rows(trained / "run")[-1][name] for name in wanted} == pytest.approx(wanted)
     alone = one(EVALUATE, folder=str(trained / "run"), data=data)[0]
     assert {name: alone[name] for name in wanted} == pytest.approx(wanted)
-    for preset in ("zero2", "zero3"):
-        for found in two(EVALUATE, folder=str(trained / "run"), data=data, ds_config=preset):
-            assert {name: found[name] for name in wanted} == {name: alone[name] for name in wanted}
 
 
 def test_generate_needs_no_answers(trained: Path, one: Workers) -> None:

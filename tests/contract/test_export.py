@@ -26,6 +26,7 @@ from dstrain.tasks import find_task
 from dstrain.tasks.sft import SFTExport
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
+from tests.forked import fork
 from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import ROOT, Workers
 
@@ -251,22 +252,16 @@ def test_a_disk_that_is_full_in_the_middle_leaves_nothing(run: Path, tmp_path: P
     assert not left_in(tmp_path / "out")
 
 
-STALLING = """
-import sys, time
-from pathlib import Path
-from dstrain.commands import export
-export._verify_reload = lambda said, folder: (print("written", flush=True), time.sleep(60))
-export.export_model(Path(sys.argv[1]), "last", Path(sys.argv[2]))
-"""
-
-
 def test_a_killed_export_leaves_no_folder_and_the_next_one_cleans_up(run: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", STALLING, str(run), str(tmp_path / "out")]
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert child.stdout is not None
-    assert any(line == "written\n" for line in child.stdout)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    written, until = tmp_path / "written", time.monotonic() + 200
+    child = fork(0, CASES + "export_and_stall", run, tmp_path / "out", written, env=os.environ)
+    while not written.exists():
+        assert child.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    written.unlink()
     (left,) = tmp_path.glob("out.*.partial")
     (left / "odd.safetensors").write_bytes(b"from before")
     export_model(run, "last", tmp_path / "out")

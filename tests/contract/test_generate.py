@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
+def trained(tmp_path_factory: pytest.TempPathFactory, one: Workers) -> Any:
     """The folder of a run that has learnt to end its answers, with its data beside it."""
     made: dict[str, Path] = {}
 
@@ -35,12 +35,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
             folder = tmp_path_factory.mktemp("run")
             task, more, model = RUNS[name]
             values = find_task(task).tiny(folder) | more | {"steps": 80, "optim": {"lr": 1e-2}}
-            values["batch"] = {"total": 8, "micro": 4}
+            values["batch"] = {"total": 8, "micro": 8}
             values["data"] |= {"max_length": 120}  # long enough for every answer to end
             values["model"]["config"] |= {"tie_word_embeddings": "tied" in name, "max_position_embeddings": 128}
             values["model"] |= model
             write_recipe(folder, values)
-            two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
+            one(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
             made[name] = folder
         return made[name]
 

@@ -17,13 +17,13 @@ SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, one: Workers) -> Path:
     """The folder of a run that has learnt to end its answers, with its data beside it."""
     folder = tmp_path_factory.mktemp("run")
     _, values = named_recipe("vlm", folder)
-    values |= {"steps": 80, "optim": {"lr": 1e-2}, "batch": {"total": 8, "micro": 4}}
+    values |= {"steps": 80, "optim": {"lr": 1e-2}, "batch": {"total": 8, "micro": 8}}
     write_recipe(folder, values)
-    two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
+    one(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
     return folder
 
 

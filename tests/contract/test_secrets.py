@@ -12,7 +12,7 @@ import pytest
 
 from dstrain.tasks import find_task
 from dstrain.train.setup.run_dir import collect_environment
-from tests.vocabulary import write_recipe
+from tests.vocabulary import invoke, write_recipe
 
 SECRETS = {
     "WANDB_API_KEY": "fedcba9876543210" * 2 + "12345678",
@@ -72,12 +72,15 @@ def test_a_run_leaves_no_secret_anywhere(tmp_path: Path) -> None:
         ("--master-addr", "https://me:PlantedInUrl@host", "--num-gpus", "0"),
     ],
 )
-def test_a_url_with_a_password_is_refused_without_the_password(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_url_with_a_password_is_refused_without_the_password(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, find_task("rm").tiny(tmp_path))
     before = sorted(tmp_path.rglob("*"))
-    code, output = run("train", "recipe.yaml", "--run-dir", "run", *words, cwd=tmp_path)
-    assert code == 2, output
-    assert "PlantedInUrl" not in output
+    done = invoke("train", "recipe.yaml", "--run-dir", "run", *words)
+    assert done.exit_code == 2, done.output
+    assert "PlantedInUrl" not in done.output
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -15,18 +15,21 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from dstrain.launch.command import free_port
+from dstrain.launch.exit_code import compute_outcome
+from dstrain.launch.worker import read_rank_records
 from dstrain.tasks import find_task
+from tests.forked import fork
 from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import ROOT
 
 LIMIT_MICRO_BATCH = """
-import json, os, sys
+import os, sys
 
-def limit(frame, event, argument):
-    if event == "call" and frame.f_code.co_name == "take_step" and frame.f_globals["__name__"] == "dstrain.train.run":
-        sys.setprofile(None)
-        from tests.memory_limits import limit_micro_batch
-        limit_micro_batch(frame.f_locals["self"].engine, **json.loads(os.environ["LIMIT"]))
+def limit(*call):
+    if call[1] == "call" and call[0].f_code.co_name == "take_step":
+        from tests.faults.rank_without_memory import limit_passes
+        limit_passes(*call)
 
 if "RANK" in os.environ:
     sys.setprofile(limit)
@@ -101,12 +104,31 @@ def test_shrink_starts_again_after_a_backward_pass_without_memory(tmp_path: Path
     assert np.sqrt(difference / sum(float((array.astype(np.float64) ** 2).sum()) for array in wanted.values())) <= 1e-6
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_stop_prints_one_message_with_the_fixes(rank: int, tmp_path: Path) -> None:
-    recipe(tmp_path)
-    limit = f'{{"samples": 1, "where": "backward", "from_step": 3, "rank": {rank}}}'
-    code, said = train(tmp_path, LIMIT_MICRO_BATCH, limit)
-    assert code == 1
+def train_as_ranks(folder: Path, limit: str) -> tuple[list[int], str]:
+    """Train in two processes that no launcher starts; return their exit codes, and all that they print and it would."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LIMIT": limit}
+    ranks = [
+        fork(
+            rank,
+            "tests.faults.rank_without_memory:train",
+            folder,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [rank.wait(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    outcome = compute_outcome(read_rank_records(folder / "run"), dict(enumerate(codes)), 1, range(2))
+    assert outcome.code == 1
+    return codes, f"{(folder / 'said.txt').read_text()}\n{outcome.message}\n"
+
+
+def check_message(said: str, rank: int, run: Path) -> None:
+    """One message names the rank, the pass and the fixes."""
     assert said.count("to fit, set in this order:") == 1, said[-3000:]
     headline = next(line for line in said.splitlines() if "out of memory: rank" in line)
     assert f"out of memory: rank {rank} on " in headline
@@ -117,7 +139,23 @@ def test_stop_prints_one_message_with_the_fixes(rank: int, tmp_path: Path) -> No
     assert "Traceback" not in said
     if rank == 1:  # the copy of rank 0's log is on the terminal too
         assert f"error: step 3: rank 1 on {socket.gethostname()} failed: out of memory; see logs/rank-00001.log" in said
-    assert not (tmp_path / "run/micro_batch.json").exists()
+    assert not (run / "micro_batch.json").exists()
+
+
+def test_ranks_that_stop_print_one_message_with_the_fixes(tmp_path: Path) -> None:
+    recipe(tmp_path)
+    codes, said = train_as_ranks(tmp_path, '{"samples": 1, "where": "backward", "from_step": 3, "rank": 1}')
+    assert codes == [1, 1], said[-3000:]
+    check_message(said, 1, tmp_path / "run")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stop_prints_one_message_with_the_fixes(rank: int, tmp_path: Path) -> None:
+    recipe(tmp_path)
+    limit = f'{{"samples": 1, "where": "backward", "from_step": 3, "rank": {rank}}}'
+    code, said = train(tmp_path, LIMIT_MICRO_BATCH, limit)
+    assert code == 1
+    check_message(said, rank, tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -52,13 +52,13 @@ def test_a_checkpoint_goes_on_with_other_partitions(
 def test_a_run_is_resumed_bit_for_bit_and_by_another_number_of_processes(
     tmp_path: Path, one: Workers, two: Workers
 ) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 10, "save": {"every": 4, "keep": 9}, "ds_config": "zero2"}
+    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 2, "keep": 9}, "ds_config": "zero2"}
     recipe = str(write_recipe(tmp_path, values | {"optim": {"name": "adamw_8bit", "lr": 1e-3}}))
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=7)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=5)
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
     assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole")
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), crash_at=7)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), crash_at=5)
     one(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), sets=["ds_config=zero3"])
     rows = [read_jsonl(tmp_path / name / "metrics.jsonl")[-1]["loss"] for name in ("elastic", "whole")]
     assert rows[0] == pytest.approx(rows[1], rel=1e-2)

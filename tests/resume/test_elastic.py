@@ -250,7 +250,7 @@ LEARNING = {
 
 @pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[:3]))
 def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
-    sets = LEARNING[claim]
+    sets = ["steps=6", *LEARNING[claim]]
     whole = workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)
     workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=5)
     again = workers[3](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[*sets, "ds_config=zero3"])
@@ -303,11 +303,13 @@ def test_another_optimizer_begins_anew_and_says_so(
 def test_frozen_weights_may_thaw(
     before: tuple[str, int], after: tuple[str, int], recipe: str, tmp_path: Path, workers: Mapping[int, Workers]
 ) -> None:
-    frozen = ["model.freeze=[model.layers.0]"]
+    frozen, short = ["model.freeze=[model.layers.0]"], ["steps=6"]
     run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
-    workers[before[1]](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[f"ds_config={before[0]}", *frozen])
-    workers[before[1]](RUN, **run, sets=[f"ds_config={before[0]}", *frozen], crash_at=5)
-    workers[after[1]](RUN, **run, sets=[f"ds_config={after[0]}"], allowed=["model.freeze"])
+    workers[before[1]](
+        RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[f"ds_config={before[0]}", *frozen, *short]
+    )
+    workers[before[1]](RUN, **run, sets=[f"ds_config={before[0]}", *frozen, *short], crash_at=5)
+    workers[after[1]](RUN, **run, sets=[f"ds_config={after[0]}", *short], allowed=["model.freeze"])
     ours, theirs = metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole")
     assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
     assert ours[3]["grad_norm"] > theirs[3]["grad_norm"] * 1.0001, "more of them learn"

@@ -17,6 +17,7 @@ pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installe
 
 CASES = "tests.contract.lora_cases:"
 SETS = ["steps=12", "save.every=4", "save.keep=9"]
+SHORT = ["steps=4", "save.every=4"]
 
 
 def quantized_recipe(folder: Path, task: str, worker: Workers, quantize: str = "nf4", **changes: Any) -> Path:
@@ -39,10 +40,11 @@ def losses(run_dir: Path) -> list[float]:
 def test_a_quantized_run_learns_and_resuming_changes_nothing(
     task: str, quantize: str, preset: str, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
-    recipe = str(quantized_recipe(tmp_path, task, one, quantize, ds_config=preset))
-    whole = two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=SETS)
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=SETS, crash_at=7)
-    again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=SETS)
+    run = {"recipe": str(quantized_recipe(tmp_path, task, one, quantize, ds_config=preset))}
+    run |= {"sets": ["steps=8", "save.every=4"]}
+    whole = two(RUN, **run, run_dir=str(tmp_path / "whole"))
+    two(RUN, **run, run_dir=str(tmp_path / "broken"), crash_at=7)
+    again = two(RUN, **run, run_dir=str(tmp_path / "broken"))
     assert all(result["code"] == 0 for result in (*whole, *again))
     assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole"), "bit for bit"
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
@@ -72,7 +74,7 @@ def test_the_export_is_the_adapters_or_one_dequantized_model(
     quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
     recipe, run_dir = quantized_recipe(tmp_path, "sft", one, quantize, precision=precision), tmp_path / "run"
-    two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=[*SETS, f"model.lora.dora={json.dumps(dora)}"])
+    two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=[*SHORT, f"model.lora.dora={json.dumps(dora)}"])
     adapters = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "adapters"), merge=False)[0]
     merged = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "merged"), merge=True)[0]
     assert "adapter_model.safetensors" in adapters["files"]
@@ -94,8 +96,8 @@ def test_the_export_is_the_adapters_or_one_dequantized_model(
 def test_an_evaluation_in_between_does_not_change_the_training(tmp_path: Path, one: Workers) -> None:
     """bitsandbytes repacks 4-bit weights in evaluation mode on some CPUs, and computes in bf16 from then on."""
     recipe = str(quantized_recipe(tmp_path, "sft", one))
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "with"), sets=[*SETS, "eval.every=2"])
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "without"), sets=[*SETS, "eval.every=100"])
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "with"), sets=[*SHORT, "eval.every=1"])
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "without"), sets=[*SHORT, "eval.every=100"])
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 

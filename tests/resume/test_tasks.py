@@ -80,12 +80,12 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", MARKED)
 def test_resuming_changes_nothing(case: str, tmp_path: Path, two: Workers) -> None:
-    recipe = written(tmp_path, case)
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=7)
-    again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
+    run = {"recipe": written(tmp_path, case), "sets": ["steps=5", "save.every=2", "eval.every=3"]}
+    two(RUN, **run, run_dir=str(tmp_path / "whole"))
+    two(RUN, **run, run_dir=str(tmp_path / "broken"), crash_at=4)
+    again = two(RUN, **run, run_dir=str(tmp_path / "broken"))
     assert [result["code"] for result in again] == [0, 0]
-    assert len(again[0]["samples"]) == 4
+    assert len(again[0]["samples"]) == 3
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
 
 

@@ -40,7 +40,7 @@ def written(folder: Path, task: str, trained: str, preset: str) -> str:
     model = {**values["model"], **TRAINED[trained]}
     model["freeze"] = [*values["model"].get("freeze", []), *TRAINED[trained].get("freeze", [])]
     values |= {"model": model, "ds_config": preset, "optim": {"lr": 1e-2, "clip": 0.05}}
-    values |= {"steps": 4, "save": {"every": 2}, "eval": {"every": 2}}
+    values |= {"steps": 3, "save": {"every": 2}, "eval": {"every": 3}}
     write_recipe(folder, values)
     return str(folder / "recipe.yaml")
 
@@ -51,12 +51,12 @@ def test_a_run_resumes_is_evaluated_and_exported(
 ) -> None:
     recipe = written(tmp_path, task, trained, preset)
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=4)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=3)
     again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
-    assert [(result["code"], len(result["samples"])) for result in again] == [(0, 2)] * 2, "the last two steps"
+    assert [(result["code"], len(result["samples"])) for result in again] == [(0, 1)] * 2, "the last step"
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
     found = one(CASES + "evaluate", folder=str(tmp_path / "broken"), data=str(tmp_path / "eval.jsonl"))[0]
-    (told,) = [row for row in rows(tmp_path / "broken") if row["split"] == "eval" and row["step"] == 4]
+    (told,) = [row for row in rows(tmp_path / "broken") if row["split"] == "eval" and row["step"] == 3]
     assert found["loss"] == pytest.approx(told["loss"], rel=1e-5)
     one(CASES + "export_only", run=str(tmp_path / "broken"), to=str(tmp_path / "out"), merge=trained != "full")
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"]

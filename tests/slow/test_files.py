@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = (
     "{model_type: llama, vocab_size: 600, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
-    "num_attention_heads: 4, num_key_value_heads: 2}"
+    "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 8192}"
 )
 
 
@@ -21,7 +21,7 @@ CONFIG = (
 )
 def test_a_demo_file_trains_as_it_is(task: str, name: str, data: Path, tmp_path: Path) -> None:
     file = data / f"prefs/llamafactory/{name}_demo.json"
-    sets = [f"data.train={file}", "data.eval_fraction=0.1", "data.max_length=256", f"model.config={CONFIG}", "steps=4",
+    sets = [f"data.train={file}", "data.eval_fraction=0.1", "data.max_length=8192", f"model.config={CONFIG}", "steps=4",
             "batch.total=4", "batch.micro=2"]  # fmt: skip
     command = [sys.executable, "-m", "dstrain", "train", "--task", task, "--num-gpus", "2", "--run-dir", str(tmp_path)]
     done = subprocess.run(

@@ -28,6 +28,9 @@ MISSING_MODEL = Fault(
     "model.path", "is not set, nor is model.config", "set model.path, or model.config to train from scratch"
 )
 
+HUB_TIMEOUT_SECONDS = 10
+"""Limit of each step (connect, read) of the one request that finds whether the Hub answers."""
+
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """Return the model's transformers config. Raises RecipeError where it cannot be read or is invalid."""
@@ -89,6 +92,8 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """Load a folder or Hub id with one of transformers' Auto classes. Raises RecipeError for the recipe's `key`."""
     is_local = check_local_folder(name, key)
+    if not is_local:
+        check_hub_reachable(name, key)
     place = str(Path(name).expanduser()) if is_local else name
     try:
         # Without a network huggingface_hub tries again for over a minute.
@@ -104,6 +109,29 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         else:
             fix = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", fix)) from error
+
+
+def check_hub_reachable(name: str, key: str) -> None:
+    """Raise RecipeError where a Hub id is not in the cache and the Hub does not answer one request in time.
+
+    transformers repeats its request for each file several times, which takes minutes behind a silent firewall.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import get_session
+
+    if (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots").is_dir():
+        return
+    problem = f"'{name}' is not a local folder, and is not in the cache {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        fix = "unset HF_HUB_OFFLINE, or give a local folder"
+        raise RecipeError(Fault(key, f"{problem}; HF_HUB_OFFLINE forbids a download", fix))
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # the HTTP library differs between versions of huggingface_hub
+        fix = "check the network, download it elsewhere into the cache and set HF_HUB_OFFLINE=1, or give a local folder"
+        reason = f"{constants.ENDPOINT} does not answer ({_error_reason(error)})"
+        raise RecipeError(Fault(key, f"{problem}; {reason}", fix)) from error
 
 
 def _error_reason(error: Exception) -> str:

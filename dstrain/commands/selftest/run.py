@@ -34,6 +34,7 @@ from dstrain.commands.selftest.job import RECIPE, suggest_fix
 from dstrain.commands.selftest.table import SelftestReport
 from dstrain.errors import UsageError
 from dstrain.launch.topology import visible_gpus, worker_from_env
+from dstrain.preset import preset_names, read_preset
 
 SAMPLES = {"train": 48, "eval": 16}
 """Records of the demo's files that are used: the tokenizer is trained on them, too."""
@@ -130,6 +131,9 @@ def _check_request(presets: Sequence[str]) -> None:
     names = [run_name(preset) for preset in presets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"--preset {twice}: is given twice; remove one")
+    for preset in presets:
+        if preset not in preset_names() and not Path(preset).exists():
+            read_preset(preset)  # says which names there are; a file that is wrong fails alone
 
 
 def _write_data(folder: Path) -> None:

@@ -146,6 +146,14 @@ def test_a_preset_given_twice_is_refused() -> None:
     assert "--preset zero1: is given twice; remove one" in done.stderr
 
 
+def test_a_preset_that_does_not_exist_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(run, "run_child", lambda *words: started.append(words) or 1)
+    done = invoke("selftest", "--preset", "zero9")
+    assert (done.exit_code, started) == (2, [])
+    assert "there is no such preset in" in done.stderr
+
+
 def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(*words: object) -> int:
         return 1

@@ -65,7 +65,13 @@ class CommandGroup(SubcommandGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_process()
-        return super().main(*args, **kwargs)
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # of the group's own --help; other commands end in `invoke`
+            if (known := explain_system_error(error)) is None:
+                raise
+            click.echo(f"error: {known}", err=True)
+            sys.exit(known.exit_code)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in UNSUPPORTED_COMMANDS:

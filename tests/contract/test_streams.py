@@ -46,6 +46,16 @@ def test_a_command_whose_reader_has_gone_ends_quietly_and_not_as_a_failed_run(
     assert b"Exception ignored" not in told.stderr
 
 
+@pytest.mark.parametrize("words", ["tasks rm", "--help", "train --help"])
+def test_an_output_on_a_full_disk_is_said_without_a_traceback(words: str) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "dstrain.cli", *words.split()]
+        told = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert told.returncode == 1
+    assert b"No space left on device; free some space" in told.stderr
+    assert told.stderr.count(b"\n") == 1, told.stderr
+
+
 def test_what_is_opened_later_is_no_stream(tmp_path: Path) -> None:
     script = "from dstrain.process_setup import open_closed_streams as o; import os, sys; o(); f = os.open(sys.argv[1], 65); os.write(f, b'x'); print('stray')"
     file = tmp_path / "file"

@@ -141,7 +141,8 @@ def _show_launch(launch: Mapping[str, Any] | None) -> str:
         for one in launch["ranks"]
     ]
     shown = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    alive = "" if launch["alive_ranks"] is None else f"; alive on this host: {len(launch['alive_ranks'])}"
+    count = None if launch["alive_ranks"] is None else len(launch["alive_ranks"])
+    alive = "" if count is None else f"; {count or 'none'} alive on this host"
     head = f"process {launch['pid']} on {launch['host']}, since {launch['since']}" if launch["pid"] else ""
     return "; ".join(filter(None, [head, f"ranks {shown}{alive}" if ranks else ""]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,12 +123,18 @@ def _fp16_overrides(run_dir: Path) -> list[str]:
 
 
 def _rename_synced(partial: Path, output_dir: Path) -> None:
-    """Rename the folder once all its files are on the disk. Raises CheckpointError."""
+    """Rename the folder once all its files are on the disk. Raises CheckpointError, UsageError."""
     with _as_checkpoint_error(f"--to {output_dir}: cannot be written"):
         # The content before the name: an export that can be seen is complete after a power failure too.
         for path in (*partial.rglob("*"), partial):
             sync_folder(path)
-        os.rename(partial, output_dir)
+        try:
+            os.rename(partial, output_dir)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            problem = "another command has written into it meanwhile, and its files stay"
+            raise UsageError(f"--to {output_dir}: {problem}; choose another folder") from error
         sync_folder(output_dir.parent)
 
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) -> None:
     """Recompute activations in the backward pass, if the model supports it: those of a share of the layers.
 
-    transformers makes the outputs of all embeddings require gradients, which only checkpoints with `use_reentrant` need.
-    Of an encoder that is frozen every layer would then be recomputed, and gradients sent through it to nothing
-    (transformers/modeling_utils.py, `enable_input_require_grads`). Only the text's outputs do so here.
-
     Raises RecipeError for a share below 1 of a model that does not checkpoint layer by layer.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,9 +24,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) ->
     with warnings.catch_warnings():  # transformers 6 renames it activation_checkpointing_enable
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if hasattr(model, "disable_input_require_grads"):
-        model.disable_input_require_grads()
-        model.get_input_embeddings().register_forward_hook(_require_grad)
+    limit_input_grads(model)
     if share == 1:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -41,9 +35,20 @@ def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) ->
         layer.gradient_checkpointing = is_chosen
 
 
-def _require_grad(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-    """Forward hook; ZeRO-3 frees a layer's gathered weights after its backward pass only if its input has a gradient."""
-    output.requires_grad_(True)
+def limit_input_grads(model: torch.nn.Module) -> None:
+    """Make the outputs of the decoder's embedding require gradients, and those of no encoder.
+
+    transformers and peft make those of all embeddings do so, which only checkpoints with `use_reentrant` need. Of an
+    encoder that is frozen every layer would then be recomputed, and gradients sent through it to nothing
+    (transformers/modeling_utils.py, `enable_input_require_grads`). The decoder's stay: ZeRO-3 frees the gathered
+    weights of a layer after its backward pass only if its input has a gradient.
+    """
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return
+    pretrained: Any = model
+    if hasattr(model, "get_decoder"):
+        pretrained.disable_input_require_grads()
+        pretrained.get_decoder().enable_input_require_grads()
 
 
 def choose_layers(count: int, share: float) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.gradient_checkpointing import limit_input_grads
 from dstrain.models.quantization.library import preload_bitsandbytes
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
         names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
         raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
-    if hasattr(model, "disable_input_require_grads"):  # as in enable_gradient_checkpointing
-        model.disable_input_require_grads()
+    limit_input_grads(model)
     return wrapped
 
 

@@ -46,7 +46,7 @@ def test_every_extra_is_named() -> None:
 
 CARDS = [
     [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in README.partition("\n## What fits on which card\n")[2].partition("```")[0].splitlines()
+    for line in README.partition("\n## Memory of one GPU by model and method\n")[2].partition("```")[0].splitlines()
     if re.match(r"\| (Qwen|Llama)", line)
 ]
 """Rows of the table of predicted memory: the model, then six columns."""

@@ -245,8 +245,13 @@ def test_the_death_of_its_service_does_not_stop_the_run(tmp_path: Path, caplog: 
 
 
 def stop_services() -> None:
-    for service in services():
-        service.send_signal(signal.SIGSTOP)
+    """Suspend wandb's processes; return when all of them are."""
+    until = time.monotonic() + 20
+    while not (found := services()) or any(service.status() != psutil.STATUS_STOPPED for service in found):
+        assert time.monotonic() < until, [(service.name(), service.status()) for service in found]
+        for service in found:
+            service.send_signal(signal.SIGSTOP)
+        time.sleep(0.02)
 
 
 def ends_without_service(call: Callable[[], Any]) -> bool:

@@ -51,6 +51,7 @@ def test_the_environment_reaches_every_rank_and_no_command_line(launcher: str, l
 def test_an_evaluation_on_two_hosts_prints_the_answer_alone(lab: Lab, tmp_path: Path, unbroken: Run) -> None:
     command = [sys.executable, "-m", "dstrain", "evaluate", str(unbroken.run_dir), "--json"]
     command += ["--data", str(next(unbroken.folder.glob("*eval*.jsonl")))]
+    command += ["--task", str(Path(__file__).with_name("slowly.py"))]  # a run folder's word for code is not enough
     answers = []
     for more in ([], ["--hostfile", str(lab.hostfile())]):
         line = f"{shlex.join([*command, *more])} 2> {tmp_path / 'errors'}"

@@ -10,6 +10,7 @@ from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_ba
 from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.formats.columns import describe_columns
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import open_source
@@ -68,4 +69,5 @@ def show_validation(validation: ValidationReport, show_all: bool = False) -> tup
     if len(lines) < len(validation.bad) + len(notes):
         lines.append("`--all` lists every one")
     told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""
+    lines += describe_columns(validation.columns)
     return "\n".join(lines), f"{validation.num_valid} good records, {validation.read - validation.num_valid} bad{told}"

@@ -24,6 +24,8 @@ class DatasetConfig(Section):
     """Split of a Hub dataset. Empty: test; in data.train: train."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of a Hub dataset that has several."""
+    columns: dict[str, str | None] | None = None
+    """Column names of this file -> names of the record format, in place of data.columns."""
 
 
 class TrainDatasetConfig(DatasetConfig):
@@ -39,14 +41,14 @@ def _to_train_datasets(value: Any) -> Any:
     """Return `a.jsonl` as [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, dict, TrainDatasetConfig)) for item in values):
-        raise ValueError("must be a file, a Hub dataset, or a list of them and of {path, split, name, weight}")
+        raise ValueError("must be a file, a Hub dataset, or a list of them and of {path, split, name, columns, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
 def _to_dataset(value: Any) -> Any:
     """Return `a.jsonl` as {path: a.jsonl}."""
     if value is not None and not isinstance(value, (str, dict, DatasetConfig)):
-        raise ValueError("must be a file, a Hub dataset, or {path, split, name}")
+        raise ValueError("must be a file, a Hub dataset, or {path, split, name, columns}")
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -54,9 +56,9 @@ class DataConfig(Section):
     """Training and held-out data."""
 
     train: Annotated[list[TrainDatasetConfig], BeforeValidator(_to_train_datasets)] = []
-    """Training data: a file, a Hub dataset (org/name), or a list of {path, split, name, weight}."""
+    """Training data: a file, a Hub dataset (org/name), or a list of {path, split, name, columns, weight}."""
     eval: Annotated[DatasetConfig | None, BeforeValidator(_to_dataset)] = None
-    """Held-out data: a file, a Hub dataset, or {path, split, name}."""
+    """Held-out data: a file, a Hub dataset, or {path, split, name, columns}."""
     eval_fraction: Fraction = 0.0
     """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
     max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
@@ -65,8 +67,8 @@ class DataConfig(Section):
     """Maximum tokens of the prompt; longer prompts are cut from the left, also within the last user turn."""
     max_samples: PositiveInt | None = None
     """Use only the first N records of each file."""
-    columns: dict[str, str] = {}
-    """Column names in the file -> names of the record format."""
+    columns: dict[str, str | None] = {}
+    """Column names in the file -> names of the record format; null leaves a column out."""
     on_error: Literal["skip", "fail"] | None = None
     """Bad records: skip and count them, or fail at the first. Empty: skip up to 1 %."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 4

@@ -21,6 +21,57 @@ class BadRecord(ValueError):
         self.reason = one_line(reason)
 
 
+class Record(dict[str, Any]):
+    """A record that notes which columns of its file are read, so that none is dropped without a word.
+
+    `record[key]` and `record.get(key)` read a column; `has(record, key)` asks for it without reading it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        origins: Mapping[str, str] | None = None,
+        parent: Record | None = None,
+    ) -> None:
+        """`origins`: key -> column of the file that it comes from, where the names differ.
+
+        `parent`: the record that this one is made from; both note their reads in one place.
+        """
+        super().__init__(values)
+        self.origins: dict[str, str] = {**(parent.origins if parent is not None else {}), **(origins or {})}
+        self.columns: dict[str, Any] = dict(values) if parent is None else parent.columns
+        """The columns of the file, as they are written there."""
+        self.used: dict[str, str] = {} if parent is None else parent.used
+        """Column of the file -> key that it was read as."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        self.used[self.origins.get(key, key)] = key
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  # reads the column
+
+    def derive(self, values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Record:
+        """Return a record of other values that are made from this one's."""
+        return Record(values, origins, parent=self)
+
+    def without(self, *keys: str) -> Record:
+        """Return the record without some keys, which do not count as read."""
+        return self.derive({key: value for key, value in self.items() if key not in keys})
+
+
+def as_record(record: Mapping[str, Any]) -> Record:
+    """Return the record itself, or a plain mapping as one."""
+    return record if isinstance(record, Record) else Record(record)
+
+
+def has(record: Mapping[str, Any], *keys: str) -> bool:
+    """Return whether all these keys have a value other than null, without reading them."""
+    plain = dict(record.items()) if not isinstance(record, dict) else record
+    return all(dict.get(plain, key) is not None for key in keys)
+
+
 class BadRow(NamedTuple):
     """Location and reason of a bad record, as reports list it."""
 

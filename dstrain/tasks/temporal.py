@@ -23,7 +23,7 @@ from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.encoding.series_conversations import CaptionEncoder
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.records import BadRecord, EncodeResult, try_parse
+from dstrain.data.records import BadRecord, EncodeResult, as_record, has, try_parse
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.options import EncoderOptions
 from dstrain.data.series.patches import Patches, choose_masked, cut_patches, from_columns, stack_patches, to_columns
@@ -135,6 +135,8 @@ class Temporal(SFT):
         return tuple(sorted(found))
 
     def parse(self, record: Mapping[str, Any]) -> SeriesRecord:  # type: ignore[override]  # not a conversation
+        if not self.has_language_model:  # captions are not used there, and the run says so
+            record = as_record(record).without("caption", "captions", "prompt")
         sample = read_series_record(record)
         if self.has_language_model and not sample.captions:
             raise BadRecord("the record has no 'caption'; write one, or use options.stage classify or masked")
@@ -144,7 +146,7 @@ class Temporal(SFT):
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         # The curve is not parsed: a tokenizer needs the texts alone.
-        captions = record.get("captions", record.get("caption"))
+        captions = record.get("captions") if has(record, "captions") else record.get("caption")
         yield from [captions] if isinstance(captions, str) else (captions or ())
         yield record.get("prompt") or self.prompt
 

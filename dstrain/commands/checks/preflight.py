@@ -10,6 +10,7 @@ from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config import Recipe, RunConfig, resolve_batch
 from dstrain.data.cache.build import check_bad_records
 from dstrain.data.cache.token_store import BuildReport
+from dstrain.data.formats.columns import parse_record
 from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.preset import Device, read_preset
@@ -85,7 +86,7 @@ def _scan_first_records(task: TextTask, source: ConcatSource) -> BuildReport:
     report = BuildReport(read=len(source) + len(source.bad_rows), bad=[*source.bad_rows])
     for index in range(min(MAX_CHECKED_RECORDS, len(source))):
         record = try_parse(source.__getitem__, index)
-        item = record if isinstance(record, BadRecord) else try_parse(task.parse_record, record)
+        item = record if isinstance(record, BadRecord) else try_parse(parse_record, task.parse_record, record)
         if isinstance(item, BadRecord):
             report.bad.append(BadRow(source.location(index), item.reason))
     report.kept = report.read - len(report.bad)

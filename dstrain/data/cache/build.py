@@ -18,15 +18,16 @@ from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
 from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles
 from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
-from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, encode_valid, try_parse
+from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
 from dstrain.data.sources.base import DerivedSource, Source
 from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import DataError
 
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
@@ -59,7 +60,7 @@ class RecordEncode:
     encode: EncodeItems
 
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
-        return encode_valid([try_parse(self.parse, record) for _, record in rows], self.encode)
+        return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class ImageRecordEncoder:
         """Parse a record and look up its images. Thread-safe."""
         index, record = row
         try:
-            parsed = read_with_images(record, parse)
+            parsed = parse_record(partial(read_with_images, read=parse), record)
             folder = source.get_base_dir(index)
             entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
             texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
@@ -208,12 +209,15 @@ def iter_encoded(
         pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
     else:
         pieces = (_encode_range(source, encode, False, *span) for span in spans)
+    columns: dict[str, ColumnReport] = {}
     for piece in pieces:
         report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
         for name, cut in piece.cuts.items():
             report.cuts[name] = report.cuts.get(name, 0) + cut
+        merge_reports(columns, piece.columns)
         report.kept += len(piece.examples)
         yield piece.examples
+    report.columns = {file: found.to_json() for file, found in columns.items()}
     if isinstance(source, DerivedSource):
         report.notes = source.summarize()
 
@@ -225,18 +229,25 @@ def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int,
         earlier = (try_parse(source.__getitem__, index) for index in reversed(range(start)))
         encode.restore_context(record for record in earlier if not isinstance(record, BadRecord))
     indices = range(start, stop)
-    records = [try_parse(source.__getitem__, index) for index in indices]
-    rows = [one if isinstance(one, BadRecord) else (index, one) for index, one in zip(indices, records, strict=True)]
+    found = [try_parse(source.__getitem__, index) for index in indices]
+    records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]
+    rows: list[tuple[int, dict[str, Any]] | BadRecord] = [
+        one if isinstance(one, BadRecord) else (index, one) for index, one in zip(indices, records, strict=True)
+    ]
     piece = EncodedChunk()
-    found = zip(indices, encode_valid(rows, encode), strict=True)
-    for index, example in ((index, one) for index, of in found for one in (of if isinstance(of, list) else [of])):
-        if isinstance(example, BadRecord):
-            piece.bad.append((index, example.reason))
-            continue
-        for name in [name for name in example if name.endswith("_cut")]:
-            piece.cuts[name] = piece.cuts.get(name, 0) + int(example[name])
-        kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
-        piece.examples.append(kept | {"sample": index})
+    for index, record, result in zip(indices, records, encode_valid(rows, encode), strict=True):
+        examples = result if isinstance(result, list) else [result]
+        for example in examples:
+            if isinstance(example, BadRecord):
+                piece.bad.append((index, example.reason))
+                continue
+            for name in [name for name in example if name.endswith("_cut")]:
+                piece.cuts[name] = piece.cuts.get(name, 0) + int(example[name])
+            kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
+            piece.examples.append(kept | {"sample": index})
+        used = next((example for example in examples if not isinstance(example, BadRecord)), None)
+        if used is not None and isinstance(record, Record):
+            add_record(piece.columns, source.location(index), record, len(used.get("images", ())))
     return piece
 
 

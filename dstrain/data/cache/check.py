@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.data.documents.source import DocumentSource
+from dstrain.data.formats.columns import ColumnReport, add_record, parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages, has_null_image
 from dstrain.data.formats.messages import IMAGE_KEYS
-from dstrain.data.records import BadRecord, BadRow, try_parse
+from dstrain.data.records import BadRecord, BadRow, as_record, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.deferred_image import DeferredImage
@@ -47,6 +48,8 @@ class ValidationReport:
     """Bad records in the file's order; a record with two bad images is listed twice."""
     warnings: list[BadRow] = field(default_factory=list)
     """Notes on images that are usable after a conversion."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """File -> `ColumnReport.to_json` of its good records."""
 
     @property
     def num_valid(self) -> int:
@@ -67,11 +70,13 @@ def check_source(source: Source, parse: Callable[[dict[str, Any]], Any], threads
     """Check the records of a source as `check_file` does those of a file."""
     found = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])
     shown: list[tuple[str, Future[ImageCheck]]] = []
+    columns: dict[str, ColumnReport] = {}
     known: dict[Path | str | DeferredImage, Future[ImageCheck]] = {}
     with ThreadPoolExecutor(threads) as pool:
         for index in range(len(source)):
-            record, where = try_parse(source.__getitem__, index), source.location(index)
-            item = record if isinstance(record, BadRecord) else try_parse(parse, record)
+            found_record, where = try_parse(source.__getitem__, index), source.location(index)
+            record = found_record if isinstance(found_record, BadRecord) else as_record(found_record)
+            item = record if isinstance(record, BadRecord) else try_parse(parse_record, parse, record)
             if isinstance(item, BadRecord) or isinstance(record, BadRecord):
                 found.bad.append(BadRow(where, item.reason))
                 continue
@@ -83,6 +88,7 @@ def check_source(source: Source, parse: Callable[[dict[str, Any]], Any], threads
                     for key in IMAGE_KEYS
                     if has_null_image(record, key)
                 ]
+            add_record(columns, where, record, len(item.images) if isinstance(item, RecordWithImages) else 0)
             for value in item.images if isinstance(item, RecordWithImages) else ():
                 shown.append((where, _submit_image(pool, value, source.get_base_dir(index), known)))
                 if not len(shown) % MAX_PENDING_IMAGES:
@@ -91,6 +97,7 @@ def check_source(source: Source, parse: Callable[[dict[str, Any]], Any], threads
             fault, notes = asked.result()
             found.bad += [BadRow(where, fault)] if fault else []
             found.warnings += [BadRow(where, note) for note in notes]
+    found.columns = {file: one.to_json() for file, one in columns.items()}
     # Faults of images came after those of all records. Files of a folder have no number and no images.
     found.bad.sort(key=lambda row: int((re.findall(r"[:\[](\d+)\]?$", row.location) or [0])[-1]))
     return found

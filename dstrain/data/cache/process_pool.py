@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.formats.columns import ColumnReport
 from dstrain.data.records import Example
 from dstrain.errors import DstrainError, RunError
 
@@ -39,6 +40,8 @@ class EncodedChunk:
     """Index of a record, and its fault."""
     cuts: dict[str, int] = field(default_factory=dict)
     """Name of a cut -> examples that were cut that way."""
+    columns: dict[str, ColumnReport] = field(default_factory=dict)
+    """File -> its columns, counted over these records."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class ProcessPoolConfig:
 
 
 SINGLE_PROCESS = ProcessPoolConfig()
-PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int]]
-"""Columns of a chunk's examples, its bad records and its cuts, as they go through a pipe."""
+PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int], dict[str, ColumnReport]]
+"""Columns of a chunk's examples, its bad records, its cuts and its files' columns, as they go through a pipe."""
 RecordRanges = Sequence[tuple[int, int]]
 
 
@@ -180,13 +183,15 @@ def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
     assert odd is None, (
         f"every example has the same columns: {sorted(columns.keys() ^ chunk.examples[odd or 0].keys())}"
     )
-    return columns, chunk.bad, chunk.cuts
+    return columns, chunk.bad, chunk.cuts, chunk.columns
 
 
 def _unpack_chunk(packed: PackedChunk) -> EncodedChunk:
-    columns, bad, cuts = packed
+    columns, bad, cuts, files = packed
     each = {name: np.split(*value) if isinstance(value, tuple) else value for name, value in columns.items()}
-    return EncodedChunk([dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts)
+    return EncodedChunk(
+        [dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts, files
+    )
 
 
 def _describe_exit(worker: BaseProcess, count: int) -> str:

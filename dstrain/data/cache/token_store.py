@@ -35,6 +35,8 @@ class BuildReport:
     """Sentences of a `DerivedSource` on how its records were made."""
     sizes: list[int] = field(default_factory=list)
     """Records of each source, so that none needs to be opened where the store is complete; empty: unknown."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """File -> `ColumnReport.to_json` of its records: images, columns that were read, columns that were not."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from dstrain.data.documents.pdfium import pdfium_version
 from dstrain.data.documents.questions import DocumentQuestion, read_question
 from dstrain.data.documents.resolve import DocumentReader
 from dstrain.data.documents.retrieval import bm25_version
-from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.formats.messages import read_system
+from dstrain.data.records import BadRecord, BadRow, as_record
 from dstrain.data.sources.base import Source
 from dstrain.files import WatchedFile
 
@@ -75,7 +76,7 @@ class DocumentSource:
         Raises BadRecord if the record or its document cannot be used; a page that cannot be rendered is
         reported when its image is read.
         """
-        record = self._source[index]
+        record = as_record(self._source[index])
         query = read_question(record, self.options.with_answers)
         is_unanswerable = self.options.with_answers and not query.answers
         answers = self._unanswerable() if is_unanswerable else query.answers
@@ -88,7 +89,8 @@ class DocumentSource:
             "pages": list(selection.pages),
             "unanswerable": is_unanswerable,
         }
-        return made | ({"system": record["system"]} if record.get("system") else {})
+        system = read_system(record)
+        return record.derive(made | ({"system": system[0]["content"]} if system else {}))
 
     def _unanswerable(self) -> tuple[str, ...]:
         if self.options.unanswerable_answer is None:

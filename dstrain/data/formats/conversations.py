@@ -9,23 +9,21 @@ from typing import Any, cast
 from dstrain.data.formats.messages import (
     Message,
     is_transcript,
-    maybe_parse_json,
     parse_prompt_transcript,
     parse_transcript,
+    read_history,
     read_instruction,
     read_messages,
     read_system,
     read_text,
-    read_tool_function,
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.formats.preferences import is_preference_pair, read_preference
-from dstrain.data.records import BadRecord
+from dstrain.data.formats.preferences import is_preference_pair, read_preference, to_chosen_rejected
+from dstrain.data.records import BadRecord, Record, as_record, has
 
-EXTRA_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight")
-"""Keys of a message besides role and content that chat templates know; weight 0: not trained on."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_PART_TYPES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 LABEL_KEYS = ("label", "kto_tag")
 """Keys of an unpaired preference's label: of TRL and of LLaMA-Factory."""
 
@@ -67,31 +65,35 @@ def read_conversation(record: Mapping[str, Any]) -> Sample:
     """Return the sample in a record of any known form. Raises BadRecord."""
     _reject_media(record)
     # Training on an answer that people rejected would be the opposite of what is meant.
-    if unwanted := next((key for key in LABEL_KEYS if record.get(key) is False), None):
+    record = as_record(record)
+    labels = [key for key in LABEL_KEYS if isinstance(dict.get(record, key), bool)]
+    if unwanted := next((key for key in labels if not record[key]), None):
         raise BadRecord(
             f"'{unwanted}' is false: the answer was not wanted; remove the record, or train on both with task kto"
         )
+    record = to_chosen_rejected(record)
     if is_preference_pair(record):
         return _from_preference(record)
     for keys, read in FORMAT_READERS.items():
-        if all(record.get(key) is not None for key in keys):
+        if has(record, *keys):
             return read(record)
     raise BadRecord(_unknown_form_message(record))
 
 
 def _unknown_form_message(record: Mapping[str, Any]) -> str:
     nulls = [key for first, *rest in FORMAT_READERS for key in (first, *rest) if key in record and record[key] is None]
-    if nulls and not any(record.get(first) is not None for first, *_ in FORMAT_READERS):
+    if nulls and not any(has(record, first) for first, *_ in FORMAT_READERS):
         return f"'{nulls[0]}' is null; write it, or remove the record"
     # Report the form that is nearly complete, such as a prompt without a completion.
-    halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if record.get(first) is not None]
+    halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if has(record, first)]
     found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {', '.join(record)}"
     return f"no conversation: {found}; write 'messages', or rename columns with data.columns"
 
 
-def _from_preference(record: Mapping[str, Any]) -> Sample:
+def _from_preference(record: Record) -> Sample:
     """Return the chosen answer, trained on, after its prompt, which is not."""
     found = read_preference(record)
+    record.used.pop(record.origins.get("rejected", "rejected"), None)
     if isinstance(found.prompt, str):
         assert isinstance(found.chosen, str), "messages answer messages"
         return PromptCompletion(found.prompt, found.chosen)
@@ -101,7 +103,7 @@ def _from_preference(record: Mapping[str, Any]) -> Sample:
 
 def _messages_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
     def read(record: Mapping[str, Any]) -> Conversation:
-        messages = read_system(record) + _read_messages_with_extras(record[key], key)
+        messages = [*read_system(record), *read_history(record), *read_messages(record[key], key)]
         return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
@@ -117,13 +119,15 @@ def _completion_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
         prompt, answer = record["prompt"], record[key]
         if isinstance(prompt, str) and not prompt.strip():
             raise BadRecord("'prompt' is empty; write one, or call the answer 'text' to train on it alone")
-        needs_messages = record.get("system") or record.get("tools")  # plain texts have no place for them
-        if isinstance(prompt, str) and isinstance(answer, str) and not needs_messages:
+        before = [*read_system(record), *read_history(record)]
+        tools = read_tools(record)
+        # Plain texts have no place for other turns and tools.
+        if isinstance(prompt, str) and isinstance(answer, str) and not before and not tools:
             return _read_text_completion(prompt, answer, key)
         question = _messages_or_text(prompt, "prompt", "user")
         reply = _messages_or_text(answer, key, "assistant")
-        before = read_system(record) + question
-        return _make_conversation(before + reply, key, len(before), read_tools(record))
+        before += question
+        return _make_conversation(before + reply, key, len(before), tools)
 
     return read
 
@@ -138,21 +142,28 @@ def _read_text_completion(prompt: str, answer: str, key: str) -> Sample:
 
 
 def _messages_or_text(value: Any, key: str, role: str) -> list[Message]:
-    return [_make_message(role, value)] if isinstance(value, str) else _read_messages_with_extras(value, key)
+    return [_make_message(role, value)] if isinstance(value, str) else read_messages(value, key)
 
 
-def _from_instruction(record: Mapping[str, Any]) -> Sample:
-    answer = _make_message("assistant", read_text(record["output"], "output"))
-    messages = [*read_system(record), *read_instruction(record), answer]
-    return _make_conversation(messages, "output", tools=read_tools(record))
+def _instruction_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
+    def read(record: Mapping[str, Any]) -> Sample:
+        answer = _make_message("assistant", read_text(record[key], key))
+        messages = [*read_system(record), *read_instruction(record), answer]
+        return _make_conversation(messages, key, tools=read_tools(record))
+
+    return read
 
 
-def _from_question(record: Mapping[str, Any]) -> Sample:
-    turns = [
-        _make_message("user", read_text(record["question"], "question")),
-        _make_message("assistant", read_text(record["answer"], "answer")),
-    ]
-    return _make_conversation(read_system(record) + turns, "answer", tools=read_tools(record))
+def _question_reader(key: str, answer_key: str) -> Callable[[Mapping[str, Any]], Sample]:
+    def read(record: Mapping[str, Any]) -> Sample:
+        turns = [
+            _make_message("user", read_text(record[key], key)),
+            _make_message("assistant", read_text(record[answer_key], answer_key)),
+        ]
+        messages = [*read_system(record), *read_history(record), *turns]
+        return _make_conversation(messages, answer_key, tools=read_tools(record))
+
+    return read
 
 
 def _from_text(record: Mapping[str, Any]) -> Sample:
@@ -167,10 +178,14 @@ def _from_text(record: Mapping[str, Any]) -> Sample:
 FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
     ("messages",): _messages_reader("messages"),
     ("conversations",): _messages_reader("conversations"),
+    ("conversation",): _messages_reader("conversation"),
     ("prompt", "completion"): _completion_reader("completion"),
     ("prompt", "response"): _completion_reader("response"),
-    ("instruction", "output"): _from_instruction,
-    ("question", "answer"): _from_question,
+    ("instruction", "output"): _instruction_reader("output"),
+    ("instruction", "response"): _instruction_reader("response"),
+    ("question", "answer"): _question_reader("question", "answer"),
+    ("question", "response"): _question_reader("question", "response"),
+    ("query", "response"): _question_reader("query", "response"),
     ("text",): _from_text,
 }
 """Keys that identify a form -> its reader; the first form with all its keys present is used."""
@@ -184,7 +199,7 @@ def _make_conversation(
     Raises BadRecord if there is no such turn, or one of them is empty.
     """
     turns = [at for at, message in enumerate(messages) if at >= first_trained and message["role"] == "assistant"]
-    trained = tuple(at for at in turns if _is_trained(messages[at], key))
+    trained = tuple(at for at in turns if messages[at].get("weight") != 0)
     if not trained:
         raise BadRecord(f"'{key}' has no turn of the assistant to train on; write one or remove the record")
     for at in trained:
@@ -192,13 +207,6 @@ def _make_conversation(
         if not get_message_field(messages[at], "tool_calls"):
             _check_not_empty(messages[at]["content"], f"'{key}' (turn {at + 1} of the dialog)")
     return Conversation(messages, trained, tools)
-
-
-def _is_trained(message: Message, key: str) -> bool:
-    weight = get_message_field(message, "weight")
-    if weight not in (None, 0, 1):
-        raise BadRecord(f"'{key}' has a turn with weight {weight!r}; write 0 (not trained on) or 1 (trained on)")
-    return weight != 0
 
 
 def _check_not_empty(text: str, label: str) -> None:
@@ -210,44 +218,14 @@ def _make_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _read_messages_with_extras(value: Any, key: str) -> list[Message]:
-    """Return messages with their tool calls and other extra fields. Raises BadRecord."""
-    raw = value
-    if isinstance(value, list):
-        raw = [_normalize_tool_calls(item, f"{key}[{at}]") for at, item in enumerate(value)]
-    messages = read_messages(raw, key)
-    return [
-        cast("Message", {**message, **{name: item[name] for name in EXTRA_MESSAGE_KEYS if item.get(name) is not None}})
-        for message, item in zip(messages, raw, strict=True)
-    ]
-
-
-def _normalize_tool_calls(item: Any, key: str) -> Any:
-    """Return a message with its calls under `tool_calls`, in the form that templates read.
-
-    Its content is empty if it has no other. Raises BadRecord.
-    """
-    if not isinstance(item, Mapping):
-        return item
-    # ShareGPT's form: the calls are JSON in the turn's text.
-    if item.get("from") == "function_call":
-        calls = maybe_parse_json(item.get("value"))
-        item = {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if item.get("tool_calls") is None:
-        return item
-    if not isinstance(item["tool_calls"], list):
-        raise BadRecord(f"'{key}.tool_calls' is not a list of calls; write [{{\"function\": {{…}}}}]")
-    calls = [read_tool_function(call, key, "arguments") for call in item["tool_calls"]]
-    return {**item, "content": item.get("content") or "", "tool_calls": calls}
-
-
 def _reject_media(record: Mapping[str, Any]) -> None:
     """Raise BadRecord if the record holds images, video or audio."""
-    turns = [turn for key in ("messages", "conversations", "prompt") if isinstance(turn := record.get(key), list)]
+    values = [dict(record.items()).get(key) for key in ("messages", "conversations", "conversation", "prompt")]
+    turns = [value for value in values if isinstance(value, list)]
     parts = [message.get("content") for turn in turns for message in turn if isinstance(message, Mapping)]
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = [key for key in MEDIA_KEYS if record.get(key)]
-    found += [str(part["type"]) for part in typed if part.get("type") not in (None, "text")]
+    found = [key for key in MEDIA_KEYS if has(record, key) and record.get(key)]
+    found += [str(part["type"]) for part in typed if part.get("type") in MEDIA_PART_TYPES]
     if found and found[0].startswith("image"):
         raise BadRecord(f"'{found[0]}' is not text, and sft trains on text only; train on images with task vlm")
     if found:

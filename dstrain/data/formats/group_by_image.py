@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.data.formats.conversations import Conversation, read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
-from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.records import BadRecord, BadRow, Record, as_record
 from dstrain.data.sources.base import Source
 
 
@@ -52,11 +52,18 @@ class GroupByImageSource:
         if end == start + 1:
             return self._source[start]
         messages: list[Any] = []
+        columns: dict[str, Any] = {}
+        used: dict[str, str] = {}
         for at in range(start, end):
-            parsed = read_with_images(self._source[at], _read_as_conversation).parsed
+            record = as_record(self._source[at])
+            parsed = read_with_images(record, _read_as_conversation).parsed
             # The images are shown once, in front of the first question.
             messages += parsed.messages if at == start else [_remove_placeholders(turn) for turn in parsed.messages]
-        return {"messages": messages, "images": list(_images_to_group(self._source[start]) or ())}
+            columns |= {name: value for name, value in record.columns.items() if value is not None}
+            used |= record.used
+        grouped = Record({"messages": messages, "images": list(_images_to_group(self._source[start]) or ())})
+        grouped.columns, grouped.used = columns, used
+        return grouped
 
     def _group_range(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

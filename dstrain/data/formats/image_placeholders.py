@@ -12,13 +12,14 @@ from dstrain.data.formats.messages import (
     IMAGE_KEYS,
     IMAGE_PART_TYPES,
     IMAGE_PLACEHOLDER,
+    TEXT_KEYS,
     Message,
     json_type_name,
     read_images,
 )
-from dstrain.data.formats.preferences import Preference, Response
-from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.records import BadRecord
+from dstrain.data.formats.preferences import Preference, Response, to_chosen_rejected
+from dstrain.data.formats.prompts import ANSWER_KEYS, ParsedPrompt
+from dstrain.data.records import BadRecord, Record, as_record, has
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
 # parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.
@@ -50,12 +51,13 @@ def read_with_images(
     without any placeholder the images come first. Raises BadRecord if images and placeholders do
     not match.
     """
+    record = as_record(record)
     images = read_images(record)
     inline: list[Any] = []
     texts = {key: _encode_placeholders(value, inline) for key, value in record.items() if key not in IMAGE_KEYS}
     if images and inline:
         raise BadRecord("images are given both in parts of messages and under 'images'; keep one of them")
-    parsed = read(_caption_to_messages(texts))
+    parsed = read(_caption_to_messages(to_chosen_rejected(record.derive(texts))))
     # After parsing: only there is it known which texts belong to prompts.
     found = [char for text in _prompt_texts(parsed) for char in _IMAGE_CHAR_PATTERN.findall(text)]
     if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(parsed)):
@@ -92,6 +94,9 @@ def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
             key: _encode_content(item, inline_images) if key in ("content", "value") else item
             for key, item in value.items()
         }
+    # ms-swift's turns, and OpenAI's `input` of a preference.
+    if isinstance(value, Mapping) and (value.keys() == {"human", "assistant"} or "messages" in value):
+        return {key: _encode_placeholders(item, inline_images) for key, item in value.items()}
     return value
 
 
@@ -102,15 +107,19 @@ def _encode_content(value: Any, inline_images: list[Any]) -> Any:
     return [
         {"type": "text", "text": _encode_image_part(part, inline_images)}
         if isinstance(part, Mapping) and part.get("type") in IMAGE_PART_TYPES
-        else {**part, "text": _encode_placeholders(part["text"], inline_images)}
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else {
+            key: _encode_placeholders(item, inline_images) if key in TEXT_KEYS else item for key, item in part.items()
+        }
+        if isinstance(part, Mapping)
         else part
         for part in value
     ]
 
 
 def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str:
-    held = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
+    held = next(
+        (part[key] for key in ("image", "image_url", "path", "url", "value") if part.get(key) is not None), None
+    )
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
     if held is None:
@@ -126,15 +135,26 @@ def _indexed_char(number: int) -> str:
     return chr(_INDEXED_BASE + min(number, _MAX_NUMBER))
 
 
-def _caption_to_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record with a caption as a question, empty unless given, and the caption as answer."""
-    if record.get("caption") is None or record.get("messages") is not None or record.get("conversations") is not None:
+def _caption_to_messages(record: Record) -> Record:
+    """Return a record with a caption as a question, empty unless given, and the caption as answer.
+
+    A record that has an answer of its own is returned as it is.
+    """
+    answered = any(
+        has(record, key) for key in ("messages", "conversations", "conversation", "chosen", *ANSWER_KEYS.values())
+    )
+    if not has(record, "caption") or answered:
         return record
     if not isinstance(record["caption"], str):
         raise BadRecord(f"'caption' is {json_type_name(record['caption'])}, not text; write a string")
-    asked = record.get("question") or record.get("prompt") or ""
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["caption"]}]
-    return {"messages": turns} | ({"system": record["system"]} if record.get("system") else {})
+    key = next((key for key in ("question", "prompt") if has(record, key) and record[key]), "")
+    turns = [
+        {"role": "user", "content": record[key] if key else ""},
+        {"role": "assistant", "content": record["caption"]},
+    ]
+    return record.derive(
+        {**record.without("caption", "question", "prompt"), "messages": turns}, {"messages": "caption"}
+    )
 
 
 def _image_order(placeholders: list[str], count: int) -> list[int]:

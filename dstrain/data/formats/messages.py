@@ -6,9 +6,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, has
 
 ROLE_ALIASES = {
     "system": "system",
@@ -26,6 +26,7 @@ ROLE_ALIASES = {
     "ipython": "tool",
 }
 IMAGE_KEYS = ("image", "images")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 IMAGE_PART_TYPES = ("image", "image_url")
 """Types of the parts of a message's content that are images."""
 _SPEAKER_PATTERN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -36,30 +37,56 @@ IMAGE_PLACEHOLDER = "\ue002"
 """Represents an image in a text; a private-use character, absent from data."""
 
 
+EXTRA_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
+"""Keys of a message besides role and content that chat templates know."""
+TRAIN_FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "train", "training", "trainable")
+"""Keys that say whether a turn is trained on: of OpenAI, ms-swift, LLaMA-Factory and axolotl."""
+TRAIN_DETAILS = ("train_detail", "training_detail")
+"""Keys of axolotl for parts of a turn."""
+TEXT_KEYS = ("text", "value")
+"""Keys of a text part's text: OpenAI's and LLaMA-Factory's."""
+
+
 class Message(TypedDict):
     """A turn of a conversation; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
+    weight: NotRequired[int]
+    """0: the turn is not trained on."""
 
 
 def read_messages(value: Any, key: str) -> list[Message]:
-    """Return a list of messages in OpenAI's or ShareGPT's keys, with normalized roles.
+    """Return a list of messages in OpenAI's or ShareGPT's keys, with normalized roles, tool calls and other extras.
 
-    `key`: where the value is, for error messages. Raises BadRecord.
+    Objects of the keys `human` and `assistant` (ms-swift) are two messages each. `key`: where the value is, for
+    error messages. Raises BadRecord.
     """
     if not isinstance(value, list):
         raise BadRecord(
             f'\'{key}\' is {json_type_name(value)}, not a list of messages; write [{{"role", "content"}}, …]'
         )
-    return [read_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        if isinstance(item, Mapping) and item.keys() == {"human", "assistant"}:
+            messages += [
+                {"role": role, "content": read_text(item[speaker], f"{key}[{index}].{speaker}")}
+                for speaker, role in (("human", "user"), ("assistant", "assistant"))
+            ]
+        else:
+            messages.append(read_message(item, f"{key}[{index}]"))
+    return messages
 
 
 def read_message(value: Any, key: str) -> Message:
-    """Return a message of `role` and `content`, or of `from` and `value`. Raises BadRecord."""
+    """Return a message of `role` and `content`, or of `from` and `value`, with the extras that it has.
+
+    Raises BadRecord.
+    """
     if not isinstance(value, Mapping):
         raise BadRecord(f'\'{key}\' is {json_type_name(value)}, not a message; write {{"role": …, "content": …}}')
-    names = ("from", "value") if "from" in value else ("role", "content")
+    value = _normalize_calls(value, key)
+    names = "from" if "from" in value and "role" not in value else "role", "value" if "value" in value else "content"
     for name in names:
         if name not in value:
             raise BadRecord(f"'{key}' has no '{name}'; write {{\"{names[0]}\": …, \"{names[1]}\": …}}")
@@ -67,20 +94,84 @@ def read_message(value: Any, key: str) -> Message:
     if not isinstance(role, str) or role.lower() not in ROLE_ALIASES:
         known = ", ".join(sorted(ROLE_ALIASES))
         raise BadRecord(f"'{key}.{names[0]}' is {role!r}, an unknown role; known roles: {known}")
-    return {"role": ROLE_ALIASES[role.lower()], "content": read_text(content, f"{key}.{names[1]}")}
+    extras = {name: value[name] for name in EXTRA_MESSAGE_KEYS if value.get(name) is not None}
+    if value.get("reasoning") is not None and "reasoning_content" not in extras:
+        extras["reasoning_content"] = read_text(value["reasoning"], f"{key}.reasoning")
+    if isinstance(content, list):
+        thoughts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "reasoning"]
+        if thoughts and len(thoughts) < len(content):
+            content = [part for part in content if part not in thoughts]
+            extras["reasoning_content"] = "".join(_part_text(part, f"{key}.{names[1]}") for part in thoughts)
+    read = {"role": ROLE_ALIASES[role.lower()], "content": read_text(content, f"{key}.{names[1]}"), **extras}
+    weight = _read_train_flag(value, read["role"], key)
+    return cast("Message", read if weight is None else read | {"weight": weight})
+
+
+def _normalize_calls(item: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a message with its calls under `tool_calls`, in the form that templates read.
+
+    Its content is empty if it has no other. Raises BadRecord.
+    """
+    # ShareGPT's form: the calls are JSON in the turn's text.
+    if item.get("from", item.get("role")) == "function_call":
+        calls = maybe_parse_json(item.get("value", item.get("content")))
+        others = {name: one for name, one in item.items() if name not in ("from", "value", "role", "content")}
+        calls = calls if isinstance(calls, list) else [calls]
+        item = {**others, "role": "assistant", "content": "", "tool_calls": calls}
+    # OpenAI's older form: one call, beside a null content.
+    if item.get("function_call") is not None:
+        if item.get("tool_calls") is not None:
+            raise BadRecord(f"'{key}' has both 'function_call' and 'tool_calls'; keep one of them")
+        item = {**item, "tool_calls": [item["function_call"]], "function_call": None}
+    if item.get("tool_calls") is None:
+        return item
+    if not isinstance(item["tool_calls"], list):
+        raise BadRecord(f"'{key}.tool_calls' is not a list of calls; write [{{\"function\": {{…}}}}]")
+    calls = [read_tool_function(call, key, "arguments") for call in item["tool_calls"]]
+    name = "value" if "value" in item else "content"
+    # An empty list, as libraries write it for a turn without calls, is none.
+    return {**item, name: item.get(name) or "", "tool_calls": calls or None}
+
+
+def _read_train_flag(message: Mapping[str, Any], role: str, key: str) -> int | None:
+    """Return 1 or 0 where the message says whether it is trained on, else None. Raises BadRecord."""
+    if detail := next((name for name in TRAIN_DETAILS if message.get(name)), None):
+        raise BadRecord(f"'{key}.{detail}' trains on parts of a turn, which is not supported; split the turn")
+    flags = {name: message[name] for name in TRAIN_FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise BadRecord(
+                f"'{key}' has a turn with {name} {value!r:.40}; write 0 or false (not trained on), 1 or true (trained on)"
+            )
+        if value and role != "assistant" and not (name == "weight" or name.startswith("loss")):
+            raise BadRecord(
+                f"'{key}.{name}' asks to train on a turn of the {role}; only the assistant's are; remove it"
+            )
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise BadRecord(f"'{key}' has {' and '.join(flags)}, which contradict each other; keep one of them")
+    return None if role != "assistant" or not flags else int(next(iter(flags.values())))
 
 
 def read_text(content: Any, key: str) -> str:
     """Return a string, or the joined texts of a list of text parts. Raises BadRecord."""
-    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
-        return "".join(part["text"] for part in content)
+    if isinstance(content, list) and content and all(isinstance(part, Mapping) and "type" in part for part in content):
+        return "".join(_part_text(part, key) for part in content)
     if not isinstance(content, str):
         raise BadRecord(f"'{key}' is {json_type_name(content)}, not text; write a string")
     return content
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _part_text(part: Mapping[str, Any], key: str) -> str:
+    """Return the text of a part. Raises BadRecord for other types, and for a flag that the whole turn needs."""
+    if flag := next((name for name in (*TRAIN_FLAGS, *TRAIN_DETAILS) if part.get(name) not in (None, 1)), None):
+        raise BadRecord(
+            f"'{key}' has a part with {flag} {part[flag]!r:.40}, and a turn is trained on as a whole; split it"
+        )
+    text = next((part[name] for name in TEXT_KEYS if part.get(name) is not None), None)
+    if part["type"] not in ("text", "reasoning") or not isinstance(text, str):
+        what = f"of type {part['type']!r:.40}" if isinstance(text, str) or part["type"] != "text" else "without a text"
+        raise BadRecord(f'\'{key}\' has a part {what}; write {{"type": "text", "text": …}}')
+    return text
 
 
 def read_system(record: Mapping[str, Any]) -> list[Message]:
@@ -88,15 +179,16 @@ def read_system(record: Mapping[str, Any]) -> list[Message]:
 
     Raises BadRecord.
     """
-    text = record.get("system")
-    return [{"role": "system", "content": read_text(text, "system")}] if text else []
+    given = [key for key in SYSTEM_KEYS if has(record, key)]
+    texts = {key: read_text(record[key], key) for key in given}
+    if len({*texts.values()} - {""}) > 1:
+        raise BadRecord(f"both '{given[0]}' and '{given[1]}' are set; keep one of them")
+    text = next(filter(None, texts.values()), "")
+    return [{"role": "system", "content": text}] if text else []
 
 
-def read_instruction(record: Mapping[str, Any]) -> list[Message]:
-    """Return Alpaca's conversation without the answer: history, then instruction and input.
-
-    Raises BadRecord.
-    """
+def read_history(record: Mapping[str, Any]) -> list[Message]:
+    """Return the turns of `history`, a list of pairs of a question and its answer. Raises BadRecord."""
     history = record.get("history") or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
         raise BadRecord("'history' is not a list of pairs; write [[question, answer], …] or remove it")
@@ -104,18 +196,26 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
     for turn, (question, answer) in enumerate(history):
         messages.append({"role": "user", "content": read_text(question, f"history[{turn}][0]")})
         messages.append({"role": "assistant", "content": read_text(answer, f"history[{turn}][1]")})
+    return messages
+
+
+def read_instruction(record: Mapping[str, Any]) -> list[Message]:
+    """Return Alpaca's conversation without the answer: history, then instruction and input. Raises BadRecord."""
     asked = "\n".join(read_text(record[key], key) for key in ("instruction", "input") if record.get(key))
     if not asked.strip():
         raise BadRecord("'instruction' is empty; write one")
-    return [*messages, {"role": "user", "content": asked}]
+    return [*read_history(record), {"role": "user", "content": asked}]
 
 
 def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return the functions under `tools`, a list or a string of JSON. Raises BadRecord."""
-    tools = maybe_parse_json(record.get("tools") or [])
+    key = "functions" if has(record, "functions") and not has(record, "tools") else "tools"  # OpenAI's older name
+    tools = maybe_parse_json(record.get(key) or [])
     if tools is not None and not isinstance(tools, list):
-        raise BadRecord('\'tools\' is not a list of functions; write [{"name": …, "description": …, "parameters": …}]')
-    return tuple(read_tool_function(tool, "tools", "parameters") for tool in tools or [])
+        raise BadRecord(
+            f'\'{key}\' is not a list of functions; write [{{"name": …, "description": …, "parameters": …}}]'
+        )
+    return tuple(read_tool_function(tool, key, "parameters") for tool in tools or [])
 
 
 def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, Any]:
@@ -137,7 +237,7 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
 
 def read_images(record: Mapping[str, Any]) -> list[Any]:
     """Return the images under a key of the record: paths, or mappings with bytes. Raises BadRecord."""
-    if empty := [key for key in IMAGE_KEYS if record.get(key) == ""]:
+    if empty := [key for key in IMAGE_KEYS if has(record, key) and record[key] == ""]:
         raise BadRecord(
             f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
         )
@@ -149,9 +249,8 @@ def read_images(record: Mapping[str, Any]) -> list[Any]:
 
 def has_images(record: Mapping[str, Any]) -> bool:
     """Return whether the record names images, under a key or in parts of its messages."""
-    turns = [
-        turn for value in record.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)
-    ]
+    values = [item for value in record.values() for item in (value if isinstance(value, list) else [value])]
+    turns = [turn for turn in values if isinstance(turn, Mapping)]
     contents = [content for turn in turns if isinstance(content := turn.get("content", turn.get("value")), list)]
     parts = [part for content in contents for part in content if isinstance(part, Mapping)]
     return bool(read_images(record)) or any(part.get("type") in IMAGE_PART_TYPES for part in parts)

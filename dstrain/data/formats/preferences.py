@@ -13,16 +13,19 @@ from dstrain.data.formats.messages import (
     common_word_prefix_length,
     is_transcript,
     json_type_name,
+    maybe_parse_json,
     parse_prompt_transcript,
     parse_transcript,
+    read_history,
     read_instruction,
     read_message,
     read_messages,
     read_system,
+    read_text,
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, Record, as_record, has
 from dstrain.errors import suggest_name
 
 Prompt = str | list[Message]
@@ -33,7 +36,10 @@ Response = str | list[Message]
 
 SAFETY_KEYS = ("chosen_safe", "rejected_safe")
 """Keys of the labels that say whether an answer is safe."""
-_RESPONSE_KEYS = ("response_0", "response_1")
+QUESTION_KEYS = ("question", "query")
+"""Keys of a question as a text: of RLHF-V, SPA-VL, align-anything and Orca; of ms-swift."""
+CONVERSATION_KEYS = ("conversations", "messages", "conversation", "context_messages")
+"""Keys of the prompt as messages: ShareGPT's, OpenAI's, ms-swift's and OpenRLHF's."""
 
 
 @dataclass(frozen=True)
@@ -56,48 +62,103 @@ class Preference:
 PromptChosenRejected = tuple[Prompt, Response, Response]
 
 
-def to_chosen_rejected(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a PKU-SafeRLHF record as one with `chosen` and `rejected`; other records as they are.
+def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
+    """Return a record of another published form as one with `chosen` and `rejected`; other records as they are.
 
-    `better_response_id` gives the chosen one of `response_0` and `response_1`; `is_response_0_safe` and
-    `is_response_1_safe` give `chosen_safe` and `rejected_safe`. Raises BadRecord.
+    PKU-SafeRLHF and align-anything: `response_0`, `response_1` and `better_response_id`, or `response_1`, `response_2`
+    and `overall_response`; `is_response_0_safe` and its like give `chosen_safe` and `rejected_safe`. OpenAI: `input`,
+    `preferred_output` and `non_preferred_output`. ms-swift: `messages` with `rejected_response` or
+    `rejected_messages`. Raises BadRecord.
     """
-    if any(record.get(key) is None for key in _RESPONSE_KEYS) or record.get("chosen") is not None:
-        return record
-    better = record.get("better_response_id")
-    if isinstance(better, bool) or better not in (0, 1):
-        raise BadRecord(f"'better_response_id' is {better!r:.40}; write 0 or 1, the number of the better response")
-    order = (int(better), 1 - int(better))
-    pair = {name: record[_RESPONSE_KEYS[at]] for name, at in zip(("chosen", "rejected"), order, strict=True)}
-    labels = {
-        name: record[f"is_response_{at}_safe"]
-        for name, at in zip(SAFETY_KEYS, order, strict=True)
-        if f"is_response_{at}_safe" in record
-    }
-    return {**{key: value for key, value in record.items() if key not in _RESPONSE_KEYS}, **pair, **labels}
+    found = as_record(record)
+    if has(found, "chosen") or has(found, "rejected"):
+        return found
+    if has(found, "response_0", "response_1"):
+        return _from_responses(found, ("response_0", "response_1"), "better_response_id", (0, 1))
+    if has(found, "response_1", "response_2"):
+        return _from_responses(found, ("response_1", "response_2"), "overall_response", (1, 2))
+    if has(found, "preferred_output", "non_preferred_output"):
+        value = maybe_parse_json(found.get("input"))
+        if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
+            raise BadRecord('\'input\' has no \'messages\'; write {"messages": [{"role", "content"}, …]}')
+        if unknown := sorted({*value} - {"messages", "tools", "parallel_tool_calls"}):
+            raise BadRecord(f"'input.{unknown[0]}' is not read; remove it")
+        pair = {"chosen": found["preferred_output"], "rejected": found["non_preferred_output"]}
+        origins = {
+            "chosen": "preferred_output",
+            "rejected": "non_preferred_output",
+            "prompt": "input",
+            "tools": "input",
+        }
+        rest = found.without("input", "preferred_output", "non_preferred_output")
+        return rest.derive({**rest, **pair, "prompt": value["messages"], "tools": value.get("tools")}, origins)
+    if has(found, "messages", "rejected_response") or has(found, "messages", "rejected_messages"):
+        return _from_rejected_answer(found)
+    return found
+
+
+def _from_responses(record: Record, keys: tuple[str, str], better_key: str, names: tuple[int, int]) -> Record:
+    """Return the pair of two numbered responses, the better one as `chosen`. Raises BadRecord."""
+    better = record.get(better_key)
+    if isinstance(better, bool) or better not in names:
+        numbers = " or ".join(map(str, names))
+        raise BadRecord(f"'{better_key}' is {better!r:.40}; write {numbers}, the number of the better response")
+    order = (names.index(better), 1 - names.index(better))
+    origins = {name: keys[at] for name, at in zip(("chosen", "rejected"), order, strict=True)}
+    for name, at in zip(SAFETY_KEYS, order, strict=True):
+        if f"is_{keys[at]}_safe" in record:
+            origins[name] = f"is_{keys[at]}_safe"
+    values = {name: dict.get(record, key) for name, key in origins.items()}
+    return record.derive({**{key: value for key, value in record.items() if key not in keys}, **values}, origins)
+
+
+def _from_rejected_answer(record: Record) -> Record:
+    """Return the pair of a conversation and another last answer, or another conversation. Raises BadRecord."""
+    full = read_messages(record["messages"], "messages")
+    if not full or full[-1]["role"] != "assistant":
+        raise BadRecord("'messages' does not end with the answer that was preferred; write it, or 'chosen'")
+    origins = {"chosen": "messages"}
+    if has(record, "rejected_messages"):
+        other = read_messages(record["rejected_messages"], "rejected_messages")
+        rejected: Any = other if other[: len(full) - 1] == full[:-1] else [*full[:-1], *other]
+        origins["rejected"] = "rejected_messages"
+    else:
+        text = read_text(record["rejected_response"], "rejected_response")
+        rejected = [*full[:-1], {"role": "assistant", "content": text}]
+        origins["rejected"] = "rejected_response"
+    rest = record.without("messages", "rejected_messages", "rejected_response")
+    return rest.derive({**rest, "chosen": full, "rejected": rejected}, origins)
 
 
 def is_preference_pair(record: Mapping[str, Any]) -> bool:
     """Return whether the record holds two answers, rather than one or none."""
-    has_pair = any(record.get(key) is not None for key in ("chosen", "rejected"))
-    return has_pair or isinstance(record.get("output"), list)
+    has_pair = has(record, "chosen") or has(record, "rejected")
+    return has_pair or isinstance(dict.get(as_record(record), "output"), list)
 
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """Return the preference in a record of any known form. Raises BadRecord."""
     record = to_chosen_rejected(record)
     chosen, rejected = _read_pair(record)
-    if record.get("prompt") is not None:
+    key = next((key for key in (*CONVERSATION_KEYS, *QUESTION_KEYS) if has(record, key)), "")
+    if has(record, "prompt"):
         prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
-    elif key := next((key for key in ("conversations", "messages") if record.get(key) is not None), ""):
+    elif key in CONVERSATION_KEYS and not _are_full_conversations(chosen, rejected):
         prompt = read_messages(record[key], key)
         chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
-    elif any(record.get(key) is not None for key in ("instruction", "input")):
+    elif key in QUESTION_KEYS:
+        prompt, chosen, rejected = _split_with_prompt(record[key], chosen, rejected)
+    elif has(record, "instruction") or has(record, "input"):
         prompt = read_instruction(record)
         chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     else:
         _reject_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
+    if has(record, "history") and not has(record, "instruction"):
+        prompt = [
+            *read_history(record),
+            *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
+        ]
     # Checks come after the split, when prompt and answers have the same form in all records.
     prompt = _prepend_system(prompt, record)
     _check_prompt(prompt)
@@ -110,10 +171,21 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     return Preference(prompt, chosen, rejected, _read_margin(record), read_tools(record))
 
 
+def _are_full_conversations(chosen: Any, rejected: Any) -> bool:
+    """Return whether both answers are conversations that begin before the answer: then they hold the prompt."""
+    return all(
+        isinstance(answer, list)
+        and len(answer) > 1
+        and isinstance(answer[0], Mapping)
+        and str(answer[0].get("role", answer[0].get("from"))).lower() in ("system", "developer", "user", "human")
+        for answer in (chosen, rejected)
+    )
+
+
 def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return `chosen` and `rejected`, or LLaMA-Factory's older form, the two items of `output`."""
     pair = {key: record.get(key) for key in ("chosen", "rejected")}
-    if pair["chosen"] is None and pair["rejected"] is None and record.get("output") is not None:
+    if pair["chosen"] is None and pair["rejected"] is None and has(record, "output"):
         output = record["output"]
         if not isinstance(output, list) or len(output) != 2:
             raise BadRecord(f"'output' is {json_type_name(output)}, not two answers; write [chosen, rejected]")
@@ -123,6 +195,7 @@ def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
             raise BadRecord(f"'{key}' is null; write an answer or remove the record")
         if value is None:
             near = suggest_name(key, [name for name in record if name not in pair])
+            near = near.replace("known here:", "its keys are:")
             raise BadRecord(f"no '{key}' ({near}); write it, or rename a column with data.columns")
     return pair["chosen"], pair["rejected"]
 
@@ -187,13 +260,17 @@ def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response)
 
 
 def _prepend_system(prompt: Prompt, record: Mapping[str, Any]) -> Prompt:
-    """Return the prompt after the record's `system` text, unless it has a system turn of its own."""
+    """Return the prompt after the record's `system` text. Raises BadRecord where it has another system turn."""
     system = read_system(record)
-    if not system or (isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system"):
+    if not system:
+        return prompt
+    if isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system":
+        if prompt[0]["content"].strip() != system[0]["content"].strip():
+            raise BadRecord("the prompt has a system turn, and 'system' is another text; keep one of them")
         return prompt
     if isinstance(prompt, list):
         return system + prompt
-    if record.get("prompt") is None:
+    if not any(has(record, key) for key in ("prompt", *QUESTION_KEYS)):
         raise BadRecord(
             "'system' is given with texts that contain the prompt; write 'prompt', "
             "or put 'system' into 'chosen' and 'rejected'"
@@ -278,10 +355,14 @@ def _check_answer(answer: Response, key: str) -> Response:
                     f"'{key}' has a turn of the {message['role']} as answer; "
                     "an answer must start and end with an assistant's turn"
                 )
+        if any(message.get("weight") == 0 for message in answer):
+            raise BadRecord(f"'{key}' has a turn that must not be trained on, and an answer is compared as a whole")
     last = answer if isinstance(answer, str) else answer[-1]["content"]
-    if not last.strip():
+    calls = not isinstance(answer, str) and bool(answer[-1].get("tool_calls"))
+    if not last.strip() and not calls:
         raise BadRecord(f"'{key}' is an empty answer; write one or remove the record")
-    return last if isinstance(answer, str) or len(answer) == 1 else answer
+    is_text = isinstance(answer, str) or (len(answer) == 1 and not {*answer[0]} - {"role", "content", "weight"})
+    return last if is_text else answer
 
 
 def _read_margin(record: Mapping[str, Any]) -> float | None:

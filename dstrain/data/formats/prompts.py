@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrain.data.formats.conversations import PromptCompletion, read_conversation
+from dstrain.data.formats.conversations import LABEL_KEYS, PromptCompletion, read_conversation
 from dstrain.data.formats.messages import parse_prompt_transcript
-from dstrain.data.formats.preferences import Prompt, is_preference_pair
-from dstrain.data.records import BadRecord
+from dstrain.data.formats.preferences import Prompt, is_preference_pair, to_chosen_rejected
+from dstrain.data.records import BadRecord, Record, has
 
 if TYPE_CHECKING:
     from dstrain.data.series.patches import Patches
 
 DUMMY_ANSWER = "answer"
 """Takes the place of an answer that a record may lack, so that one parser reads both."""
-ANSWER_KEYS = {"prompt": "completion", "instruction": "output", "question": "answer"}
+ANSWER_MESSAGE = {"role": "assistant", "content": DUMMY_ANSWER}
+ANSWER_KEYS = {"prompt": "completion", "instruction": "output", "question": "answer", "query": "response"}
 """Key of the question -> key of its answer."""
 
 
@@ -37,9 +38,10 @@ def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:
 
     The last answer of a complete conversation is dropped, and may be missing. Raises BadRecord.
     """
+    record = to_chosen_rejected(record)
     pair = is_preference_pair(record)
-    text = record.get("text")
-    if not pair and isinstance(text, str) and (messages := parse_prompt_transcript(text)):
+    text = record["text"] if not pair and has(record, "text") else None
+    if isinstance(text, str) and (messages := parse_prompt_transcript(text)):
         return ParsedPrompt(messages)
     sample = read_conversation(record if pair else _with_dummy_answer(record))
     if isinstance(sample, PromptCompletion):
@@ -50,18 +52,19 @@ def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:
     return ParsedPrompt(prompt, sample.tools)
 
 
-def _with_dummy_answer(record: Mapping[str, Any]) -> dict[str, Any]:
+def _with_dummy_answer(record: Record) -> Record:
     """Return the record with an answer, if it asks something."""
     # A label of false refuses a record for sft, but an unwanted answer has a prompt too.
-    full = {name: value for name, value in record.items() if name != "label"}
-    for key in ("messages", "conversations"):
-        turns = full.get(key)
+    full = record.without(*LABEL_KEYS)
+    for key in ("messages", "conversations", "conversation"):
+        turns = dict.get(full, key)
         if isinstance(turns, list):
             last = turns[-1] if turns else None
-            if not isinstance(last, Mapping) or last.get("role", last.get("from")) not in ("assistant", "gpt"):
-                full[key] = [*turns, {"role": "assistant", "content": DUMMY_ANSWER}]
-            return full
+            answered = isinstance(last, Mapping) and (
+                "assistant" in last or last.get("role", last.get("from")) in ("assistant", "gpt")
+            )
+            return full if answered else full.derive({**full, key: [*turns, ANSWER_MESSAGE]})
     for key, answer_key in ANSWER_KEYS.items():
-        if full.get(key) is not None:
-            return full | {answer_key: DUMMY_ANSWER}
+        if has(full, key):
+            return full.derive({**full, answer_key: DUMMY_ANSWER})
     return full

@@ -14,9 +14,9 @@ from dstrain.data.formats.conversations import (
     get_message_field,
     read_conversation,
 )
-from dstrain.data.formats.messages import Message
-from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference
-from dstrain.data.records import BadRecord
+from dstrain.data.formats.messages import IMAGE_KEYS, Message
+from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference, to_chosen_rejected
+from dstrain.data.records import BadRecord, has
 from dstrain.errors import suggest_name
 
 
@@ -56,11 +56,12 @@ def read_unpaired(record: Mapping[str, Any]) -> list[UnpairedPreference]:
 
     Raises BadRecord.
     """
+    record = to_chosen_rejected(record)
     if is_preference_pair(record):
         return _from_preference(record)
     desirable = _read_label(record)
     # Without the label, whose value False read_conversation refuses.
-    sample = read_conversation({key: value for key, value in record.items() if key not in LABEL_KEYS})
+    sample = read_conversation(record.without(*LABEL_KEYS))
     if isinstance(sample, PromptCompletion):
         if not sample.prompt:
             raise BadRecord("'text' does not say where the answer begins; write 'prompt' and 'completion'")
@@ -72,8 +73,8 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
     """Return the chosen answer as desirable and the rejected one as undesirable."""
     found = read_preference(record)
     # read_preference ignores images; silently training without them would be wrong.
-    images = record.get("images") if record.get("images") is not None else record.get("image")
-    if images is not None and images != []:
+    images = [record[key] for key in IMAGE_KEYS if has(record, key)]
+    if any(value != [] for value in images):
         raise BadRecord("'images' are not text, and kto trains on text only; remove the record")
     answers = found.chosen, found.rejected
     if not isinstance(found.prompt, str):
@@ -85,9 +86,9 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
 
 
 def _read_label(record: Mapping[str, Any]) -> bool:
-    name = next((name for name in LABEL_KEYS if record.get(name) is not None), None)
+    name = next((name for name in LABEL_KEYS if has(record, name)), None)
     if name is None:
-        near = suggest_name(LABEL_KEYS[0], list(record))
+        near = suggest_name(LABEL_KEYS[0], list(record)).replace("known here:", "its keys are:")
         raise BadRecord(f"no '{LABEL_KEYS[0]}' ({near}); write true or false, or rename a column with data.columns")
     value = record[name]
     if not isinstance(value, int | float) or value not in (0, 1):

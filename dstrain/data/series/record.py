@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, has
 
 MIN_SCALE = 1e-8
 """Channels with a smaller standard deviation, relative to their mean, are constant, and are not divided by it."""
@@ -105,9 +105,12 @@ def normalize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_captions(record: Mapping[str, Any]) -> tuple[str, ...]:
-    captions = record.get("captions", record.get("caption"))
-    if captions is None:
+    given = [key for key in ("captions", "caption") if has(record, key)]
+    if not given:
         return ()
+    if len(given) > 1:
+        raise BadRecord("both 'captions' and 'caption' are set; keep one of them")
+    captions = record[given[0]]
     found = [captions] if isinstance(captions, str) else captions
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise BadRecord("'captions' is not a text or a list of texts; write one")

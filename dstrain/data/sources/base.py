@@ -12,9 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from dstrain.data.records import BadRow
+from dstrain.data.records import BadRow, Record
 from dstrain.errors import DataError, Fault, suggest_name
 from dstrain.files import WatchedFile, display_path
+
+Columns = Mapping[str, str | None]
+"""Column of a file -> key of a record format, or None to leave the column out."""
 
 
 class Source(Protocol):
@@ -53,7 +56,7 @@ class DerivedSource(Protocol):
 class BaseSource:
     """Base class of sources that read one file or dataset, with a name, a folder and renamed columns."""
 
-    def __init__(self, name: str, base_dir: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, name: str, base_dir: Path, columns: Columns) -> None:
         self.name, self.base_dir, self.columns = name, base_dir, dict(columns)
         self.bad_rows: list[BadRow] = []
         self.digest = ""
@@ -69,19 +72,27 @@ class BaseSource:
             hashlib.sha256(f"{content_digest} {renaming}".encode()).hexdigest() if self.columns else content_digest
         )
         # No names at all: there is no good record, and the bad ones are reported instead.
-        missing = [name for name in self.columns if name not in column_names] if column_names else []
+        absent = [(old, new) for old, new in self.columns.items() if new and old not in column_names and column_names]
+        hints = {old: suggest_name(old, sorted(column_names - {new})) for old, new in absent}
+        # A file that has the key itself needs no renaming, since recipes have files of several forms; a name that is
+        # nearly one of its columns is a slip.
+        missing = [old for old, new in absent if new not in column_names or hints[old].startswith("did you mean")]
         if missing:
             raise DataError(
-                Fault(f"data.columns.{name}", f"no record of {self.name} has the column '{name}'", fix)
-                for name, fix in ((name, suggest_name(name, sorted(column_names))) for name in missing)
+                Fault(f"data.columns.{name}", f"no record of {self.name} has the column '{name}'", hints[name])
+                for name in missing
             )
 
-    def _rename_columns(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _rename_columns(self, record: Mapping[str, Any]) -> Record:
+        """Return the record with the keys that its columns are renamed to; a column renamed to null is left out."""
         if not self.columns:
-            return record
-        # A column that is renamed to the name of another one replaces it.
-        kept = {name: value for name, value in record.items() if name not in self.columns}
-        return kept | {new: record[old] for old, new in self.columns.items() if old in record}
+            return Record(record)
+        found = Record({name: value for name, value in record.items() if self.columns.get(name, name) is not None})
+        renamed = {old: new for old, new in self.columns.items() if new is not None and old in record}
+        # A column that is renamed to the name of another one replaces it; that one then counts as not used.
+        kept = {name: value for name, value in found.items() if name not in renamed}
+        origins = {new: old for old, new in renamed.items()}
+        return found.derive(kept | {new: record[old] for old, new in renamed.items()}, origins)
 
 
 class HeadSource:

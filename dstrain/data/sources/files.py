@@ -9,14 +9,14 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
 from dstrain.data.records import BadRow
-from dstrain.data.sources.base import BaseSource, Source
+from dstrain.data.sources.base import BaseSource, Columns, Source
 from dstrain.data.sources.gzip_file import open_maybe_gzip
 from dstrain.data.sources.parquet import ParquetSource
 from dstrain.errors import DataError, describe_decode_error
@@ -135,7 +135,7 @@ def _find_duplicate_key(value: dict[str, Any]) -> str:
 class JsonLinesSource(BaseSource):
     """A JSON Lines file, read by offset: only the index is in memory. Thread-safe."""
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(display_path(path), path.parent, columns)
         # Arrays of int64 take 24 bytes per record; lists of Python integers would take about 100.
         self._offsets, self._sizes, self._line_numbers = array("q"), array("q"), array("q")
@@ -211,7 +211,7 @@ class JsonLinesSource(BaseSource):
 class JsonListSource(BaseSource):
     """A JSON list of objects, or an object with such a list under `data`; all in memory."""
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(display_path(path), path.parent, columns)
         with open_maybe_gzip(path) as file:
             _check_memory(self.name, os.fstat(file.fileno()).st_size)
@@ -254,7 +254,7 @@ class JsonListSource(BaseSource):
         return f"{self.name}[{self._rows[index][0]}]"
 
 
-SOURCE_TYPES: dict[str, Callable[[Path, Mapping[str, str]], Source]] = {
+SOURCE_TYPES: dict[str, Callable[[Path, Columns], Source]] = {
     ".jsonl": JsonLinesSource,
     ".jsonl.gz": JsonLinesSource,
     ".json": JsonListSource,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrain.cache_dir import file_digest
-from dstrain.data.sources.base import BaseSource
+from dstrain.data.sources.base import BaseSource, Columns
 from dstrain.errors import DataError
 from dstrain.files import display_path
 
@@ -41,7 +40,7 @@ def find_structure_files(path: Path) -> list[Path]:
 class FolderSource(BaseSource):
     """Structure files as records `{"path": ...}`; the digest covers their names and contents."""
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         """Raises DataError for a file that cannot be read."""
         folder = path if path.is_dir() else path.parent
         super().__init__(path.name, folder, columns)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.sources.base import BaseSource
+from dstrain.data.sources.base import BaseSource, Columns
 from dstrain.data.sources.files import file_extension
 from dstrain.errors import DataError
 
@@ -77,7 +76,7 @@ class HubSource(BaseSource):
     the library locks its cache.
     """
 
-    def __init__(self, hub_split: HubSplit, columns: Mapping[str, str]) -> None:
+    def __init__(self, hub_split: HubSplit, columns: Columns) -> None:
         super().__init__(str(hub_split), Path(), columns)
         split = _load_split(hub_split)
         if not len(split):

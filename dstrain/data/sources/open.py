@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.sources.base import LazySource, Source
+from dstrain.data.sources.base import Columns, LazySource, Source
 from dstrain.data.sources.csv_file import CsvSource
 from dstrain.data.sources.files import SOURCE_TYPES, file_extension
 from dstrain.data.sources.folder import FolderSource, find_structure_files, is_structure_file
@@ -22,7 +22,7 @@ from dstrain.old_paths import moved_names
 READER_VERSION = 2
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
-SourceTypes = Mapping[str, Callable[[Path, Mapping[str, str]], Source]]
+SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
 SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
 """File extension -> source class, of tasks on time series."""
 
@@ -31,16 +31,19 @@ __getattr__ = moved_names(__name__)
 
 def open_source(
     path_or_config: str | Path | DatasetConfig,
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
     source_types: SourceTypes | None = None,
 ) -> Source:
     """Open a .jsonl, .json (both also .gz) or .parquet file, a folder of .pdb or .cif files, or a dataset of the Hub.
 
-    `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives
-    split and configuration; in a string they may follow the dataset's name: `org/name:test`.
+    `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives split and
+    configuration, and `columns` of its own, which take the place of the argument; in a string they may follow the
+    dataset's name: `org/name:test`.
     `source_types`: readers by extension, of a task that reads other files too.
     Raises DataError.
     """
+    if isinstance(path_or_config, DatasetConfig) and path_or_config.columns is not None:
+        columns = path_or_config.columns
     path = Path(path_or_config.path if isinstance(path_or_config, DatasetConfig) else path_or_config)
     try:
         path = path.expanduser()
@@ -70,7 +73,7 @@ def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | No
     return parse_hub_split(config.path)
 
 
-def _open_file(path: Path, columns: Mapping[str, str], source_types: SourceTypes) -> Source:
+def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Source:
     if is_structure_file(path):
         return FolderSource(path, columns)
     kind = source_types.get(file_extension(path.name))

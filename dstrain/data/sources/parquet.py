@@ -6,13 +6,13 @@ import bisect
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dstrain.cache_dir import file_digest
 from dstrain.data.limited_process import ResourceLimits, run_limited
-from dstrain.data.sources.base import BaseSource
+from dstrain.data.sources.base import BaseSource, Columns
 from dstrain.errors import DataError
 from dstrain.files import display_path
 from dstrain.host_memory import get_available_memory
@@ -45,7 +45,7 @@ class ParquetSource(BaseSource):
     group again from the start.
     """
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         """Decode the whole file once, to report unreadable rows at the start. Raises DataError."""
         super().__init__(display_path(path), path.parent, columns)
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.records import BadRow
-from dstrain.data.sources.base import BaseSource
+from dstrain.data.sources.base import BaseSource, Columns
 from dstrain.errors import DataError, one_line
 from dstrain.files import display_path
 
@@ -50,7 +50,7 @@ class TsSource(BaseSource):
     a bad row.
     """
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(display_path(path), path.parent, columns)
         content = path.read_bytes()
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.encoding.prompts import EncodedPrompt, encode_image_prompts, encode_prompts
+from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
@@ -48,7 +49,7 @@ class PromptEncode:
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult]:
         parsed = [
             prompt
-            if isinstance(prompt := try_parse(self.reader.parse, record), BadRecord)
+            if isinstance(prompt := try_parse(parse_record, self.reader.parse, record, True), BadRecord)
             else (prompt, self.source.get_base_dir(index))
             for index, record in rows
         ]

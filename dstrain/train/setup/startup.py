@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
 from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.formats.columns import describe_columns
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.report.console import ConsoleSink, format_row
@@ -156,11 +157,15 @@ def task_name(task: str) -> str:
 
 
 def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines per split about truncated samples and notes of the source; once if both come from one file."""
+    """Return lines per split on its files' columns, on truncated samples and notes; once if both come from one file."""
     if reports.get("train") == reports.get("eval"):
         reports = {"data": reports["train"]} if reports else {}
-    lines = [(split, [describe_cuts(report), *report.get("notes", ())]) for split, report in reports.items()]
-    return [f"{split}: {line}" for split, told in lines for line in told if line]
+    return [
+        f"{split}: {line}"
+        for split, report in reports.items()
+        for line in (*describe_columns(report.get("columns", {})), describe_cuts(report), *report.get("notes", ()))
+        if line
+    ]
 
 
 def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:

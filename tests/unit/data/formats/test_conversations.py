@@ -122,7 +122,7 @@ def test_thoughts_beside_an_answer_are_kept_for_the_template() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no known key": ({"query": "2+2?"}, "the keys are query; write 'messages', or rename columns with data.columns"),
+    "no known key": ({"ask": "2+2?"}, "the keys are ask; write 'messages', or rename columns with data.columns"),
     "half a pair": ({"prompt": "2+2?"}, "'prompt' comes without 'completion'"),
     "no list": ({"messages": "2+2?"}, "'messages' is text, not a list"),
     "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, "'messages[0].role' is 'boss'"),
@@ -137,7 +137,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty output": ({"instruction": "2+2?", "output": ""}, "'output' (turn 2 of the dialog) is an empty answer"),
     "an empty instruction": ({"instruction": "", "output": "4"}, "'instruction' is empty"),
     "an empty text": ({"text": ""}, "'text' is an empty answer"),
-    "an odd weight": ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight 0.5; write 0 (not trained on) or 1"),
+    "an odd weight": (
+        {"messages": [ASKED, SAID | {"weight": 0.5}]},
+        "weight 0.5; write 0 or false (not trained on), 1 or true",
+    ),
     "nothing learnt": ({"messages": [ASKED, SAID | {"weight": 0}]}, "no turn of the assistant to train on"),
     "what people did not want": (
         {"messages": [ASKED, SAID], "label": False},

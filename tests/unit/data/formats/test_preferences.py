@@ -173,13 +173,24 @@ def test_alpaca_has_its_input_below_the_instruction_and_earlier_turns_in_pairs()
         {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
         {"instruction": "2+2?", "output": ["4", "5"]},
         {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
-        {"messages": [said("system", "Be kind."), QUESTION], "chosen": FOUR, "rejected": FIVE, "system": "Be rude."},
+        {"messages": [said("system", "Be kind."), QUESTION], "chosen": FOUR, "rejected": FIVE},
     ],
 )
 def test_a_system_text_beside_the_dialog_comes_first_unless_the_dialog_has_its_own(record):
     preference = read_preference({"system": "Be kind."} | record)
     assert preference.prompt == [said("system", "Be kind."), QUESTION]
     assert (preference.chosen, preference.rejected) == ("4", "5")
+
+
+def test_two_different_system_texts_are_refused():
+    record = {
+        "messages": [said("system", "Be kind."), QUESTION],
+        "chosen": FOUR,
+        "rejected": FIVE,
+        "system": "Be rude.",
+    }
+    with pytest.raises(BadRecord, match="'system' is another text"):
+        read_preference(record)
 
 
 @pytest.mark.parametrize("write", [lambda tools: tools, json.dumps])
@@ -208,7 +219,10 @@ def test_llama_factorys_demos_are_read_as_they_stand(real_data, name):
 def test_sharegpt_names_of_tools_are_known():
     names = ["system", "human", "function_call", "observation"]
     record = {
-        "conversations": [{"from": name, "value": name} for name in names],
+        "conversations": [
+            {"from": name, "value": '{"name": "add", "arguments": {}}' if name == "function_call" else name}
+            for name in names
+        ],
         "chosen": {"from": "gpt", "value": "a"},
         "rejected": {"from": "gpt", "value": "b"},
     }
@@ -267,7 +281,7 @@ BAD = [
     ),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": "add"}, "'tools' is not a list of functions"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"parameters": {}}]}, "'tools' names no function"),
-    ({"\n": 1}, r"no 'chosen' \(known here: \\n\)"),
+    ({"\n": 1}, r"no 'chosen' \(its keys are: \\n\)"),
 ]
 
 

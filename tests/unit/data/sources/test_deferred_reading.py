@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_file_is_said_at_every_start(tmp_path: Path) -> Non
     assert isinstance(open_source(path), LazySource)
     for _ in range(2):
         with pytest.raises(DataError, match=r"no record of .* has the column 'promt'"):
-            open_source(path, {"promt": "prompt"})
+            open_source(path, {"promt": "question"})
     path.write_text("\n \n")
     for _ in range(2):
         with pytest.raises(DataError, match="only blank lines"):

@@ -33,7 +33,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "dstrain data": ("dstrain data check pairs.jsonl --task rm",),
     "dstrain data check": (
         "dstrain data check pairs.jsonl --task rm",
-        "dstrain data check answers.jsonl --task sft --set data.columns={text:completion}",
+        "dstrain data check answers.jsonl --task sft --set data.columns.text=completion",
     ),
     "dstrain checkpoints": ("dstrain checkpoints runs/rm --verify",),
     "dstrain report": ("dstrain report runs/rm", "dstrain report runs/rm runs/rm-zero3 --to compare.html"),

@@ -12,7 +12,7 @@ from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns
 from dstrain.data.records import BadRow
-from dstrain.data.sources.base import ConcatSource, Source
+from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
 from dstrain.errors import TaskError
 from dstrain.launch.threads import count_available_cores
@@ -35,7 +35,9 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     if not isinstance(made, TextTask):
         return check_source(open_source(file, config.data.columns), parse, count_available_cores()), ""
     item = DatasetConfig(path=file)
-    source = made.wrap_source(made.open_source(item), item)
+    opened = made.open_source(item)
+    check_columns_exist([opened])
+    source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores())
     told = _describe_documents(source) if isinstance(source, DocumentSource) else []
     if config.model.path is None:
@@ -69,5 +71,5 @@ def show_validation(validation: ValidationReport, show_all: bool = False) -> tup
     if len(lines) < len(validation.bad) + len(notes):
         lines.append("`--all` lists every one")
     told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""
-    lines += describe_columns(validation.columns)
-    return "\n".join(lines), f"{validation.num_valid} good records, {validation.read - validation.num_valid} bad{told}"
+    total = f"{validation.num_valid} good records, {validation.read - validation.num_valid} bad{told}"
+    return "\n".join(lines), "\n".join([total, *describe_columns(validation.columns)])

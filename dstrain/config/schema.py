@@ -13,6 +13,17 @@ from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfi
 __all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section", "TokenizerConfig"]
 
 
+def _check_columns(value: Any) -> Any:
+    """Refuse `{a:b}`, which YAML reads as one key without a value."""
+    for name in value if isinstance(value, dict) else ():
+        if isinstance(name, str) and ":" in name and value[name] is None:
+            raise ValueError(f"has a column '{name}' without a value; write a blank after the colon, in quotes")
+    return value
+
+
+ColumnNames = Annotated[dict[str, str | None], BeforeValidator(_check_columns)]
+
+
 class DatasetConfig(Section):
     """A data file or Hub dataset."""
 
@@ -24,7 +35,7 @@ class DatasetConfig(Section):
     """Split of a Hub dataset. Empty: test; in data.train: train."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of a Hub dataset that has several."""
-    columns: dict[str, str | None] | None = None
+    columns: ColumnNames | None = None
     """Column names of this file -> names of the record format, in place of data.columns."""
 
 
@@ -67,7 +78,7 @@ class DataConfig(Section):
     """Maximum tokens of the prompt; longer prompts are cut from the left, also within the last user turn."""
     max_samples: PositiveInt | None = None
     """Use only the first N records of each file."""
-    columns: dict[str, str | None] = {}
+    columns: ColumnNames = {}
     """Column names in the file -> names of the record format; null leaves a column out."""
     on_error: Literal["skip", "fail"] | None = None
     """Bad records: skip and count them, or fail at the first. Empty: skip up to 1 %."""

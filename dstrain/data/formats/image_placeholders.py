@@ -152,9 +152,7 @@ def _caption_to_messages(record: Record) -> Record:
         {"role": "user", "content": record[key] if key else ""},
         {"role": "assistant", "content": record["caption"]},
     ]
-    return record.derive(
-        {**record.without("caption", "question", "prompt"), "messages": turns}, {"messages": "caption"}
-    )
+    return record.derive({**record.without("caption", "question", "prompt"), "messages": turns})
 
 
 def _image_order(placeholders: list[str], count: int) -> list[int]:

@@ -60,6 +60,8 @@ class BaseSource:
         self.name, self.base_dir, self.columns = name, base_dir, dict(columns)
         self.bad_rows: list[BadRow] = []
         self.digest = ""
+        self.missing_columns: dict[str, str] = {}
+        """Column of data.columns that the file lacks, where it has the key itself -> a suggestion."""
 
     def get_base_dir(self, index: int) -> Path:
         return self.base_dir
@@ -73,10 +75,10 @@ class BaseSource:
         )
         # No names at all: there is no good record, and the bad ones are reported instead.
         absent = [(old, new) for old, new in self.columns.items() if new and old not in column_names and column_names]
-        hints = {old: suggest_name(old, sorted(column_names - {new})) for old, new in absent}
-        # A file that has the key itself needs no renaming, since recipes have files of several forms; a name that is
-        # nearly one of its columns is a slip.
-        missing = [old for old, new in absent if new not in column_names or hints[old].startswith("did you mean")]
+        hints = {old: suggest_name(old, sorted(column_names)) for old, _ in absent}
+        # A file that has the key itself needs no renaming: a recipe may have files of several forms.
+        self.missing_columns = {old: hints[old] for old, new in absent if new in column_names}
+        missing = [old for old, new in absent if new not in column_names]
         if missing:
             raise DataError(
                 Fault(f"data.columns.{name}", f"no record of {self.name} has the column '{name}'", hints[name])
@@ -129,6 +131,13 @@ class HeadSource:
 
     def summarize(self) -> list[str]:
         return self._source.summarize() if isinstance(self._source, DerivedSource) else []
+
+
+def check_columns_exist(sources: Sequence[Source]) -> None:
+    """Raise DataError for a column of data.columns that none of the files has."""
+    absent: list[dict[str, str]] = [getattr(source, "missing_columns", {}) for source in sources]
+    for name in sorted(set.intersection(*map(set, absent)) if absent else ()):
+        raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
 
 
 def cut_source(source: Source, max_samples: int | None) -> Source:
@@ -193,9 +202,12 @@ class ConcatSource:
 class LazySource:
     """A file with known digest and size, opened when a record is first read. Thread-safe."""
 
-    def __init__(self, path: Path, load: Callable[[], Source], digest: str, count: int) -> None:
-        """Take digest and count of an earlier `load` of the unchanged file."""
+    def __init__(
+        self, path: Path, load: Callable[[], Source], digest: str, count: int, missing_columns: dict[str, str]
+    ) -> None:
+        """Take what an earlier `load` of the unchanged file has found."""
         self._path, self._load, self.digest, self._count = path, load, digest, count
+        self.missing_columns = missing_columns
         self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 
     def _get_source(self) -> Source:

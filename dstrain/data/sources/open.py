@@ -19,7 +19,7 @@ from dstrain.errors import DataError
 from dstrain.files import display_path, not_file_reason
 from dstrain.old_paths import moved_names
 
-READER_VERSION = 2
+READER_VERSION = 3
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
@@ -98,7 +98,9 @@ def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Sourc
         return LazySource(path, load, *known)
     read_start, state = time.time_ns(), file_state(path)
     source = load()
-    save_file_result(path, result_name, [source.digest, len(source)], read_start, state)
+    save_file_result(
+        path, result_name, [source.digest, len(source), getattr(source, "missing_columns", {})], read_start, state
+    )
     return source
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, LoraConfig, TrainDatasetConfig
 from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.sources.base import ConcatSource, Source, cut_source
+from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
 from dstrain.errors import DataError, RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
 from dstrain.models.checks.preflight import check_model
@@ -240,7 +240,10 @@ class TextTask(TextData, Task):
 
     def open_sources(self, items: Sequence[DatasetConfig]) -> ConcatSource:
         """Return the sources as one, each cut to `data.max_samples`."""
-        sources = [self.wrap_source(self.open_source(item), item) for item in items]
+        opened = [self.open_source(item) for item in items]
+        if any(isinstance(item, TrainDatasetConfig) for item in items):  # `evaluate` takes files of other forms too
+            check_columns_exist(opened)
+        sources = [self.wrap_source(source, item) for source, item in zip(opened, items, strict=True)]
         return ConcatSource([cut_source(source, self.recipe.data.max_samples) for source in sources])
 
     @property

@@ -6,6 +6,7 @@
 # │   ├── PresetError          the DeepSpeed JSON does not fit DeepSpeed or the recipe
 # │   ├── DataError            a data file, or too many of its records, cannot be used
 # │   ├── TaskError            the task cannot be found, loaded or built
+# │   │   └── ColumnError      an example of the task has a value that its column in the cache cannot hold
 # │   └── ResumeError          the run folder belongs to another recipe or another launch
 # └── RunError                 exit 1: a run that had started cannot continue
 #     ├── NonFiniteError       the loss or the gradients stayed inf or nan
@@ -27,6 +28,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceback import FrameSummary
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_STOPPED = 75
@@ -100,6 +105,18 @@ class DataError(UsageError):
 
 class TaskError(UsageError):
     """The task cannot be found, loaded or built."""
+
+
+class ColumnError(TaskError):
+    """A value of an example that its column cannot hold."""
+
+    def __init__(self, column: str, record: int, problem: str) -> None:
+        """`record`: the index of the example's record."""
+        self.column, self.record, self.problem = column, record, problem
+        super().__init__(f"column '{column}' of record {record} {problem}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        return ColumnError, (self.column, self.record, self.problem)  # it goes through the pipe of an encoding process
 
 
 class ResumeError(UsageError):
@@ -225,10 +242,41 @@ def format_traceback(error: BaseException) -> str:
 
 
 def describe_unexpected(error: BaseException) -> str:
-    """Return `ZeroDivisionError: division by zero`: class and first line of an error that dstrain did not raise."""
+    """Return class and first line of an error that dstrain did not raise, and where the user's own code raised it:
+
+    `ZeroDivisionError: division by zero (in mean, clip.py:33)`.
+    """
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     text = mask_secrets(one_line(line.strip())[:MAX_UNEXPECTED_LENGTH])
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + _describe_frame(error)
+
+
+def describe_fault(error: BaseException) -> str:
+    """Return class and whole message of an error, and where the user's own code raised it."""
+    return f"{type(error).__name__}: {error}{_describe_frame(error)}"
+
+
+def _describe_frame(error: BaseException) -> str:
+    frame = find_user_frame(error)
+    return f" (in {frame.name}, {frame.filename}:{frame.lineno})" if frame else ""
+
+
+def find_user_frame(error: BaseException) -> FrameSummary | None:
+    """Return the innermost frame of an error that is neither dstrain's nor an installed library's; None: there is none."""
+    import sysconfig
+    import traceback  # not at the top: --help answers at once
+
+    package = os.path.dirname(os.path.realpath(__file__))
+    libraries = {os.path.realpath(path) for path in sysconfig.get_paths().values()} | {package}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.realpath(frame.filename)
+        if not os.path.isfile(path) or any(path.startswith(f"{folder}{os.sep}") for folder in libraries):
+            continue
+        if {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
+            near = os.path.relpath(path)
+            name = path if near.startswith("..") else near
+            return traceback.FrameSummary(name, frame.lineno, frame.name, lookup_line=False)
+    return None
 
 
 def save_traceback(error: BaseException) -> Path | None:

@@ -19,6 +19,7 @@ from dstrain.errors import (
     UsageError,
     describe_unexpected,
     explain_system_error,
+    find_user_frame,
     format_traceback,
     is_debug,
     save_traceback,
@@ -129,9 +130,11 @@ def _exit_with_error(ctx: click.Context, error: Exception, known: DstrainError |
 
 def _summarize(error: Exception) -> str:
     """Return one line about an unexpected error, and where its traceback is."""
-    what = f"unexpected {describe_unexpected(error)}; this is a bug of dstrain or of a library it uses; "
+    is_user_code = find_user_frame(error) is not None
+    whose = "fix the code there" if is_user_code else "this is a bug of dstrain or of a library it uses"
+    what = f"unexpected {describe_unexpected(error)}; {whose}; "
     if is_debug():
-        return f"{what}report it with the traceback above"
+        return f"{what}{'see' if is_user_code else 'report it with'} the traceback above"
     path = save_traceback(error)
     return f"{what}" + (
         f"the full traceback is in {path}" if path else "run `dstrain --debug ...` to see the traceback"

@@ -29,8 +29,8 @@ from dstrain.models.quantization.library import preload_bitsandbytes
 from dstrain.models.weights.module_file import save_module
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
-from dstrain.tasks.common.registry import copy_task_file
 from dstrain.tasks.common.task import EXPORT_RECIPE
+from dstrain.tasks.common.task_files import copy_task_files
 from dstrain.train.checkpoint.disk_space import get_free_bytes
 from dstrain.train.checkpoint.export_checks import (
     TensorDigest,
@@ -200,7 +200,7 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
             model.save_pretrained(str(folder), **({"max_shard_size": MAX_SHARD_SIZE} if of_a_library else {}))
         else:
             save_module(model, folder)
-        copy_task_file(task, folder)
+        copy_task_files(task, folder)
         task.export.save_extras(folder)
         (folder / EXPORT_RECIPE).write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
         if of_a_library:

@@ -72,6 +72,8 @@ class DataConfig(Section):
     """Held-out data: a file, a Hub dataset, or {path, split, name, columns}."""
     eval_fraction: Fraction = 0.0
     """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
+    eval_group: Annotated[str, Field(min_length=1)] | None = None
+    """With eval_fraction: column whose equal values stay on one side, such as a document's name. Empty: equal prompts do."""
     max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
     """Maximum tokens per sequence. Longer ones lose older turns, then the end of answers; the last user turn stays."""
     max_prompt_length: PositiveInt | None = None

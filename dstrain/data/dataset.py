@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -85,8 +85,19 @@ class SequenceDataset:
     def __getitem__(self, index: int) -> Any:
         return self.samples[index]
 
+    def select(self, keep: np.ndarray) -> SequenceDataset:
+        """Return the samples where `keep`, (N,) bool, is true."""
+        samples = [self.samples[index] for index in keep.nonzero()[0].tolist()]
+        return replace(self, samples=samples, sizes=count_kept(keep, self.sizes))
+
     def summarize(self) -> dict[str, Any]:
         return {"samples": len(self), **(self.report or {})}
+
+
+def count_kept(keep: np.ndarray, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the samples of each source where `keep`, (N,) bool, is true; `sizes`: samples of each source."""
+    starts = [sum(sizes[:source]) for source in range(len(sizes))]
+    return tuple(int(keep[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True))
 
 
 def as_dataset(samples: Samples) -> Dataset:

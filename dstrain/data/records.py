@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from dstrain.errors import one_line
+from dstrain.errors import TaskError, one_line
 
 ParsedT = TypeVar("ParsedT")
 EncodedT = TypeVar("EncodedT")
@@ -97,6 +97,14 @@ def try_parse(parse: Callable[..., ParsedT], *args: Any) -> ParsedT | BadRecord:
 def encode_valid(
     items: Sequence[ParsedT | BadRecord], encode: Callable[[list[ParsedT]], Sequence[EncodedT]]
 ) -> list[EncodedT | BadRecord]:
-    """Encode all items that are not BadRecords in one call; BadRecords stay in their places."""
-    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
+    """Encode all items that are not BadRecords in one call; BadRecords stay in their places.
+
+    Raises TaskError where `encode` does not return one result for each.
+    """
+    valid = [item for item in items if not isinstance(item, BadRecord)]
+    found = list(encode(valid))
+    if len(found) != len(valid):
+        problem = f"the task's encoder returned {len(found)} results for {len(valid)} records"
+        raise TaskError(f"{problem}; return an example, a list of examples or a BadRecord for each record")
+    encoded = iter(found)
     return [item if isinstance(item, BadRecord) else next(encoded) for item in items]

@@ -172,8 +172,8 @@ class DocQA(SFT):
     def encode_key(self) -> dict[str, Any]:
         return {**super().encode_key(), "what": "document questions", "prompt_template": self.prompt_template}
 
-    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
-        return image if "place" not in example else self.augmentation(image, example["place"], index)
+    def augment_image(self, image: Image, position: int, index: int) -> Image:
+        return self.augmentation(image, position, index)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.forward import score_answers, score_answers_with_mean

@@ -58,6 +58,8 @@ class KTO(ReferenceTask):
         if not self.needs_step_stats and self.recipe.eval.metric == "kl":
             raise ValueError(f"loss_type {self.loss_type} has no metric kl, which eval.metric names; use loss")
 
+    token_columns = ("answer", "mismatched")
+
     @property
     def needs_step_stats(self) -> bool:
         return self.loss_type == "kto"

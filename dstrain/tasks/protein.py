@@ -14,14 +14,12 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.field_types import check_limits
-from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.build import RecordEncode, prepare
-from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
-from dstrain.data.cache.token_store import TokenizedDataset
+from dstrain.data.cache.dataset import NO_TRAIN_DATA
+from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
 from dstrain.data.dataset import Samples
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.base import ConcatSource, cut_source
-from dstrain.data.sources.open import open_source
+from dstrain.data.sources.base import ConcatSource
 from dstrain.data.structures.chain import (
     AMINO_ACIDS,
     BACKBONE_ATOMS,
@@ -35,9 +33,10 @@ from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
 from dstrain.data.structures.similarity import choose_eval_chains, load_or_cluster
 from dstrain.data.structures.tiny import tiny_structure
-from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.errors import Fault, RecipeError
+from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.store_builder import policy_of
-from dstrain.tasks.common.task import Checks, Loss, Split, Task
+from dstrain.tasks.common.task import Checks, Loss
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +90,7 @@ class ProteinChecks(Checks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protein(Task):
+class Protein(RecordTask):
     """Masked recovery of protein structures: residue types by cross-entropy, backbones by FAPE.
 
     Each sample is a chain of a PDB or mmCIF file. The loss of a hidden type is -log p. That of a hidden backbone is the
@@ -100,6 +99,7 @@ class Protein(Task):
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "perplexity", "rmsd", "coordinate_loss")
+    token_columns = ("residues",)
     learning_rate = 1.0e-3
 
     hidden_dim: int = 256
@@ -157,45 +157,32 @@ class Protein(Task):
             raise BadRecord(f"{problem}; lower options.min_residues or remove the file")
         return [chain for chain, size in zip(chains, sizes, strict=True) if size >= self.min_residues]
 
-    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
-        data = self.recipe.data
-        if split == "eval" and data.eval:
-            return self._load([data.eval], (1.0,))
-        if split == "eval" and not data.eval_fraction:
-            return None
-        if not data.train:
-            raise DataError(NO_TRAIN_DATA)
-        dataset = self._load(data.train, tuple(item.weight for item in data.train))
-        if not data.eval_fraction:
-            return dataset
+    def choose_held_out(self, dataset: TokenizedDataset) -> np.ndarray:
         store = dataset.store
         sequences = [store[row]["residues"] for row in range(len(store))]
-        clusters = load_or_cluster(store.folder, sequences, self.split_identity)[dataset.rows]
-        held_out = choose_eval_chains(clusters, data.eval_fraction, self.recipe.seed)
-        return dataset.select(~held_out if split == "train" else held_out)
+        clusters = load_or_cluster(store.folder, sequences, self.split_identity)
+        return choose_eval_chains(clusters, self.recipe.data.eval_fraction, self.recipe.seed)
 
-    def _load(self, items: Sequence[DatasetConfig], weights: tuple[float, ...]) -> TokenizedDataset:
-        """Return all chains of the folders, from the cache where they are in it. Raises DataError."""
-        data = self.recipe.data
-        source = ConcatSource([cut_source(open_source(item, data.columns), data.max_samples) for item in items])
+    def build_store(self, source: ConcatSource) -> TokenStore:
         key = {"what": "structures", "version": READER_VERSION, "min_residues": self.min_residues}
         key["gemmi"] = gemmi_version()
-        store = prepare(source, RecordEncode(self.parse, _encode_chains), key, policy_of(self.recipe))
-        return split_examples(store, get_source_sizes(store, source), weights, 0.0, self.recipe.seed)[0]
+        encode = RecordEncode(self.parse, _encode_chains)
+        return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
 
-    def hide(self, example: Mapping[str, Any]) -> MaskedChain:
+    def hide(self, example: Mapping[str, Any], position: int | None = None) -> MaskedChain:
         """Return an example with hidden residues: in training others each time, in an evaluation always the same."""
         masking = ResidueMask(self.mask_ratio, self.mask, self.recipe.data.max_length, self.recipe.seed)
         # The position in the run differs from epoch to epoch, and is the same for any world size.
-        key = int(example["sample"]), int(example["chain"]), int(example.get("place", -1)) + 1
+        key = example["sample"], example["chain"], 0 if position is None else position + 1
         return masking.apply(chain_from_columns(example), key)
 
-    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         import torch
 
         from dstrain.data.loading.collate import pad
 
-        hidden = [self.hide(example) for example in examples]
+        in_run = [None] * len(examples) if positions is None else positions
+        hidden = [self.hide(example, position) for example, position in zip(examples, in_run, strict=True)]
         chains = [one.chain for one in hidden]
         inputs = [np.where(one.hides_type, MASK, one.chain.types) for one in hidden]
         targets = [np.where(one.hides_type, one.chain.types, NO_TARGET) for one in hidden]

@@ -79,7 +79,7 @@ class SFT(TextTask):
             assistant_only=self.assistant_only_loss,
         )
 
-    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         sequences = [example["input_ids"] for example in examples]
         rows = self.make_rows(sequences)
         batch = Batch(
@@ -90,7 +90,7 @@ class SFT(TextTask):
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
-        return self.with_images(batch, examples)
+        return self.with_images(batch, examples, positions=positions)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.forward import score_answers

@@ -189,16 +189,24 @@ class Temporal(SFT):
         if self.has_language_model:
             return super().build_store(source)
         encode = RecordEncode(self._parse_text_only, self._encode_parsed)
-        return prepare(source, encode, self.encode_key(), policy_of(self.recipe))
+        return prepare(source, encode, self.encode_key(), policy_of(self.recipe), settings=self.example_settings)
 
     def _encode_parsed(self, samples: list[Any]) -> Sequence[Any]:
         return self.encode(samples, None)
 
-    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+    @property
+    def token_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the stage
+        return ("input_ids",) if self.has_language_model else ("series",)
+
+    def split_group(self, record: dict[str, Any]) -> Any:
+        return self.parse(record).values  # the same curve is not learnt and held out
+
+    def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         patches = [cut_patches(*from_columns(example), self.model_source.patches) for example in examples]
         if self.has_language_model:
-            return replace(super().collate(examples), vision=stack_patches(patches))
-        extra, weight = self._label_inputs(examples) if self.stage == "classify" else self._hide(examples, patches)
+            return replace(super().collate(examples, positions), vision=stack_patches(patches))
+        is_labelled = self.stage == "classify"
+        extra, weight = self._label_inputs(examples) if is_labelled else self._hide(examples, patches, positions)
         return Batch(
             tensors={**stack_patches(patches), **extra},
             weight=weight,
@@ -212,7 +220,7 @@ class Temporal(SFT):
         return {"label": torch.tensor([int(example["label"]) for example in examples])}, float(len(examples))
 
     def _hide(
-        self, examples: Sequence[Mapping[str, Any]], patches: list[Patches]
+        self, examples: Sequence[Mapping[str, Any]], patches: list[Patches], positions: Sequence[int] | None
     ) -> tuple[dict[str, torch.Tensor], float]:
         """Return targets of hidden patches and their number of values; the patches in the list become hidden ones."""
         import torch
@@ -222,8 +230,8 @@ class Temporal(SFT):
         in_loss = np.zeros((rows, longest, size), np.float32)
         for row, (example, one) in enumerate(zip(examples, patches, strict=True)):
             # In training by the position in the run, so that every epoch hides others.
-            place = [1, int(example["place"])] if "place" in example else [0, int(example["sample"])]
-            chosen = choose_masked(one, self.mask_ratio, np.random.RandomState([self.recipe.seed, 17, *place]))
+            stream = [0, example["sample"]] if positions is None else [1, positions[row]]
+            chosen = choose_masked(one, self.mask_ratio, np.random.RandomState([self.recipe.seed, 17, *stream]))
             count = len(chosen)
             hidden[row, :count], targets[row, :count] = chosen, one.values[:, :size]
             in_loss[row, :count] = one.observed & chosen[:, None]

@@ -80,8 +80,8 @@ class VLM(SFT):
         training = self.group_by_image and isinstance(item, TrainDatasetConfig)
         return GroupByImageSource(source) if training else source
 
-    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
-        return image if "place" not in example else self._augment(image, example["place"], index)
+    def augment_image(self, image: Image, position: int, index: int) -> Image:
+        return self._augment(image, position, index)
 
     @cached_property
     def _augment(self) -> ImageAugmentation:

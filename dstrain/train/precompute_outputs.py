@@ -184,13 +184,14 @@ def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engi
 def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
     """Compute the outputs of one file of rows; each rank takes a share, in batches of like length. Collective."""
     rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
-    costs = costs_of(store.sequence_lengths, job.task.loss_inputs.packing())
+    lengths = store.sequence_lengths
+    costs = None if lengths is None else costs_of(lengths, job.task.loss_inputs.packing())
     limits = make_limits(job.task.recipe.batch, job.micro_batch_size, costs)
     ranks = job.world.size, job.world.rank
     # As in an evaluation: largest first, so that an out-of-memory error comes at the start.
     mine = [
         rows[chunk].tolist()
-        for chunk in eval_micro_batches(len(rows), limits, ranks, lambda places: costs(rows[places]))
+        for chunk in eval_micro_batches(len(rows), limits, ranks, costs and (lambda places: costs(rows[places])))
     ]
     outputs: dict[str, list[float]] = {}
     for batch in iter_batches(store, job.task.collate, mine):

@@ -16,7 +16,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.registry import TASK_FILE, copy_task_file, find_task_file
+from dstrain.tasks.common.task_files import TASK_FILE, copy_task_files, find_task_file
 from tests.adapters import adapter
 from tests.contract.export_cases import make_run
 
@@ -84,20 +84,20 @@ def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", OWN)
     task = find_saved_model(run, "last", task=str(tmp_path / "it/own.py")).task
     assert find_task_file(task) == (tmp_path / "it/own.py").resolve()
-    copy_task_file(task, run)
+    copy_task_files(task, run)
     assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
     (tmp_path / "it/own.py").unlink()
     with pytest.raises(UsageError, match=r"add --task .*run/task\.py"):  # the file moved: its copy is named
         find_saved_model(run, "last")
     again = load_trained_model(run, "last", task=str(run / TASK_FILE))
-    copy_task_file(again.task, run)  # from itself: nothing to do
+    copy_task_files(again.task, run)  # from itself: nothing to do
     assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
 
 
 def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
     assert find_task_file(task) is None
-    copy_task_file(task, tmp_path / "run")
+    copy_task_files(task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

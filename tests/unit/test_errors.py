@@ -20,6 +20,7 @@ from dstrain.batch import Progress, StepResult
 from dstrain.cli import main
 from dstrain.commands.selftest.job import _raise_on_all_ranks
 from dstrain.config import read_recipe
+from dstrain.data.cache.token_store import read_column
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.store import rendezvous_over_store
 from dstrain.distributed.world import SingleProcessWorld
@@ -52,6 +53,10 @@ from tests.unit.train.memory.test_monitor import monitor
 def wrong_key(folder: Path) -> None:
     (folder / "recipe.yaml").write_text("task: rm\noptim: {lrr: 1}\n")
     read_recipe(folder / "recipe.yaml")
+
+
+def text_column(folder: Path) -> None:
+    read_column("text", [{"sample": 3, "text": "good"}])
 
 
 def wrong_preset(folder: Path) -> None:
@@ -109,6 +114,7 @@ EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "RecipeError": (2, wrong_key, r"recipe\.yaml:2 optim\.lrr: no such key; did you mean 'lr'\?"),
     "PresetError": (2, wrong_preset, r"ds\.json:1 zero_optimization\.stage: .*; "),
     "DataError": (2, lambda folder: open_source(folder / "x.jsonl"), r"x\.jsonl.*; check the path"),
+    "ColumnError": (2, text_column, r"column 'text' of record 3 is a str; .*; encode text as token ids or bytes"),
     "TaskError": (2, lambda folder: find_task("rmm"), r"task 'rmm'.*; did you mean 'rm'\?"),
     "ResumeError": (2, second_launch, r"process \d+ on .*; .*`kill \d+`"),
     "RunError": (1, log_is_a_folder, r"cannot read .*metrics\.jsonl: Is a directory; it must be a writable file"),
@@ -192,7 +198,7 @@ def test_an_error_of_another_library_is_one_line_and_its_traceback_a_file(
     with pytest.raises(ValueError) as caught:
         raise ValueError("\n\nhf_0123456789 is wrong\nmore")
     error = caught.value
-    assert describe_unexpected(error) == "ValueError: ... is wrong"
+    assert describe_unexpected(ValueError(*error.args)) == "ValueError: ... is wrong"
     path = save_traceback(error)
     assert path is not None
     assert path.parent == tmp_path
@@ -211,11 +217,11 @@ def test_a_command_prints_one_line_for_an_unexpected_error_and_all_of_it_with_de
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("DSTRAIN_DEBUG", "0")  # --debug sets it; monkeypatch takes that back
-    monkeypatch.setattr("dstrain.commands.lists.tasks.list_tasks", lambda name: 1 / 0)
+    monkeypatch.setattr("dstrain.commands.lists.tasks.list_tasks", {}.__getitem__)
     result = CliRunner().invoke(main, ["tasks"])
     (file,) = tmp_path.glob("dstrain-traceback-*.log")
     assert (result.exit_code, len(result.output.splitlines())) == (1, 1)
-    assert "error: unexpected ZeroDivisionError: division by zero; this is a bug of dstrain" in result.output
+    assert "error: unexpected KeyError: None; this is a bug of dstrain" in result.output
     assert result.output.endswith(f"the full traceback is in {file}\n")
     assert "Traceback (most recent call last)" in file.read_text()
     result = CliRunner().invoke(main, ["--debug", "tasks"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
 from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
-from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles
+from dstrain.data.cache.token_store import GROUP, BuildReport, TokenColumns, TokenStore, WithExtraFiles
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
@@ -25,7 +26,7 @@ from dstrain.data.sources.base import DerivedSource, Source
 from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.processor import VisionProcessor
-from dstrain.errors import DataError
+from dstrain.errors import ColumnError, DataError, TaskError
 
 CACHE_FORMAT = 6
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
@@ -39,6 +40,10 @@ EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
 """Parsed records -> the example or the fault of each, or a list of them."""
 EncodeParsed = Callable[[list[Any], PlaceholderExpansion | None], Sequence[EncodeResult]]
 """(parsed records, expansion of their image placeholders, None for text-only models) -> examples or faults."""
+
+
+GetGroup = Callable[[dict[str, Any]], Any]
+"""Record -> what it has in common with others, such as its prompt: values of JSON, or None for nothing."""
 
 
 @runtime_checkable
@@ -161,26 +166,57 @@ class PreparePolicy:
     on_error: str | None = None
     """skip: leave bad records out; fail: accept none; None: accept up to 1 %."""
     processes: ProcessPoolConfig = SINGLE_PROCESS
+    code: str | None = None
+    """Digest of the code of a user's task, part of the key of its examples; None for a packaged task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSettings:
+    """Roles of columns, and groups of records."""
+
+    tokens: TokenColumns = field(default_factory=TokenColumns)
+    counted: tuple[str, ...] = ()
+    """Columns that are summed in the report, and not stored: 1 where a sequence was cut."""
+    get_group: GetGroup | None = None
+    """Records of equal groups stay on one side of a split; None: each record is alone."""
+    group_key: Any = None
+    """What `get_group` depends on, as values of JSON."""
+
+
+PLAIN_COLUMNS = ExampleSettings()
 
 
 def prepare(
-    source: Source, encode: Encode, key: Mapping[str, Any], policy: PreparePolicy, folder: Path | None = None
+    source: Source,
+    encode: Encode,
+    key: Mapping[str, Any],
+    policy: PreparePolicy,
+    folder: Path | None = None,
+    settings: ExampleSettings = PLAIN_COLUMNS,
 ) -> TokenStore:
     """Return the store of a source's examples, built first where it is not in the cache.
 
-    `key` holds everything that `encode` depends on; the data and the format are added to it. `on_error` is not
-    part of the key: another value needs no new tokens. An `encode` that is a `WithExtraFiles` writes its files
-    into the store. Raises DataError for too many bad records.
+    `key` holds everything that `encode` depends on; the data, the format and the code of a user's task are added to
+    it. `on_error` is not part of the key: another value needs no new tokens. An `encode` that is a `WithExtraFiles`
+    writes its files into the store. Raises DataError for too many bad records, TaskError for a value that no column
+    holds.
     """
     full = {"format": CACHE_FORMAT, "data": source.digest, **key}
+    full |= {"code": policy.code} if policy.code else {}
+    full |= {"token_columns": asdict(settings.tokens)} if settings.tokens.names else {}
+    full |= {"group": settings.group_key} if settings.get_group else {}
 
     def build(report: BuildReport) -> Iterator[list[Mapping[str, Any]]]:
         if isinstance(encode, WithExtraFiles):
-            return iter_encoded(source, encode, report, IMAGE_CHUNK_SIZE)
-        return iter_encoded(source, encode, report, CHUNK_SIZE, policy.processes)
+            return iter_encoded(source, encode, report, IMAGE_CHUNK_SIZE, settings=settings)
+        return iter_encoded(source, encode, report, CHUNK_SIZE, policy.processes, settings)
 
     whole = WithExtraFiles(build, encode.write_extra_files) if isinstance(encode, WithExtraFiles) else build
-    store = load_or_build_store(folder or cache_root(), full, whole)
+    try:
+        store = load_or_build_store(folder or cache_root(), full, whole)
+    except ColumnError as fault:
+        where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
+        raise TaskError(f"{where} {fault.problem}") from fault
     check_bad_records(store.report, policy)
     return store
 
@@ -191,11 +227,11 @@ def iter_encoded(
     report: BuildReport,
     chunk_size: int = CHUNK_SIZE,
     processes: ProcessPoolConfig = SINGLE_PROCESS,
+    settings: ExampleSettings = PLAIN_COLUMNS,
 ) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the examples of all valid records, in chunks, with the record's index as `sample`.
 
-    Fills in the report as it goes. A column that ends in `_cut` is counted there and not stored. Raises RunError
-    where one of several processes is killed.
+    Fills in the report as it goes. Raises RunError where one of several processes is killed.
     """
     report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
@@ -206,9 +242,9 @@ def iter_encoded(
     )
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
-        pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
+        pieces = map_chunks(partial(_encode_range, source, encode, settings, True), spans, processes)
     else:
-        pieces = (_encode_range(source, encode, False, *span) for span in spans)
+        pieces = (_encode_range(source, encode, settings, False, *span) for span in spans)
     columns: dict[str, ColumnReport] = {}
     for piece in pieces:
         report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
@@ -222,7 +258,9 @@ def iter_encoded(
         report.notes = source.summarize()
 
 
-def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
+def _encode_range(
+    source: Source, encode: Encode, settings: ExampleSettings, is_parallel: bool, start: int, stop: int
+) -> EncodedChunk:
     """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
     if is_parallel and isinstance(encode, SequentialEncode):
         # Backwards and lazily: an encoder reads only as many records as it needs.
@@ -236,19 +274,38 @@ def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int,
     ]
     piece = EncodedChunk()
     for index, record, result in zip(indices, records, encode_valid(rows, encode), strict=True):
-        examples = result if isinstance(result, list) else [result]
+        examples, group = result if isinstance(result, list) else [result], dict[str, int]()
         for example in examples:
             if isinstance(example, BadRecord):
                 piece.bad.append((index, example.reason))
                 continue
-            for name in [name for name in example if name.endswith("_cut")]:
-                piece.cuts[name] = piece.cuts.get(name, 0) + int(example[name])
-            kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
-            piece.examples.append(kept | {"sample": index})
+            if "sample" in example:
+                raise ColumnError("sample", index, "has the name of the record's index; give the column another name")
+            if settings.get_group and not group and not isinstance(record, BadRecord):
+                # A copy, which notes no column as read.
+                group = {GROUP: hash_group(settings.get_group(Record(dict(record))), index)}
+            for name in settings.counted:
+                piece.cuts[name] = piece.cuts.get(name, 0) + int(example.get(name, 0))
+            kept = {name: value for name, value in example.items() if name not in settings.counted}
+            piece.examples.append(kept | {"sample": index} | group)
         used = next((example for example in examples if not isinstance(example, BadRecord)), None)
         if used is not None and isinstance(record, Record):
             add_record(piece.columns, source.location(index), record, len(used.get("images", ())))
     return piece
+
+
+def hash_group(group: Any, index: int) -> int:
+    """Return the number of a record's group, 63 bits; below 0 for a record without one, by its index."""
+    if group is None:
+        return -1 - index
+    text = json.dumps(group, sort_keys=True, default=_describe_value)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
+def _describe_value(value: Any) -> str:
+    """Return text that differs where values do that JSON does not have: bytes, arrays, dates."""
+    content = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
+    return repr(value) if content is None else hashlib.sha256(content).hexdigest()
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.cache.token_store import check_columns, read_column
 from dstrain.data.formats.columns import ColumnReport
 from dstrain.data.records import Example
 from dstrain.errors import DstrainError, RunError
@@ -169,20 +170,19 @@ def _send_results(pending: queue.Queue[PackedChunk | BaseException | None], conn
 
 
 def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
-    """Pack a chunk as few arrays, which are fast to pickle: a ragged column as values and split points."""
+    """Pack a chunk as few arrays, which are fast to pickle: lists of one type as values and split points."""
     columns: dict[str, Any] = {}
-    for name, value in (chunk.examples[0] if chunk.examples else {}).items():
-        values = [example[name] for example in chunk.examples]
-        if isinstance(value, list | tuple | np.ndarray):
-            rows = [np.asarray(row, dtype=np.int32) for row in values]
+    names = tuple(chunk.examples[0]) if chunk.examples else ()
+    check_columns(chunk.examples, names)
+    for name in names:
+        values = columns[name] = read_column(name, chunk.examples)
+        types = {
+            type(value) if not isinstance(value, np.ndarray) else value.dtype for value in values if np.size(value)
+        }
+        if all(isinstance(value, np.ndarray) for value in values) and len(types) <= 1:
+            rows = [row.astype(*types, copy=False) if types else row for row in values]
             # Without the last end: np.split takes the borders between rows.
             columns[name] = np.concatenate(rows), np.cumsum([len(row) for row in rows])[:-1]
-        else:
-            columns[name] = values
-    odd = next((at for at, example in enumerate(chunk.examples) if example.keys() != columns.keys()), None)
-    assert odd is None, (
-        f"every example has the same columns: {sorted(columns.keys() ^ chunk.examples[odd or 0].keys())}"
-    )
     return columns, chunk.bad, chunk.cuts, chunk.columns
 
 

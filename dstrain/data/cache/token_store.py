@@ -4,22 +4,115 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from dstrain.data.dataset import SequenceLengths
+from dstrain.data.dataset import LengthFunction, SequenceLengths, SequenceLengthsFunction, count_kept
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
+from dstrain.errors import ColumnError
 
-_COLUMNS_WITHOUT_TOKENS = ("images", "answers", "coordinates", "positions", "series_stats")
-"""Ragged columns whose values are not tokens: positions of images, bytes of accepted answers, coordinates of atoms,
-positions of residues, statistics of series."""
+GROUP = "sample.group"
+"""Key of an example's group. No column can have this name: names of columns are identifiers."""
+_SCALAR_TYPES = {int: "<i8", float: "<f8"}
+_RAGGED_TYPES = {int: "<i4", float: "<f4"}
+_FLAT = "a column holds numbers or flat lists of numbers"
+_NUMBERS = f"{_FLAT}; encode text as token ids or bytes, such as [*text.encode()]"
 
-_PAIR_COLUMNS = ("chosen", "rejected")
+
+def read_column(name: str, examples: Sequence[Example]) -> list[Any]:
+    """Return a column's values as they are stored: an int, a float, or a 1-D array of int32 or float32 of each example.
+
+    An empty list has no type of its own. Raises ColumnError.
+    """
+    values = []
+    for example in examples:
+        try:
+            values.append(_read_value(example[name]))
+        except ValueError as fault:
+            raise ColumnError(name, example["sample"], str(fault)) from None
+    return values
+
+
+def check_columns(examples: Sequence[Example], names: Collection[str]) -> None:
+    """Raise ColumnError for the first example whose columns are not these."""
+    for example in examples:
+        for name in (
+            *(name for name in names if name not in example),
+            *(name for name in example if name not in names),
+        ):
+            change = "is missing, and the examples before it have it" if name in names else "is new"
+            problem = f"{change}; give every example the same columns"
+            raise ColumnError(name, example["sample"], problem)
+
+
+def _read_value(value: Any) -> int | float | np.ndarray:
+    """Return a value of an example as it is stored. Raises ValueError."""
+    if isinstance(value, float):
+        return float(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        raise ValueError(
+            f"is {_describe(value)}; {_FLAT}: flatten it, and store the lengths in another column"
+        ) from None
+    except Exception as fault:  # of the conversion of another library's array
+        raise ValueError(f"is {_describe(value)}, which is no array of numbers ({fault}); {_FLAT}") from None
+    if array.ndim > 1:
+        raise ValueError(f"is {_describe(value)}; {_FLAT}: flatten it, and store the shape in another column")
+    if array.ndim and not array.size:
+        return np.zeros(0, dtype=np.int32)
+    if array.dtype.kind in "bui":
+        limits = np.iinfo(np.int32 if array.ndim else np.int64)
+        least, most = int(array.min()), int(array.max())
+        if least < limits.min or most > limits.max:
+            bits = "a list holds integers of 32 bits" if array.ndim else "a number is an integer of 64 bits"
+            raise ValueError(f"has {least if least < limits.min else most}, and {bits}; store it in parts")
+        return array.astype(np.int32) if array.ndim else int(array)
+    if array.dtype.kind == "f":
+        if not array.ndim:
+            return float(array)
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32)
+        if (np.isinf(narrow) & ~np.isinf(array)).any():
+            largest = float(np.abs(array[~np.isinf(array)]).max())
+            raise ValueError(f"has {largest:g}, and a list holds floats of 32 bits; scale it")
+        return narrow
+    if array.dtype.kind == "O" and _holds_large_integers(value):
+        raise ValueError("has an integer that does not fit; a list holds 32 bits, a number 64: store it in parts")
+    raise ValueError(f"is {_describe(value)}; {_NUMBERS}")
+
+
+def _holds_large_integers(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(one, int) for one in values)
+
+
+def _describe(value: Any) -> str:
+    """Return what a value is: `a str`, `a list of str`."""
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with {value.ndim} dimensions"
+    if isinstance(value, list | tuple):
+        inner = [type(one).__name__ for one in value]
+        return f"a {kind} of {' and '.join(dict.fromkeys(inner))}"
+    return "None" if value is None else f"a {kind}"
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """The ragged columns of a store that hold sequences of tokens, from which the costs of samples follow."""
+
+    names: tuple[str, ...] = ()
+    """Empty: the lengths of samples are unknown."""
+    is_pair: bool = False
+    """True where the sequences of an example are rows of one batch; else each has a forward pass of its own."""
+    prefix: str | None = None
+    """Column with the number of tokens that all sequences of an example begin with."""
 
 
 @dataclass
@@ -52,8 +145,17 @@ class WithExtraFiles:
         return self.function(argument)
 
 
+def describe_report(report: BuildReport) -> dict[str, Any]:
+    """Return the counts of a report and its first bad records, for events.jsonl."""
+    counts = asdict(report)
+    bad, notes, _ = counts.pop("bad"), counts.pop("notes"), counts.pop("sizes")
+    counts |= {"notes": notes} if notes else {}
+    skipped = [f"{where}: {reason}" for where, reason in bad[:100]]
+    return {**counts, "skipped": len(bad), "skipped_records": skipped}
+
+
 class TokenStore:
-    """Read-only examples: ragged int32 columns, float64 scalars and the sample ids. Thread-safe.
+    """Read-only examples: ragged columns of int32 or float32, numbers, and the indices of their records. Thread-safe.
 
     With an image index, the column `images` holds lazy images instead of positions; no example has the column where
     no example of the store has an image.
@@ -74,13 +176,17 @@ class TokenStore:
             name: (_open_column(folder / f"{name}.npy"), _open_column(folder / f"{name}.ends.npy"))
             for name in meta["ragged"]
         }
+        self.groups = _open_column(folder / f"{GROUP}.npy") if meta["has_groups"] else None
+        """(count,) group of each row's record, where `prepare` was given one: equal for records that belong together."""
+        tokens = TokenColumns(**meta["key"].get("token_columns", {}))
+        self.token_columns = replace(tokens, names=tuple(name for name in tokens.names if name in self._ragged))
         self.image_index = ImageIndex(folder) if IMAGE_INDEX_FILE in meta["files"] else None
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an example: arrays and floats by column, and `sample`, the index of its record."""
+        """Return an example: arrays and numbers by column, and `sample`, the index of its record."""
         if not 0 <= index < self._count:
             raise IndexError(index)
         example: dict[str, Any] = {"sample": int(self.record_indices[index])}
@@ -89,15 +195,15 @@ class TokenStore:
         if self.image_index is not None:
             shown = self.image_index.select(example.pop("images"))
             example |= {"images": shown} if len(self.image_index) else {}
-        return example | {name: float(values[index]) for name, values in self._scalars.items()}
+        return example | {name: values[index].item() for name, values in self._scalars.items()}
 
     @property
-    def ragged_columns(self) -> list[str]:
-        """Names of the ragged columns."""
-        return [*self._ragged]
+    def columns(self) -> list[str]:
+        """Names of the columns of an example."""
+        return [*self._ragged, *self._scalars]
 
     def scalar_column(self, name: str) -> np.ndarray:
-        """Return a column of numbers, (count,) float64."""
+        """Return a column of numbers, (count,) int64 or float64."""
         return self._scalars[name]
 
     def column_lengths(self, column: str) -> np.ndarray:
@@ -105,20 +211,20 @@ class TokenStore:
         return np.diff(self._ragged[column][1], prepend=0)
 
     def max_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the length of the longest sequence of each of these rows, (N,) -> (N,), image tokens included."""
-        sizes = [self._row_lengths(name, rows) for name in self._ragged if name not in _COLUMNS_WITHOUT_TOKENS]
-        return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
+        """Return the length of the longest token sequence of each of these rows, (N,) -> (N,), image tokens included."""
+        return np.max([self._row_lengths(name, rows) for name in self.token_columns.names], axis=0)
 
-    def sequence_lengths(self, rows: np.ndarray) -> SequenceLengths:
-        """Return the lengths of the sequences that these rows have in a batch: both answers of a pair, else the longest.
+    @property
+    def sequence_lengths(self) -> SequenceLengthsFunction | None:
+        """The lengths of the sequences that rows have in a batch: of both answers of a pair, else of the longest."""
+        return self._sequence_lengths if self.token_columns.names else None
 
-        A pair shares at least its prompt.
-        """
-        if not all(side in self._ragged for side in _PAIR_COLUMNS):
+    def _sequence_lengths(self, rows: np.ndarray) -> SequenceLengths:
+        columns = self.token_columns
+        if not columns.is_pair:
             return SequenceLengths(self.max_lengths(rows)[:, None], np.zeros(len(rows), dtype=np.int64))
-        sides = np.stack([self._row_lengths(side, rows) for side in _PAIR_COLUMNS], axis=1)
-        prompts = self._scalars.get("prompt_length")
-        shared = np.zeros(len(rows)) if prompts is None else prompts[rows]
+        sides = np.stack([self._row_lengths(side, rows) for side in columns.names], axis=1)
+        shared = np.zeros(len(rows)) if columns.prefix is None else self._scalars[columns.prefix][rows]
         return SequenceLengths(sides, shared.astype(np.int64))
 
     def _row_lengths(self, column: str, rows: np.ndarray) -> np.ndarray:
@@ -129,14 +235,9 @@ class TokenStore:
 
     def summarize(self, rows: np.ndarray) -> dict[str, Any]:
         """Return the number of tokens, the longest sequence and the images of these rows, (N,)."""
-        # `learnt` has a value for each token that is counted already.
-        names = [name for name in self._ragged if name not in ("learnt", *_COLUMNS_WITHOUT_TOKENS)]
-        lengths = [self.column_lengths(name)[rows] for name in names]
-        summary: dict[str, Any] = {
-            "tokens": int(sum(column.sum() for column in lengths)),
-            "longest": int(max(column.max() for column in lengths)),
-            "tokens_folder": str(self.folder),
-        }
+        lengths = [self.column_lengths(name)[rows] for name in self.token_columns.names]
+        counts = {"tokens": int(np.sum(lengths)), "longest": int(np.max(lengths, initial=0))} if lengths else {}
+        summary: dict[str, Any] = {**counts, "tokens_folder": str(self.folder)}
         if self.image_index is None:
             return summary
         images = {image for row in rows.tolist() for image in self[row].get("images", ())}
@@ -191,13 +292,16 @@ class TokenizedDataset:
         row = int(self.rows[index])
         return self.store[row] | {name: float(column[row]) for name, column in self.output_columns.items()}
 
-    def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of the longest sequence of each of these examples, (N,) -> (N,)."""
-        return self.store.max_lengths(self.rows[ids])
+    @property
+    def lengths(self) -> LengthFunction | None:
+        """The tokens of the longest sequence of examples, (N,) -> (N,)."""
+        return (lambda ids: self.store.max_lengths(self.rows[ids])) if self.store.token_columns.names else None
 
-    def sequence_lengths(self, ids: np.ndarray) -> SequenceLengths:
-        """Return the tokens of all sequences of each of these examples."""
-        return self.store.sequence_lengths(self.rows[ids])
+    @property
+    def sequence_lengths(self) -> SequenceLengthsFunction | None:
+        """The tokens of all sequences of examples."""
+        lengths = self.store.sequence_lengths
+        return None if lengths is None else lambda ids: lengths(self.rows[ids])
 
     @property
     def image_digest(self) -> str | None:
@@ -209,11 +313,7 @@ class TokenizedDataset:
     @property
     def report(self) -> dict[str, Any]:
         """Counts of records read, used and skipped, for events.jsonl."""
-        report = asdict(self.store.report)
-        bad, notes, _ = report.pop("bad"), report.pop("notes"), report.pop("sizes")
-        report |= {"notes": notes} if notes else {}
-        skipped = [f"{where}: {reason}" for where, reason in bad[:100]]
-        return {**report, **self.counts, "skipped": len(bad), "skipped_records": skipped}
+        return {**describe_report(self.store.report), **self.counts}
 
     def column(self, name: str) -> np.ndarray:
         """Return a number for each example, (N,)."""
@@ -222,9 +322,7 @@ class TokenizedDataset:
 
     def select(self, keep: np.ndarray) -> TokenizedDataset:
         """Return the examples where `keep`, (N,) bool, is true."""
-        ends = np.cumsum(self.sizes)
-        sizes = [int(keep[end - size : end].sum()) for size, end in zip(self.sizes, ends, strict=True)]
-        return replace(self, rows=self.rows[keep], sizes=tuple(sizes))
+        return replace(self, rows=self.rows[keep], sizes=count_kept(keep, self.sizes))
 
 
 class ColumnFile:
@@ -258,41 +356,93 @@ class ColumnFile:
 
 
 class ColumnWriter:
-    """Writes a column file per key of the examples; the first example determines the columns."""
+    """Writes a column file per key of the examples.
+
+    The first example determines the columns, and the first value of a column its type: int or float. A list is stored
+    in 32 bits per value, a number in 64. Raises ColumnError for a value of another kind, since a conversion would
+    change it; integers in a column of floats are floats.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._samples = ColumnFile(folder / "sample.npy", "<i8")
+        self._groups: ColumnFile | None = None
         self._scalars: dict[str, ColumnFile] = {}
-        self._ragged: dict[str, tuple[ColumnFile, ColumnFile]] = {}
+        self._ragged: dict[str, tuple[ColumnFile | None, ColumnFile]] = {}
+        """Values, whose file is made for the first value, and the end of each row."""
 
     def append(self, chunk: Sequence[Example]) -> None:
         if not chunk:
             return
         if not self._samples.count:
             self._create_columns(chunk[0])
-        names = {"sample", *self._scalars, *self._ragged}
-        for example in chunk:
-            assert set(example) == names, f"every example has the same columns: {sorted(set(example) ^ names)}"
+        names = (*self._scalars, *self._ragged)
+        check_columns(chunk, {"sample", *([GROUP] if self._groups else []), *names})
         self._samples.append(np.array([example["sample"] for example in chunk]))
-        for name, column in self._scalars.items():
-            column.append(np.array([example[name] for example in chunk]))
-        for name, (values, ends) in self._ragged.items():
-            rows = [np.asarray(example[name], dtype=np.int32) for example in chunk]
-            # Before the values are appended, which changes their count.
-            ends.append(values.count + np.cumsum([len(row) for row in rows]))
-            values.append(np.concatenate(rows))
+        if self._groups is not None:
+            self._groups.append(np.array([example[GROUP] for example in chunk], dtype=np.int64))
+        for name in names:
+            values = read_column(name, chunk)
+            for example, value in zip(chunk, values, strict=True):
+                if isinstance(value, np.ndarray) != (name in self._ragged):
+                    now, before = ("a list", "numbers") if name in self._scalars else ("a number", "lists")
+                    problem = f"is {now}, and the examples before it have {before}; give every example the same"
+                    raise ColumnError(name, example["sample"], problem)
+            if name in self._scalars:
+                self._append_numbers(name, chunk, values)
+            else:
+                self._append_lists(name, chunk, values)
+
+    def _append_numbers(self, name: str, chunk: Sequence[Example], values: list[int | float]) -> None:
+        column = self._scalars[name]
+        self._check_kinds(name, column, chunk, [isinstance(value, float) for value in values])
+        column.append(np.array(values, dtype=column.dtype))
+
+    def _append_lists(self, name: str, chunk: Sequence[Example], rows: list[np.ndarray]) -> None:
+        values, ends = self._ragged[name]
+        if values is None and (first := next((row for row in rows if len(row)), None)) is not None:
+            values = self._open_values(name, float if first.dtype.kind == "f" else int)
+            self._ragged[name] = values, ends
+        # Before the values are appended, which changes their count.
+        ends.append((values.count if values else 0) + np.cumsum([len(row) for row in rows]))
+        if values is not None:
+            self._check_kinds(name, values, chunk, [len(row) > 0 and row.dtype.kind == "f" for row in rows])
+            values.append(np.concatenate([row.astype(values.dtype, copy=False) for row in rows]))
+
+    def _check_kinds(self, name: str, column: ColumnFile, chunk: Sequence[Example], are_floats: list[bool]) -> None:
+        if column.dtype.kind == "i" and any(are_floats):
+            problem = (
+                "holds floats, and the values before it are integers; make them floats in every example: float(value)"
+            )
+            raise ColumnError(name, chunk[are_floats.index(True)]["sample"], problem)
 
     def _create_columns(self, example: Example) -> None:
-        for name, value in example.items():
-            path, ends = self._folder / f"{name}.npy", self._folder / f"{name}.ends.npy"
-            if isinstance(value, list | tuple | np.ndarray):
-                self._ragged[name] = ColumnFile(path, "<i4"), ColumnFile(ends, "<i8")
+        for name in example:
+            if name == GROUP:
+                self._groups = ColumnFile(self._folder / f"{GROUP}.npy", "<i8")
             elif name != "sample":
-                self._scalars[name] = ColumnFile(path, "<f8")
+                if not (isinstance(name, str) and name.isidentifier()):
+                    problem = "is the name of a file in the cache too; use letters, digits and underscores"
+                    raise ColumnError(name, example["sample"], problem)
+                value = read_column(name, [example])[0]
+                if isinstance(value, np.ndarray):
+                    self._ragged[name] = None, ColumnFile(self._folder / f"{name}.ends.npy", "<i8")
+                else:
+                    self._scalars[name] = ColumnFile(self._folder / f"{name}.npy", _SCALAR_TYPES[type(value)])
+
+    def _open_values(self, name: str, kind: type) -> ColumnFile:
+        return ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[kind])
 
     def close(self) -> dict[str, Any]:
-        """Close all files. Returns the count, the column names, and every file with its size."""
-        pairs = [column for pair in self._ragged.values() for column in pair]
-        files = {column.path.name: column.close() for column in (self._samples, *self._scalars.values(), *pairs)}
-        return {"count": self._samples.count, "scalars": [*self._scalars], "ragged": [*self._ragged], "files": files}
+        """Close all files. Returns the count, the columns with their types, and every file with its size."""
+        ragged = {name: (values or self._open_values(name, int), ends) for name, (values, ends) in self._ragged.items()}
+        groups = [] if self._groups is None else [self._groups]
+        pairs = [column for pair in ragged.values() for column in pair]
+        files = {c.path.name: c.close() for c in (self._samples, *groups, *self._scalars.values(), *pairs)}
+        return {
+            "count": self._samples.count,
+            "scalars": {name: column.dtype.str for name, column in self._scalars.items()},
+            "ragged": {name: values.dtype.str for name, (values, _) in ragged.items()},
+            "has_groups": bool(groups),
+            "files": files,
+        }

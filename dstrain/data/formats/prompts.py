@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrain.data.formats.conversations import LABEL_KEYS, PromptCompletion, read_conversation
+from dstrain.data.formats.conversations import LABEL_KEYS, Conversation, PromptCompletion, read_conversation
 from dstrain.data.formats.messages import parse_prompt_transcript
 from dstrain.data.formats.preferences import Prompt, is_preference_pair, to_chosen_rejected
 from dstrain.data.records import BadRecord, Record, has
@@ -50,6 +50,20 @@ def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:
     if not prompt:
         raise BadRecord("nothing is asked before the answer; write a user's turn")
     return ParsedPrompt(prompt, sample.tools)
+
+
+def get_prompt(parsed: Any) -> Prompt | None:
+    """Return what stands before the first answer of a parsed record, None where that asks nothing.
+
+    The answers of a record have one prompt.
+    """
+    first = parsed[0] if isinstance(parsed, list) and parsed else parsed
+    prompt = getattr(first, "prompt", None)
+    if isinstance(first, Conversation):
+        prompt = first.messages[: first.trained_turns[0]]
+    if not isinstance(prompt, str) and all(message["role"] == "system" for message in prompt or ()):
+        return None
+    return prompt or None
 
 
 def _with_dummy_answer(record: Record) -> Record:

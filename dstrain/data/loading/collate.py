@@ -28,7 +28,7 @@ class PaddedRows:
 
     @property
     def groups(self) -> tuple[PackedGroup, ...]:
-        """None: the rows are not packed."""
+        """Empty: the rows are not packed."""
         return ()
 
     def input_tensors(self) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from dstrain.data.loading.micro_batches import (
     split_by_tokens,
     split_evenly,
 )
+from dstrain.data.records import BadRecord
 from dstrain.data.rng import EPOCH_STREAM, RECORD_STREAM, make_random_state
-from dstrain.errors import DataError, RunError
+from dstrain.errors import DataError, RunError, describe_fault
 
-Collate = Callable[[list[Any]], Batch]
+Collate = Callable[..., Batch]
+"""Samples -> batch; one with a parameter `positions` gets the samples' positions in the run, None in an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,26 +241,33 @@ def make_batch(
 ) -> Batch:
     """Return the batch of these ids, or without ids a filler of weight 0 made from `filler_id`.
 
-    `positions`, given in training, are passed to `collate` as `place` of each sample: augmentation
-    draws from them. Raises RunError that names the samples.
+    `positions`, given in training, are those of the samples in the run: augmentation draws from them. Raises RunError
+    that names the samples, and the line of the task's own code.
     """
     chosen: list[Any] = []
     try:
         chosen.extend(examples[index] for index in (ids or [filler_id]))
-        if positions:
-            chosen = [_with_position(example, place) for example, place in zip(chosen, positions, strict=True)]
-        batch = collate(chosen)
+        batch = (
+            collate(chosen, positions=list(positions)) if positions and takes_positions(collate) else collate(chosen)
+        )
+        if not isinstance(batch, Batch):
+            raise TypeError(f"collate returned {type(batch).__name__}, not a Batch")
     except Exception as fault:
         names = [example["sample"] for example in chosen if isinstance(example, Mapping) and "sample" in example]
         samples = ", ".join(str(name) for name in names or ids or [filler_id])
-        cause = f"{type(fault).__name__}: {fault}"
-        raise RunError(f"samples {samples} could not be made into a batch: {cause}; fix or remove them") from fault
+        fix = "; fix or remove them" if isinstance(fault, BadRecord | OSError) else ""
+        raise RunError(f"samples {samples} could not be made into a batch: {describe_fault(fault)}{fix}") from fault
     # Ranks without a sample run a forward pass of weight 0: collectives in it need every rank.
     return batch if ids else batch.as_filler()
 
 
-def _with_position(example: Any, position: int) -> Any:
-    return {**example, "place": position} if isinstance(example, Mapping) else example
+def takes_positions(collate: Collate) -> bool:
+    """Return whether a `collate` has a parameter `positions`."""
+    try:
+        parameters = inspect.signature(collate).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return "positions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def eval_micro_batches(

@@ -90,7 +90,13 @@ def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) ->
         return MicroBatchLimits(samples=samples)
     if costs is None:
         problem = "needs the lengths of samples, which the dataset of this task does not give"
-        raise RecipeError(Fault("batch.tokens_per_micro", problem, "use batch.micro, or give the dataset `lengths`"))
+        raise RecipeError(
+            Fault(
+                "batch.tokens_per_micro",
+                problem,
+                "use batch.micro, or name the task's columns of tokens in `token_columns`",
+            )
+        )
     return MicroBatchLimits(samples=batch.micro, tokens=batch.tokens_per_micro)
 
 

@@ -56,19 +56,14 @@ class Patches:
 
 
 def to_columns(values: np.ndarray, stats: np.ndarray) -> dict[str, Any]:
-    """Return a normalized series as columns of a token store, whose ragged columns hold 32-bit integers."""
-    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-    return {
-        "series": flat.view(np.int32),
-        "series_stats": np.ascontiguousarray(stats, dtype=np.float32).reshape(-1).view(np.int32),
-    }
+    """Return a normalized series as columns of a token store, which are flat."""
+    return {"series": values.astype(np.float32).reshape(-1), "series_stats": stats.astype(np.float32).reshape(-1)}
 
 
 def from_columns(example: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return values (C, T) and statistics (C, 2), the inverse of `to_columns`."""
-    stats = np.asarray(example["series_stats"], dtype=np.int32).view(np.float32).reshape(-1, 2)
-    values = np.asarray(example["series"], dtype=np.int32).view(np.float32)
-    return values.reshape(len(stats), -1), stats
+    stats = example["series_stats"].reshape(-1, 2)
+    return example["series"].reshape(len(stats), -1), stats
 
 
 def cut_patches(values: np.ndarray, stats: np.ndarray, config: PatchConfig) -> Patches:

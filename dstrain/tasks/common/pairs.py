@@ -49,6 +49,7 @@ class PairTask(TextTask):
     checks_class: ClassVar[type[TextChecks]] = PairChecks
     packs_batches = True
     has_pairs = True
+    token_columns = ("chosen", "rejected")
 
     def parse(self, record: Mapping[str, Any]) -> Preference:
         return read_preference(record)
@@ -118,7 +119,7 @@ class PairTask(TextTask):
 def preference_columns(preference: Preference) -> dict[str, float]:
     """Return `margin`, 0 by default, and `longer`: the difference of the answers' lengths in characters."""
     return {
-        "margin": preference.margin or 0.0,
+        "margin": float(preference.margin or 0.0),
         "longer": float(_count_characters(preference.chosen) - _count_characters(preference.rejected)),
     }
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import os
 import pkgutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from dstrain.config.schema import LoraConfig, RunConfig
+from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
+from dstrain.data.loading.loader import takes_positions
 from dstrain.errors import Fault, TaskError, suggest_name
-from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.options import validate_options
-from dstrain.tasks.common.task import Task
+from dstrain.tasks.common.task import DATA_KEYS, Task
+from dstrain.tasks.common.task_files import import_task_file
 
 
 def builtin_tasks() -> list[str]:
@@ -48,6 +46,7 @@ def find_task(name: str) -> type[Task]:
         raise TaskError(
             f"--task {name}: {found[0].__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
+    _check_positions(found[0])
     return found[0]
 
 
@@ -56,7 +55,7 @@ def _import_task_module(name: str) -> ModuleType:
         return importlib.import_module(f"dstrain.tasks.{name}")
     try:
         if name.endswith(".py") or "/" in name or name.startswith("."):
-            return _import_from_file(Path(name))
+            return import_task_file(Path(name))
         if "." in name:
             return importlib.import_module(name)
     except TaskError:
@@ -64,46 +63,6 @@ def _import_task_module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
     raise TaskError(f"task '{name}': unknown task; {suggest_name(name, builtin_tasks())}")
-
-
-TASK_FILE = "task.py"
-"""Name of the copy of a task file in run folders and exports. It runs only where --task names it."""
-
-
-def find_task_file(task: Task) -> Path | None:
-    """Return the file of a task that does not come with dstrain, else None."""
-    file = Path(inspect.getfile(type(task))).resolve()
-    return None if Path(__file__).resolve().parents[2] in file.parents or not file.is_file() else file
-
-
-def copy_task_file(task: Task, folder: Path) -> None:
-    """Copy the file of a task that does not come with dstrain into a folder, to load the folder later."""
-    source, kept = find_task_file(task), folder / TASK_FILE
-    if source is None or source == kept.resolve():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_stale_partials(kept)
-    atomic_write(kept, source.read_bytes())
-
-
-def _import_from_file(path: Path) -> ModuleType:
-    path = Path(os.path.realpath(path.expanduser()))
-    if not path.is_file():
-        raise TaskError(f"--task {path}: is not a file; give the path of a Python file that defines a task")
-    unique = f"dstrain_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if unique in sys.modules:
-        return sys.modules[unique]
-    spec = importlib.util.spec_from_file_location(unique, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"--task {path}: is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[unique]
-        raise
-    return module
 
 
 LORA_LR_FACTOR = 10.0
@@ -151,6 +110,8 @@ def make_task(recipe: RunConfig) -> Task:
     if recipe.model.quantize is not None and recipe.model.lora is None:
         problem = f"is {recipe.model.quantize}, but quantized weights cannot be trained, only adapters on them"
         raise TaskError(Fault("model.quantize", problem, "add model.lora, e.g. `lora: {rank: 16}`, or leave it out"))
+    if faults := list(_find_unread_keys(task, recipe)):
+        raise TaskError(faults)
     values = validate_options(task, recipe)
     try:
         made = task(recipe=recipe, **values)
@@ -164,3 +125,30 @@ def make_task(recipe: RunConfig) -> Task:
             Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", suggest_name(metric, known))
         )
     return made
+
+
+def _find_unread_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for each key of `data` that is set, and that the task's `examples` does not apply."""
+    data, defaults = recipe.data, DataConfig()
+    is_set = {name: getattr(data, name) != getattr(defaults, name) for name in DATA_KEYS if name != "weight"}
+    is_set["weight"] = any(item.weight != 1.0 for item in data.train)
+    for name in DATA_KEYS:
+        if is_set[name] and name not in task.data_keys:
+            key = "data.train[].weight" if name == "weight" else f"data.{name}"
+            problem = f"is set, but task {recipe.task} reads its files in its own way, without this key"
+            fix = (
+                f"leave it out; or derive {task.__name__} from dstrain.task.RecordTask, which applies every key of data"
+            )
+            yield Fault(key, problem, fix)
+
+
+def _check_positions(task: type[Task]) -> None:
+    """Raise TaskError for a `collate` that does not pass on the positions which the one that it overrides takes."""
+    owners = [cls for cls in task.__mro__ if "collate" in vars(cls)]
+    takes = [takes_positions(vars(cls)["collate"]) for cls in owners]
+    if any(takes) and not takes[0]:
+        first, other = owners[0].__name__, owners[takes.index(True)].__name__
+        raise TaskError(
+            f"{first}.collate overrides {other}.collate, which takes the samples' positions in the run; "
+            "write `def collate(self, examples, positions=None)`, and pass them on"
+        )

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from dstrain.config import RunConfig
 from dstrain.data.cache.build import (
+    PLAIN_COLUMNS,
+    ExampleSettings,
     ImageRecordEncoder,
     PreparePolicy,
     RecordEncode,
@@ -25,6 +27,8 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.launch.threads import count_available_cores
 from dstrain.launch.worker import set_parent_death_signal
+from dstrain.tasks.common.registry import find_task
+from dstrain.tasks.common.task_files import digest_task_files
 
 
 class EncodeSamples(Protocol):
@@ -49,11 +53,12 @@ class StoreBuilder:
     encode: EncodeSamples | SequentialEncoder
     key: Mapping[str, Any]
     """Everything that `encode` depends on, except the tokenizer or processor."""
+    settings: ExampleSettings = PLAIN_COLUMNS
 
     def build(self, source: ConcatSource, tokenizer: Any) -> TokenStore:
         """Return the store of text examples. Raises DataError."""
         key = {**self.key, "tokenizer": tokenizer_fingerprint(tokenizer)}
-        return prepare(source, self._text_encode(), key, policy_of(self.recipe))
+        return prepare(source, self._text_encode(), key, policy_of(self.recipe), settings=self.settings)
 
     def build_with_images(self, source: ConcatSource, processor: VisionProcessor) -> TokenStore:
         """Return the store of examples with images. Raises DataError."""
@@ -64,7 +69,7 @@ class StoreBuilder:
         key = {**self.key, "processor": processor.fingerprint, "folders": folders}
         assert not isinstance(self.encode, SequentialEncoder), "no such task takes images"
         encode = encoder.make_encode(source, self.parse, self.encode)
-        return prepare(source, encode, key, policy_of(self.recipe))
+        return prepare(source, encode, key, policy_of(self.recipe), settings=self.settings)
 
     def _text_encode(self) -> Encode:
         if isinstance(self.encode, SequentialEncoder):
@@ -73,9 +78,10 @@ class StoreBuilder:
 
 
 def policy_of(recipe: RunConfig) -> PreparePolicy:
-    """Return the recipe's limit on bad records, and one encoding process per available core."""
+    """Return the limit on bad records, the digest of the task's code, and one encoding process per available core."""
     return PreparePolicy(
         task=recipe.task,
+        code=digest_task_files(find_task(recipe.task)),
         on_error=recipe.data.on_error,
         processes=ProcessPoolConfig(count_available_cores(), set_parent_death_signal),
     )

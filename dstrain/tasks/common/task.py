@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dstrain.data.vision.processor import VisionProcessor
 
 Split = Literal["train", "eval"]
+DATA_KEYS = ("columns", "eval_fraction", "eval_group", "max_samples", "on_error", "weight")
+"""Keys of `data`, and of an item of data.train, that say which records of the files are used."""
 ReferenceKind = Literal["none", "model", "adapter", "cached"]
 """No reference; a frozen copy in memory; the model with LoRA switched off; precomputed outputs."""
 Outputs = Mapping[str, "torch.Tensor"]
@@ -224,6 +226,9 @@ class Task(ABC):
 
     learning_rate: ClassVar[float] = 1.0e-5
     """Peak learning rate where the recipe sets no optim.lr; with `model.lora` ten times this."""
+
+    data_keys: ClassVar[tuple[str, ...]] = ()
+    """The DATA_KEYS that `examples` applies. A recipe that sets another is refused."""
 
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe that the task was made for; not an option."""

@@ -10,25 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import Batch
-from dstrain.config.schema import DatasetConfig, LoraConfig, TrainDatasetConfig
-from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
-from dstrain.errors import DataError, RecipeError
+from dstrain.config.schema import DatasetConfig, LoraConfig
+from dstrain.data.formats.prompts import ParsedPrompt, get_prompt, read_prompt
+from dstrain.data.sources.base import ConcatSource, Source
+from dstrain.errors import RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
-from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, Task, has_dropout_disabled
+from dstrain.tasks.common.record_task import RecordTask
+from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, has_dropout_disabled
 from dstrain.tasks.data.text_data import TextData
 
 if TYPE_CHECKING:
     import torch
 
-    from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
+    from dstrain.data.cache.build import ExampleSettings
+    from dstrain.data.cache.token_store import TokenColumns, TokenizedDataset, TokenStore
     from dstrain.data.encoding.rendering import PlaceholderExpansion
     from dstrain.data.records import EncodeResult
     from dstrain.tasks.common.store_builder import StoreBuilder
@@ -95,7 +97,7 @@ class TextExport(Export):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTask(TextData, Task):
+class TextTask(TextData, RecordTask):
     """A task on records of text, with or without images, for a transformers model."""
 
     source_class: ClassVar[type[ModelSource]] = ModelSource
@@ -182,6 +184,24 @@ class TextTask(TextData, Task):
     def export(self) -> TextExport:
         return self.export_class(self, self.modules_to_save)
 
+    @property
+    def _tokens(self) -> TokenColumns:
+        from dstrain.data.cache.token_store import TokenColumns
+
+        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
+
+    @property
+    def example_settings(self) -> ExampleSettings:
+        from dstrain.data.encoding.tokenization import CUT_COLUMNS
+
+        return replace(super().example_settings, counted=CUT_COLUMNS)
+
+    def split_group(self, record: dict[str, Any]) -> Any:
+        """Return the record's prompt and images; None where nothing is asked before the answer."""
+        item = self.parse_record(record)
+        prompt = get_prompt(item.parsed)
+        return [prompt, item.images] if prompt or item.images else None
+
     def open_prompts(self, item: DatasetConfig) -> Source:
         """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
         return self.open_sources([item])
@@ -208,58 +228,25 @@ class TextTask(TextData, Task):
             parse_text_only=self._parse_text_only,
             encode=self.encode,
             key=self.encode_key(),
+            settings=self.example_settings,
         )
 
     def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
-        from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
-
-        data = self.recipe.data
-        if split == "eval" and data.eval:
-            source = self.open_sources([data.eval])
-            held_out = self.build_store(source)
-            # A file of its own is not split: its whole content is held out.
-            return split_examples(held_out, get_source_sizes(held_out, source), (1.0,), 0.0, 0)[0]
-        if split == "eval" and not data.eval_fraction:
-            return None
-        if not (items := self.training_items):
-            raise DataError(NO_TRAIN_DATA)
-        source = self.open_sources(items)
-        store = self.build_store(source)
-        if store.image_index is not None and not len(store.image_index):
+        dataset = cast("TokenizedDataset | None", super().examples(split))
+        if (
+            dataset is not None
+            and split == "train"
+            and (index := dataset.store.image_index) is not None
+            and not len(index)
+        ):
             self._check_trains_on_text()
-        weights = tuple(item.weight for item in items)
-        sizes = get_source_sizes(store, source)
-        train, test = split_examples(store, sizes, weights, data.eval_fraction, self.recipe.seed)
-        return train if split == "train" else test
+        return dataset
 
     def _check_trains_on_text(self) -> None:
         """Raise DataError where only vision parts are trained, and no record has an image."""
         model = self.recipe.model
         if model.freeze and not model.lora:
             check_trains_on_text(self.model_source.build_meta_model(), model)
-
-    def open_sources(self, items: Sequence[DatasetConfig]) -> ConcatSource:
-        """Return the sources as one, each cut to `data.max_samples`."""
-        opened = [self.open_source(item) for item in items]
-        if any(isinstance(item, TrainDatasetConfig) for item in items):  # `evaluate` takes files of other forms too
-            check_columns_exist(opened)
-        sources = [self.wrap_source(source, item) for source, item in zip(opened, items, strict=True)]
-        return ConcatSource([cut_source(source, self.recipe.data.max_samples) for source in sources])
-
-    @property
-    def training_items(self) -> Sequence[TrainDatasetConfig]:
-        """The sources of training records."""
-        return self.recipe.data.train
-
-    def open_source(self, item: DatasetConfig) -> Source:
-        """Return the records of a file or of a dataset of the Hub."""
-        from dstrain.data.sources.open import open_source
-
-        return open_source(item, self.recipe.data.columns)
-
-    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
-        """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
-        return source
 
     @property
     def loss_inputs(self) -> LossInputs:

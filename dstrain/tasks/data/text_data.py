@@ -122,32 +122,43 @@ class TextData:
         processor = self.model_source.vision_processor
         return pack_rows(sequences, groups, () if processor is None else processor.image_token_ids)
 
-    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
-        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example."""
+    def with_images(
+        self,
+        batch: Batch,
+        examples: Sequence[Mapping[str, Any]],
+        repeats: int = 1,
+        positions: Sequence[int] | None = None,
+    ) -> Batch:
+        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example.
+
+        `positions`: of the examples in the run, None in an evaluation: images are changed in training only.
+        """
         processor = self.model_source.vision_processor
         if processor is None:
             return batch
         if "images" not in examples[0]:  # then no example of the store has any
             return processor.attach_no_images(batch)
         if not self.packing.shares_prefixes or repeats == 1:
-            return processor.attach_images(batch, self.row_images(examples, repeats))
+            return processor.attach_images(batch, self.row_images(examples, repeats, positions))
         # One group per example: its images are in the prefix, or it has none.
         counts = [1 if group.prefix else repeats for group in batch.groups[: len(examples)]]
         images = [self.row_images([example], count) for example, count in zip(examples, counts, strict=True)]
         return processor.attach_images(batch, [image for own in images for image in own])
 
-    def row_images(self, examples: Sequence[Mapping[str, Any]], repeats: int) -> list[Image]:
+    def row_images(
+        self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
+    ) -> list[Image]:
         """Return the images of a batch in the order of its rows."""
         images = [
-            self.augment_image(image.load(), example, index)
-            for example in examples
+            image.load() if positions is None else self.augment_image(image.load(), positions[row], index)
+            for row, example in enumerate(examples)
             for index, image in enumerate(example["images"])
         ]
         # Rows of pairs repeat the prompt, and so its images.
         return images * repeats
 
-    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
-        """Return the image as it is trained on."""
+    def augment_image(self, image: Image, position: int, index: int) -> Image:
+        """Return image number `index` of a sample as it is trained on; `position`: of the sample in the run."""
         return image
 
     def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

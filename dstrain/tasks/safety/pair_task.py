@@ -172,8 +172,8 @@ class SafePairTask(PairTask, ReferenceTask):
             shown += [(sides[index], examples[index]) for index in pairs_with_images(examples)]
         return [(example[side], int(example["prompt_length"])) for side, example in shown]
 
-    def row_images(self, examples: Examples, repeats: int) -> list[Image]:
-        images = super().row_images(examples, 1)
+    def row_images(self, examples: Examples, repeats: int, positions: Sequence[int] | None = None) -> list[Image]:
+        images = super().row_images(examples, 1, positions)
         if not self.shows_corrupted:
             return images * repeats
         assert self.safety is not None

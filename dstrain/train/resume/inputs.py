@@ -16,7 +16,8 @@ from dstrain.data.sources.folder import find_structure_files
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
-from dstrain.tasks.common.registry import find_task_file
+from dstrain.tasks.common.record_task import RecordTask
+from dstrain.tasks.common.task_files import digest_task_files
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.resume.recorded import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
@@ -41,7 +42,7 @@ _FIX_MESSAGES = {
     "data.train": "restore the old file",
     "data.eval": "restore the old file",
     "model.tokenizer": "restore the old tokenizer",
-    "task": "restore the old task file",
+    "task": "restore the old task file, and the modules beside it that it imports",
 }
 
 
@@ -52,8 +53,8 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
         found["data.train"] = {"digest": _digest_sources(task, data.train)}
     if data.eval:
         found["data.eval"] = {"path": str(data.eval.path), "digest": _digest_sources(task, [data.eval])}
-    if (source := find_task_file(task)) is not None:
-        found["task"] = {"digest": file_digest(source)}
+    if (digest := digest_task_files(type(task))) is not None:
+        found["task"] = {"digest": digest}
     return found
 
 
@@ -127,7 +128,7 @@ def iter_input_changes(previous: InputDigests, current: InputDigests) -> Iterato
 
 
 def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
-    if isinstance(task, TextTask):
+    if isinstance(task, RecordTask):
         return task.open_sources(sources).digest
     return hashlib.sha256(" ".join(_digest_source(item) for item in sources).encode()).hexdigest()
 

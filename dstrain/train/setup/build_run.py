@@ -17,7 +17,7 @@ from dstrain.models.params.zero3 import zero3_init
 from dstrain.process_setup import keep_freed_memory, log_if_slow
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.tasks.common.registry import copy_task_file
+from dstrain.tasks.common.task_files import copy_task_files
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space, compute_max_checkpoints, get_free_bytes
@@ -212,7 +212,7 @@ def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) 
     if start is not None and start.step >= plan.steps and get_run_dir(start) == plan.run_dir:
         return
     write_run_config(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
-    copy_task_file(plan.task, plan.run_dir)
+    copy_task_files(plan.task, plan.run_dir)
     if (
         start is None
         or get_run_dir(start) != plan.run_dir

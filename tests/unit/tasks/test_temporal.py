@@ -65,12 +65,9 @@ def test_encoders_alone_need_no_language_model(tmp_path: Path) -> None:
 def test_hidden_patches_differ_between_epochs_and_not_between_evaluations(tmp_path: Path) -> None:
     task = make(tmp_path, {"stage": "masked"})
     examples: Any = task.examples("train")
-    hidden = [
-        task.collate([{**examples[3], **place}]).tensors["series_masked"]
-        for place in ({"place": 3}, {"place": 67}, {}, {})
-    ]
+    hidden = [task.collate([examples[3]], positions).tensors["series_masked"] for positions in ([3], [67], None, None)]
     assert torch.equal(hidden[2], hidden[3])
-    batches = [task.collate([{**examples[0], "place": 64 * epoch}]) for epoch in range(8)]
+    batches = [task.collate([examples[0]], [64 * epoch]) for epoch in range(8)]
     assert len({tuple(batch.tensors["series_masked"].flatten().tolist()) for batch in batches}) > 1
     assert all(batch.weight == batch.tensors["in_loss"].sum() for batch in batches)
 

@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.data.cache.dataset import align_store, split_examples
 from dstrain.data.cache.load_or_build import load_or_build_store
-from dstrain.data.cache.token_store import BuildReport, TokenizedDataset, TokenStore
+from dstrain.data.cache.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore
 from dstrain.data.loading.loader import StepSampler
 from dstrain.errors import DataError
 
@@ -62,8 +62,11 @@ def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> 
         {"chosen": [1] * (i + 1), "rejected": [2] * (5 - i), "images": list(range(9)), "margin": 0.0, "sample": i}
         for i in range(5)
     ]
-    store = load_or_build_store(tmp_path, {"what": "lengths"}, lambda report: [chunk])
+    store = load_or_build_store(
+        tmp_path, {"what": "lengths", "token_columns": {"names": ["chosen", "rejected"]}}, lambda report: [chunk]
+    )
     examples = TokenizedDataset(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
+    assert examples.lengths is not None
     assert examples.lengths(np.array([0, 1, 2, 3])).tolist() == [5, 5, 4, 3]
     assert examples.lengths(np.array([1, 3])).tolist() == [5, 3]
     assert examples.lengths(np.zeros(0, dtype=np.int64)).tolist() == []
@@ -83,3 +86,53 @@ def test_an_example_has_the_outputs_of_its_row(tmp_path: Path) -> None:
     examples = TokenizedDataset(kept, np.array([4, 0]), (2,), (1.0,), output_columns={"score": np.arange(5) / 2})
     assert [examples[index]["score"] for index in range(2)] == [2.0, 0.0]
     assert examples.column("score").tolist() == [2.0, 0.0]
+
+
+def grouped(folder: Path, groups: dict[int, list[int]], answers: int = 1) -> TokenStore:
+    """Return a store of records 0, 1, ..., each with so many examples; `groups`: group -> its records."""
+    of = {record: group for group, records in groups.items() for record in records}
+    rows = [{"ids": [record], "sample": record, GROUP: of[record]} for record in sorted(of) for _ in range(answers)]
+    return load_or_build_store(folder, {"groups": sorted(of.items()), "answers": answers}, lambda report: [rows])
+
+
+def records(examples: TokenizedDataset | None) -> set[int]:
+    assert examples is not None
+    return {examples[index]["sample"] for index in range(len(examples))}
+
+
+def test_the_examples_of_a_record_are_on_one_side(tmp_path: Path) -> None:
+    rows = [{"ids": [at], "sample": at // 3} for at in range(90)]
+    store = load_or_build_store(tmp_path, {"what": "answers"}, lambda report: [rows])
+    train, test = split_examples(store, (30,), (1.0,), 0.2, seed=4)
+    assert not records(train) & records(test)
+    assert (len(records(test)), len(test or ()), train.sizes) == (6, 18, (72,))
+
+
+def test_records_of_one_group_are_on_one_side_in_all_sources(tmp_path: Path) -> None:
+    groups = {group: [group, 40 + group, 80 + group] for group in range(40)}
+    train, test = split_examples(grouped(tmp_path, groups), (40, 80), (1.0, 1.0), 0.25, seed=1)
+    assert not {at % 40 for at in records(train)} & {at % 40 for at in records(test)}
+    assert test is not None
+    assert test.sizes == (10, 20)
+
+
+def test_records_that_stand_alone_are_held_out_as_without_groups(tmp_path: Path) -> None:
+    alone = {-1 - record: [record] for record in range(50)}
+    with_groups = split_examples(grouped(tmp_path, alone), (20, 30), (1.0, 1.0), 0.2, seed=1)
+    without = split_examples(store(tmp_path, 50), (20, 30), (1.0, 1.0), 0.2, seed=1)
+    assert [records(split) for split in with_groups] == [records(split) for split in without]
+
+
+def test_a_group_above_the_fraction_is_trained_on_and_the_smallest_is_held_out_where_all_are(tmp_path: Path) -> None:
+    train, test = split_examples(grouped(tmp_path, {1: [*range(30)], 2: [*range(30, 40)]}), (40,), (1.0,), 0.1, seed=0)
+    assert (records(test), len(train)) == (set(range(30, 40)), 30)
+    with pytest.raises(
+        DataError, match=r"all 40 records of source 1 of data.train, which belong together \(equal prompts\)"
+    ):
+        split_examples(grouped(tmp_path, {1: [*range(40)]}), (40,), (1.0,), 0.1, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_half_of_three_records_leaves_one_to_train_on(tmp_path: Path, seed: int) -> None:
+    train, test = split_examples(store(tmp_path, 3), (3,), (1.0,), 0.5, seed)
+    assert (len(train), len(records(test))) == (1, 2)

@@ -15,23 +15,25 @@ import psutil
 import pytest
 
 from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import PreparePolicy, RecordEncode, SequentialEncode
+from dstrain.data.cache.build import ExampleSettings, PreparePolicy, RecordEncode, SequentialEncode
 from dstrain.data.cache.process_pool import ProcessPoolConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError, RunError
+from dstrain.errors import DataError, RunError, TaskError
 from dstrain.launch.worker import set_parent_death_signal
 from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message
 
 THREE = ProcessPoolConfig(3, set_parent_death_signal)
 SETTINGS = EncodingConfig(max_length=60)
+COUNTED = ExampleSettings(counted=CUT_COLUMNS)
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +60,7 @@ def encoders() -> dict[str, Encode]:
 
     return {
         "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
-        "conversations": RecordEncode(
-            read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
-        ),
+        "conversations": RecordEncode(read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)),
         "labelled": SequentialEncode(read_unpaired, kto),
     }
 
@@ -82,7 +82,7 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     found = []
     for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
         policy = PreparePolicy(task="rm", on_error="skip", processes=processes)
-        store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
+        store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name, COUNTED)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
     assert found[0][1].bad[0].location.endswith("train.jsonl:10")
@@ -92,7 +92,8 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
 
 
 def encode_all(source: Any, encode: Encode, processes: ProcessPoolConfig = THREE) -> list[Any]:
-    return [row for chunk in build.iter_encoded(source, encode, build.BuildReport(), 7, processes) for row in chunk]
+    chunks = build.iter_encoded(source, encode, build.BuildReport(), 7, processes, COUNTED)
+    return [row for chunk in chunks for row in chunk]
 
 
 def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
@@ -212,3 +213,32 @@ def test_processes_end_with_their_parent(sign: int, tmp_path: Path) -> None:
     assert parent.returncode == -sign
     assert psutil.wait_procs(children, 10)[1] == []
     assert said_so.count("KeyboardInterrupt") == (sign == signal.SIGINT), "one traceback, the parent's"
+
+
+@pytest.mark.parametrize("group", [None, lambda record: record["n"] // 3])
+def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp_path: Path, group: Any) -> None:
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
+
+    def encode(rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
+        values = [[], [0.25], [1, 2], [0.5, 1]]
+        return [{"y": values[r["n"] % 4], "x": r["n"] or 0.5, "ids": [r["n"]] * (r["n"] % 3)} for _, r in rows]
+
+    stores = []
+    for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
+        policy = PreparePolicy(task="own", processes=processes)
+        settings = ExampleSettings(get_group=group)
+        stores.append(build.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / name, settings))
+    one, three = ({f.name: f.read_bytes() for f in store.folder.glob("*.npy")} for store in stores)
+    assert one == three
+    assert ("sample.group.npy" in one) == (group is not None)
+
+
+def test_a_refused_value_is_named_from_another_process_too(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
+    policy = PreparePolicy(task="own.py", processes=THREE)
+    with pytest.raises(TaskError, match=r"^task own.py: column 'x' of .*r.jsonl:31 is a str; a column holds numbers"):
+        build.prepare(
+            open_source(tmp_path / "r.jsonl"),
+            lambda rows: [{"x": "a" if record["n"] == 30 else 1} for _, record in rows],
+            {}, policy, tmp_path / "cache",
+        )  # fmt: skip

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from dstrain.cache_dir import cache_root, hash_key
 from dstrain.config import RunConfig
 from dstrain.data.cache.bad_record_summary import format_bad_rows
-from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded, prepare
+from dstrain.data.cache.build import ExampleSettings, PreparePolicy, check_bad_records, iter_encoded, prepare
 from dstrain.data.cache.check import check_file
 from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.token_store import BuildReport
@@ -24,7 +25,7 @@ from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError
+from dstrain.errors import DataError, TaskError
 from dstrain.files import partial_path, remove_stale_partials
 from dstrain.tasks import make_task
 
@@ -277,8 +278,9 @@ def encode(pairs):
 def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_lines):
     first = open_source(write_lines([{"n": 0}, {"n": 1}, b"bad", {"n": 2}], "one.jsonl"))
     second = open_source(write_lines([{"n": 4}, {"n": 5}], "two.jsonl"))
-    report = BuildReport()
-    examples = [e for chunk in iter_encoded(ConcatSource([first, second]), encode, report, chunk_size=2) for e in chunk]
+    report, settings = BuildReport(), ExampleSettings(counted=("head_cut",))
+    source = ConcatSource([first, second])
+    examples = [e for chunk in iter_encoded(source, encode, report, 2, settings=settings) for e in chunk]
     assert examples == [{"ids": [0], "sample": 0}, {"ids": [2], "sample": 2}, {"ids": [4], "sample": 3}]
     assert (report.read, report.kept, report.cuts) == (6, 3, {"head_cut": 3})
     assert [row.location for row in report.bad] == ["one.jsonl:3", "one.jsonl:2", "two.jsonl:2"]
@@ -384,3 +386,114 @@ def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*/meta.json"))) == 1
     prepared(255)
     assert len(list(tmp_path.glob("*/meta.json"))) == 2
+
+
+def stored_columns(folder: Path, *examples: dict) -> list[dict]:
+    chunk = [example | {"sample": at} for at, example in enumerate(examples)]
+    return [*load_or_build_store(folder, {"n": repr(examples)}, lambda report: [chunk[:1], chunk[1:]])]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ([0.3, 0.0, 0.2], np.float32), ([1, 2], np.int32), ([True, False], np.int32), ((0.5, 1), np.float32),
+        (np.arange(3, dtype=np.uint8), np.int32), (np.array([0.5]), np.float32), ([float("nan"), 1.0], np.float32),
+        ([np.float64(0.1), np.int64(3)], np.float32),
+    ],
+)  # fmt: skip
+def test_a_list_comes_back_as_the_numbers_that_it_holds(tmp_path, value, kind):
+    for row in stored_columns(tmp_path, {"values": []}, {"values": value}, {"values": []}, {"values": value})[1::2]:
+        assert row["values"].dtype == kind
+        np.testing.assert_array_equal(row["values"], np.asarray(value, kind))
+
+
+@pytest.mark.parametrize("value", [3, 0.25, True, np.int64(7), np.float32(0.5), 2**53 + 1, -(2**63), float("inf")])
+def test_a_number_comes_back_as_it_was(tmp_path, value):
+    for row in stored_columns(tmp_path, {"label": value}, {"label": value}):
+        assert row["label"] == value
+        assert type(row["label"]) is (float if isinstance(value, float | np.floating) else int)
+
+
+def test_integers_in_a_column_of_floats_are_floats(tmp_path):
+    _, second = stored_columns(tmp_path, {"x": 0.5, "ys": [0.5]}, {"x": 2, "ys": [1, 0]})
+    assert (second["x"], second["ys"].tolist(), second["ys"].dtype) == (2.0, [1.0, 0.0], np.float32)
+
+
+def test_a_column_of_empty_lists_is_one(tmp_path):
+    assert [row["ids"].tolist() for row in stored_columns(tmp_path, {"ids": []}, {"ids": []})] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        ([1], [0.5], "record 1 holds floats, and the values before it are integers"),
+        (1, 0.5, "record 1 holds floats"),
+        (1, [1], "record 1 is a list, and the examples before it have numbers"),
+        ([1], 1, "record 1 is a number, and the examples before it have lists"),
+        ("text", "", r"record 0 is a str; .*encode text as token ids or bytes, such as \[\*text.encode\(\)\]"),
+        (["a", "b"], [], "record 0 is a list of str; a column holds numbers or flat lists of numbers"),
+        ([[0.5, 1.0]], [], "record 0 is a list of list; .*: flatten it"),
+        ([[1], [2, 3]], [], "record 0 is a list of list; .*: flatten it"),
+        (np.zeros((2, 2)), [], "record 0 is an array of float64 with 2 dimensions"),
+        (None, None, "record 0 is None"),
+        ([1], [None], "record 1 is a list of NoneType"),
+        ([1], [1, None], "record 1 is a list of int and NoneType"),
+        ({"a": 1}, 0, "record 0 is a dict"),
+        ([1], (n for n in [1]), "record 1 is a generator"),
+        ([2**31], [], r"record 0 has 2147483648, and a list holds integers of 32 bits"),
+        ([2**70], [], "record 0 has an integer that does not fit"),
+        (2**63, 0, "record 0 has 9223372036854775808, and a number is an integer of 64 bits"),
+        ([1e300], [], r"record 0 has 1e\+300, and a list holds floats of 32 bits"),
+        ([1j], [], "record 0 is a list of complex"),
+    ],
+)  # fmt: skip
+def test_a_value_that_would_change_is_refused_with_its_column_and_record(tmp_path, first, second, problem):
+    with pytest.raises(TaskError, match=f"^column 'values' of {problem}"):
+        stored_columns(tmp_path, {"values": first}, {"values": second})
+
+
+def test_examples_with_other_columns_are_refused(tmp_path):
+    with pytest.raises(TaskError, match="column 'b' of record 1 is missing, and the examples before it have it; give"):
+        stored_columns(tmp_path, {"a": 1, "b": 2}, {"a": 1})
+    with pytest.raises(TaskError, match="column 'b' of record 1 is new; give every example the same columns"):
+        stored_columns(tmp_path, {"a": 1}, {"a": 1, "b": 2})
+    with pytest.raises(TaskError, match=r"column 'ids\.ends' of record 0 is the name of a file in the cache too"):
+        stored_columns(tmp_path, {"ids": [1], "ids.ends": 2})
+
+
+def own_columns(tmp_path: Path, encode) -> list[dict]:
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(6)))
+    policy = PreparePolicy(task="own.py")
+    return [*prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / "cache")]
+
+
+def test_a_refused_value_names_task_column_and_place(tmp_path):
+    with pytest.raises(TaskError, match=r"^task own.py: column 'x' of .*r.jsonl:4 holds floats"):
+        own_columns(tmp_path, lambda rows: [{"x": [0.5 if record["n"] == 3 else 1]} for _, record in rows])
+
+
+def test_an_encoder_may_not_name_a_column_as_the_index_of_its_record(tmp_path):
+    with pytest.raises(
+        TaskError, match=r"^task own.py: column 'sample' of .*r.jsonl:1 has the name of the record's index"
+    ):
+        own_columns(tmp_path, lambda rows: [{"sample": [1]} for _ in rows])
+
+
+def test_an_encoder_that_loses_a_record_is_refused(tmp_path):
+    with pytest.raises(TaskError, match="the task's encoder returned 5 results for 6 records"):
+        own_columns(tmp_path, lambda rows: [{"n": record["n"]} for _, record in rows[1:]])
+
+
+def test_a_column_that_ends_in_cut_is_a_column(tmp_path):
+    assert own_columns(tmp_path, lambda rows: [{"hair_cut": record["n"]} for _, record in rows])[5]["hair_cut"] == 5
+
+
+def test_only_named_columns_hold_tokens(tmp_path):
+    rows = [{"ids": [1] * at, "letters": [7] * 90, "sample": at} for at in range(5)]
+    key = {"token_columns": {"names": ["ids"]}}
+    store = load_or_build_store(tmp_path, key, lambda report: [rows])
+    assert store.max_lengths(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert (store.summarize(np.arange(5))["tokens"], store.summarize(np.arange(5))["longest"]) == (10, 4)
+    plain = load_or_build_store(tmp_path, {"n": 1}, lambda report: [rows])
+    assert plain.sequence_lengths is None
+    assert "tokens" not in plain.summarize(np.arange(5))

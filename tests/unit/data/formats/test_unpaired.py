@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.cache.build import PreparePolicy, RecordEncode, prepare
+from dstrain.data.cache.build import ExampleSettings, PreparePolicy, RecordEncode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
+from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.encoding.unpaired import UnpairedEncoder, mismatched_indices
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
@@ -122,9 +123,8 @@ def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True,
     encode = UnpairedEncoder(TOKENIZER, EncodingConfig(max_length=max_length), mismatched)
     key = {"mismatched": mismatched, "max_length": max_length}
     source = open_source(folder / "train.jsonl")
-    return prepare(
-        source, RecordEncode(read_unpaired, encode), key, PreparePolicy(task="kto", on_error="skip"), folder / "cache"
-    )
+    policy, settings = PreparePolicy(task="kto", on_error="skip"), ExampleSettings(counted=CUT_COLUMNS)
+    return prepare(source, RecordEncode(read_unpaired, encode), key, policy, folder / "cache", settings)
 
 
 def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Pat
 
 
 def test_mismatched_answers_are_made_where_they_are_needed(tmp_path: Path) -> None:
-    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).ragged_columns == ["answer", "answer_learnt"]
+    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).columns[:2] == ["answer", "answer_learnt"]
 
 
 def test_llamafactorys_demo_is_read_unchanged(real_data: Path) -> None:

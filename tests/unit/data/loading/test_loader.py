@@ -9,8 +9,9 @@ import pytest
 
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import pad
-from dstrain.data.loading.loader import Loader, StepSampler, eval_micro_batches, iter_batches
+from dstrain.data.loading.loader import Loader, StepSampler, eval_micro_batches, iter_batches, make_batch
 from dstrain.data.loading.micro_batches import MicroBatchLimits
+from dstrain.data.records import BadRecord
 from dstrain.errors import RunError
 
 EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
@@ -61,12 +62,12 @@ def test_a_rank_without_samples_gets_a_filler():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_training_know_their_place_in_the_run(workers):
+def test_a_collate_with_positions_gets_those_of_the_samples_in_the_run(workers):
     def seen_by(start: int = 0, **plan) -> dict[int, int]:
         seen: dict[int, int] = {}
 
-        def note(examples):
-            seen.update({example["place"]: example["sample"] for example in examples if "place" in example})
+        def note(examples, positions=None):
+            seen.update(zip(positions or (), [example["sample"] for example in examples], strict=bool(positions)))
             return collate(examples)
 
         for rank in range(plan.get("world_size", 1)):
@@ -80,8 +81,8 @@ def test_samples_of_training_know_their_place_in_the_run(workers):
 
 
 def test_neither_a_filler_nor_an_evaluation_has_a_place():
-    def none_placed(examples):
-        assert not any("place" in example for example in examples)
+    def none_placed(examples, positions=None):
+        assert positions is None
         return collate(examples)
 
     step = next(
@@ -89,7 +90,37 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
     ).batches
     assert [batch.is_filler for batch in step] == [True]
     assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), (1, 0))))
-    assert not any("place" in example for example in EXAMPLES)
+
+
+def test_a_collate_without_positions_gets_the_samples_as_they_are():
+    examples, seen = [{"sample": at, "ids": [at], "place": 7 + at} for at in range(4)], []
+    make_batch(examples, lambda chosen: seen.extend(chosen) or collate(chosen), [0, 1], 0, [100, 101])
+    assert seen == examples[:2]
+
+
+def test_a_fault_of_the_tasks_own_code_names_its_line_and_advises_to_remove_nothing():
+    def read_label(example):
+        return example["label"]
+
+    with pytest.raises(RunError) as caught:
+        make_batch([{"sample": 4}], lambda examples: [read_label(example) for example in examples], [0], 0)
+    line = read_label.__code__.co_firstlineno + 1
+    told = "samples 4 could not be made into a batch: KeyError: 'label' "
+    assert str(caught.value) == f"{told}(in read_label, tests/unit/data/loading/test_loader.py:{line})"
+
+
+@pytest.mark.parametrize("fault", [OSError("cut short"), BadRecord("no image")])
+def test_a_fault_of_the_data_advises_to_mend_the_samples(fault):
+    def broken(examples):
+        raise fault
+
+    with pytest.raises(RunError, match=r"samples 4 could not be made into a batch: .*; fix or remove them$"):
+        make_batch([{"sample": 4}], broken, [0], 0)
+
+
+def test_what_is_no_batch_is_named():
+    with pytest.raises(RunError, match=r"TypeError: collate returned dict, not a Batch$"):
+        make_batch([{"sample": 4}], lambda examples: {}, [0], 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -42,7 +42,7 @@ def test_patches_hold_every_value_once(channels: int, steps: int, per_token: int
 def test_columns_of_a_store_give_the_series_back_bit_for_bit() -> None:
     values, stats = series(2, 9)
     columns = to_columns(values, stats)
-    assert all(column.dtype == np.int32 for column in columns.values())
+    assert all(column.dtype == np.float32 for column in columns.values())
     again = from_columns(columns)
     assert np.array_equal(again[0], values, equal_nan=True)
     assert np.array_equal(again[1], stats)

@@ -10,15 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from dstrain.batch import Batch
-from dstrain.data.cache.build import prepare
-from dstrain.data.fingerprint import tokenizer_fingerprint
-from dstrain.data.loading.collate import attention_mask, pad
-from dstrain.data.records import BadRecord
-from dstrain.data.sources.base import ConcatSource
-from dstrain.data.sources.open import open_source
-from dstrain.tasks import Export, Loss, Split, Task
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.task import BadRecord, Batch, Export, Loss, RecordTask, attention_mask, pad
 
 
 class Classifier(torch.nn.Module):
@@ -43,7 +35,7 @@ class WithTokenizer(Export):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FriendlyText(Task):
+class FriendlyText(RecordTask):
     """A classifier of friendly texts: a transformers backbone (model.path) and one linear layer."""
 
     metric_names = ("accuracy",)
@@ -53,34 +45,22 @@ class FriendlyText(Task):
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.recipe.model.path)
 
-    def examples(self, split: Split) -> Sequence[Any] | None:
-        data = self.recipe.data
-        items = data.train if split == "train" else [data.eval] if data.eval else []
-        if not items:
-            return None
-        source = ConcatSource([open_source(item, data.columns) for item in items])
-        key = {"what": "friendly", "max_length": data.max_length, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        return prepare(source, self.encode, key, policy_of(self.recipe))  # once for all processes of a host
-
-    def encode(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
-        length = self.recipe.data.max_length
-        return [
-            {"ids": self.tokenizer(record["text"])["input_ids"][:length], "label": int(record["label"])}
-            if record.get("text") and record.get("label") in (0, 1)
-            else BadRecord("needs a 'text' and a 'label' of 0 or 1; write both")
-            for _, record in rows
-        ]
+    def encode_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        if not record.get("text") or record.get("label") not in (0, 1):
+            raise BadRecord("needs a 'text' and a 'label' of 0 or 1; write both")
+        ids = self.tokenizer(record["text"])["input_ids"][: self.recipe.data.max_length]
+        return {"input_ids": ids, "label": record["label"]}
 
     def collate(self, examples: Sequence[Any]) -> Batch:
-        sequences = [example["ids"] for example in examples]
+        sequences = [example["input_ids"] for example in examples]
         return Batch(
             tensors={
                 "ids": pad(sequences, self.tokenizer.pad_token_id or 0),  # (B, L)
                 "mask": attention_mask(sequences),
-                "label": torch.tensor([int(example["label"]) for example in examples]),  # (B,)
+                "label": torch.tensor([example["label"] for example in examples]),  # (B,)
             },
             weight=float(len(examples)),
-            samples=tuple(int(example["sample"]) for example in examples),
+            samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
 

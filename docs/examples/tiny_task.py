@@ -7,16 +7,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from dstrain.batch import Batch
-from dstrain.data.loading.collate import pad
-from dstrain.data.sources.open import open_source
-from dstrain.tasks import Loss, Split, Task
+from dstrain.task import BadRecord, Batch, Loss, RecordTask, pad
 
 PAD = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Friendly(Task):
+class Friendly(RecordTask):
     """Friendly or not: the mean of a vector for each byte, and one linear layer."""
 
     metric_names = ("accuracy",)
@@ -25,22 +22,20 @@ class Friendly(Task):
     width: int = 32
     """Numbers that stand for one byte."""
 
-    def examples(self, split: Split) -> Sequence[Any] | None:
-        data = self.recipe.data
-        sources = data.train if split == "train" else [data.eval]
-        files = [open_source(source, data.columns) for source in sources if source]
-        records = [file[index] for file in files for index in range(len(file))]
-        return [{"id": index, **record} for index, record in enumerate(records)] or None
+    def encode_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        if not record.get("text") or record.get("label") not in (0, 1):
+            raise BadRecord("needs a 'text' and a 'label' of 0 or 1; write both")
+        return {"input_ids": list(record["text"].encode()), "label": record["label"]}
 
     def collate(self, examples: Sequence[Any]) -> Batch:
-        texts = [list(example["text"].encode()) for example in examples]
+        texts = [example["input_ids"] for example in examples]
         return Batch(
             tensors={
                 "bytes": pad(texts, PAD),  # (B, L)
                 "label": torch.tensor([example["label"] for example in examples]),  # (B,)
             },
             weight=float(len(examples)),  # what the loss sums over
-            samples=tuple(example["id"] for example in examples),
+            samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(text) for text in texts),
         )
 

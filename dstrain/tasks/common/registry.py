@@ -12,7 +12,7 @@ from types import ModuleType
 
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.loading.loader import takes_positions
-from dstrain.errors import Fault, TaskError, suggest_name
+from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
 from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.options import validate_options
 from dstrain.tasks.common.task import DATA_KEYS, Task
@@ -61,7 +61,7 @@ def _import_task_module(name: str) -> ModuleType:
     except TaskError:
         raise
     except (Exception, SystemExit) as error:
-        raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
+        raise TaskError(f"--task {name}: cannot be imported ({describe_fault(error)}); fix the file") from error
     raise TaskError(f"task '{name}': unknown task; {suggest_name(name, builtin_tasks())}")
 
 

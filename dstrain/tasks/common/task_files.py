@@ -94,7 +94,9 @@ class _TaskFolder:
                 usual = importlib.util.find_spec(name)
             except (ImportError, ValueError):
                 usual = None
-            is_other = usual is None or usual.origin is None or Path(usual.origin).resolve() != file
+            is_other = (
+                usual is None or usual.origin is None or Path(usual.origin).resolve() != (file and file.resolve())
+            )
             self._known[name] = is_other if file else usual is None and (self.path / name).is_dir()
         return self._known[name]
 
@@ -147,17 +149,26 @@ def find_task_files(task: type[Task]) -> dict[str, Path]:
     """Return the files of a user's task by their names in a copy: the task file, and what it imports from its folder.
 
     Found by reading the import statements, also those inside functions: it does not depend on what has run. Empty for
-    a task that comes with dstrain.
+    a task that comes with dstrain. Raises TaskError for a name that a copy cannot have.
     """
     first = _find_file(task)
     if first is None:
         return {}
     found, pending = {TASK_FILE: first}, [first]
     while pending:
-        for file in _iter_imported_files(pending.pop(), first.parent):
-            if file not in found.values():
-                found[file.relative_to(first.parent).as_posix()] = file
-                pending.append(file)
+        importing = pending.pop()
+        for file in _iter_imported_files(importing, first.parent):
+            name = file.relative_to(first.parent).as_posix()
+            if found.get(name) == file:
+                continue
+            if file == first:  # a copy of it has another name
+                problem = f"{importing.name} imports this file, which imports {importing.name}"
+                raise TaskError(f"--task {first}: {problem}; move what both need into a third file")
+            if name.partition("/")[0] in _RESERVED_NAMES:
+                problem = f"imports {name} beside it, and a run folder, which gets a copy, uses that name"
+                raise TaskError(f"--task {first}: {problem}; rename it")
+            found[name] = file
+            pending.append(file)
     return found
 
 
@@ -170,23 +181,14 @@ def digest_task_files(task: type[Task]) -> str | None:
 
 
 def copy_task_files(task: Task, folder: Path) -> None:
-    """Copy the files of a user's task into a folder, to load the folder later. Raises TaskError."""
-    files = find_task_files(type(task))
-    for name in files:
-        if name != TASK_FILE and name.partition("/")[0].removesuffix(".py") in map(_without_suffix, _RESERVED_NAMES):
-            problem = f"a module beside it is called {name}, which a run folder uses"
-            raise TaskError(f"--task {files[TASK_FILE]}: {problem}; rename it")
-    for name, source in reversed(files.items()):
+    """Copy the files of a user's task into a folder, to load the folder later."""
+    for name, source in reversed(find_task_files(type(task)).items()):
         copy = folder / name
         if source == copy.resolve():
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
         remove_stale_partials(copy)
         atomic_write(copy, source.read_bytes())
-
-
-def _without_suffix(name: str) -> str:
-    return name.removesuffix(".py")
 
 
 def _iter_imported_files(file: Path, root: Path) -> Iterator[Path]:

@@ -60,7 +60,9 @@ def encoders() -> dict[str, Encode]:
 
     return {
         "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
-        "conversations": RecordEncode(read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)),
+        "conversations": RecordEncode(
+            read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
+        ),
         "labelled": SequentialEncode(read_unpaired, kto),
     }
 

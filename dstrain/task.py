@@ -1,0 +1,79 @@
+"""All that a task file imports, in one place: `from dstrain.task import Batch, Loss, RecordTask`.
+
+A task is one frozen dataclass in one file (docs/tasks.md, "A task of your own"). Modules inside dstrain may move; these
+names stay. Importing them imports no torch.
+
+    RecordTask, Task            base classes: on the records of data.train, and on samples of any other origin
+    Batch, Loss                 what `collate` and `loss` return
+    BadRecord                   raised by `encode_record` for a record that cannot be used
+    pad, attention_mask         sequences of different lengths as rows of a tensor
+    Checks, Export              what a task may check before a run, and write into an export
+    LossInputs, Reference, Scorer    outputs of frozen models, and sums over a whole step, which a loss reads
+    GenerationMetrics           metrics of generated answers, of a task that derives from a packaged one on text
+    resolve_image, read_image   the file or the bytes that a record names, and their image (Pillow)
+    open_source, ConcatSource, prepare, policy_of, ExampleSettings, TokenColumns, TokenStore
+                                records of files, and the cache of their examples, as RecordTask uses them
+    RunConfig, Dataset, Split   the recipe; what `examples` returns, and its argument
+    file_digest, tokenizer_fingerprint    digests of what an encoder reads, for `encode_key`
+    DataError, RecipeError, TaskError     errors that end a command with one sentence and exit code 2
+"""
+
+from dstrain.batch import Batch
+from dstrain.cache_dir import file_digest
+from dstrain.config.schema import RunConfig
+from dstrain.data.cache.build import ExampleSettings, prepare
+from dstrain.data.cache.token_store import TokenColumns, TokenStore
+from dstrain.data.dataset import Dataset
+from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import ConcatSource
+from dstrain.data.sources.open import open_source
+from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.errors import DataError, RecipeError, TaskError
+from dstrain.tasks.common.record_task import RecordTask
+from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.task import (
+    Checks,
+    Export,
+    GenerationMetrics,
+    Loss,
+    LossInputs,
+    Reference,
+    Scorer,
+    Split,
+    Task,
+)
+
+__all__ = [
+    "BadRecord",
+    "Batch",
+    "Checks",
+    "ConcatSource",
+    "DataError",
+    "Dataset",
+    "ExampleSettings",
+    "Export",
+    "GenerationMetrics",
+    "Loss",
+    "LossInputs",
+    "RecipeError",
+    "RecordTask",
+    "Reference",
+    "RunConfig",
+    "Scorer",
+    "Split",
+    "Task",
+    "TaskError",
+    "TokenColumns",
+    "TokenStore",
+    "attention_mask",
+    "file_digest",
+    "open_source",
+    "pad",
+    "policy_of",
+    "prepare",
+    "read_image",
+    "resolve_image",
+    "tokenizer_fingerprint",
+]

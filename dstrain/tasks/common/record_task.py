@@ -147,7 +147,9 @@ class RecordTask(Task):
 
         column = self.recipe.data.eval_group
         get_group = self.split_group if column is None else self._get_group_column
-        return ExampleSettings(tokens=self._tokens, get_group=get_group, group_key={"column": column} if column else "task")
+        return ExampleSettings(
+            tokens=self._tokens, get_group=get_group, group_key={"column": column} if column else "task"
+        )
 
     @property
     def _tokens(self) -> TokenColumns:

@@ -132,6 +132,7 @@ def _find_unread_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
     data, defaults = recipe.data, DataConfig()
     is_set = {name: getattr(data, name) != getattr(defaults, name) for name in DATA_KEYS if name != "weight"}
     is_set["weight"] = any(item.weight != 1.0 for item in data.train)
+    is_set["columns"] |= any(item.columns for item in (*data.train, *([data.eval] if data.eval else [])))
     for name in DATA_KEYS:
         if is_set[name] and name not in task.data_keys:
             key = "data.train[].weight" if name == "weight" else f"data.{name}"

@@ -218,7 +218,7 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
     from dstrain.commands.data import check_file, show_validation
 
     report, truncations = check_file(file, task, overrides)
-    lines, total = show_validation(report, every or not is_terminal())
+    lines, total = show_validation(report, every, is_terminal())
     if lines:
         click.echo(lines)
     click.echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))

@@ -10,7 +10,7 @@ from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_ba
 from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.columns import describe_columns
+from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
@@ -40,6 +40,9 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores())
     told = _describe_documents(source) if isinstance(source, DocumentSource) else []
+    told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_images else []
+    if not getattr(made, "has_language_model", True):
+        return found, "\n".join(told)
     if config.model.path is None:
         return found, "\n".join([*told, NO_TOKENIZER_HINT])
     skipping = make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config)
@@ -63,11 +66,16 @@ def _describe_truncation(source: Source, task: TextTask, validation: ValidationR
     return describe_cuts({"kept": report.kept, "cuts": report.cuts})
 
 
-def show_validation(validation: ValidationReport, show_all: bool = False) -> tuple[str, str]:
-    """Return (a line per bad record and note, their counts), by default the first ten of each reason."""
-    each = None if show_all else MAX_ROWS_PER_REASON
+def show_validation(validation: ValidationReport, show_all: bool = False, is_terminal: bool = True) -> tuple[str, str]:
+    """Return (a line per bad record and note, their counts).
+
+    A terminal gets the first ten of each reason, a file or a pipe every bad record and the first ten notes of each
+    reason, unless `show_all`.
+    """
+    each = None if show_all or not is_terminal else MAX_ROWS_PER_REASON
     notes = [BadRow(row.location, f"note: {row.reason}") for row in validation.warnings]
-    lines = [*format_bad_rows(validation.bad, each, None), *format_bad_rows(notes, each, None)]
+    lines = format_bad_rows(validation.bad, each, None)
+    lines += format_bad_rows(notes, None if show_all else MAX_ROWS_PER_REASON, None)
     if len(lines) < len(validation.bad) + len(notes):
         lines.append("`--all` lists every one")
     told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""

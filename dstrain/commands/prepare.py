@@ -13,6 +13,7 @@ from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
 from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.formats.columns import describe_columns
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
@@ -112,6 +113,7 @@ def show_prepared(summary: Mapping[str, Any]) -> str:
         lines.append(f"{name}: {split['samples']} samples{size}")
         if "images" in split:
             lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
+        lines += [f"  {line}" for line in describe_columns(split.get("columns", {}))]
         lines += [f"  {told}" for told in (describe_cuts(split), describe_order(name, split)) if told]
         lines += [f"  {note}" for note in split.get("notes", ())]
         if split.get("skipped"):

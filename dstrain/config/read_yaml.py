@@ -76,6 +76,8 @@ _YAML_ERRORS = {
     "found undefined tag handle": "a tag (`!name`), which is not accepted; write the plain value",
 }
 """Part of PyYAML's message -> our message."""
+_REFUSED_TAGS = ("binary", "set", "omap", "pairs")
+"""Tags of YAML 1.1 whose values are no numbers, texts, lists or mappings."""
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
@@ -96,6 +98,10 @@ def _find_number_problem(node: yaml.Node) -> tuple[str, str] | None:
 
 def _record_locations(node: yaml.Node | None, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
     """Record the line of every key below the node; yield a fault for each key written twice."""
+    if node is not None and node.tag.rpartition(":")[2] in _REFUSED_TAGS:
+        raise RecipeError(
+            f"{_node_location(node, source)}: a tag (`!!name`), which is not accepted; write the plain value"
+        )
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             child = (*key, str(name.value))

@@ -133,6 +133,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a thousand brackets": (recipe("task: rm\noptions: " + "[" * 3000 + "]" * 3000), ["bad.yaml", "nested too deeply"]),
     "a date that is none": (recipe("task: rm\nseed: 2020-13-45\n"), ["bad.yaml", "month must be in", "quote it"]),
     "two documents": (recipe("task: rm\n---\ntask: rm\n"), ["bad.yaml:2: a second YAML document begins", "remove the `---`"]),
+    "bytes in YAML": (recipe("task: rm\noptions:\n  a: !!binary gIGC\n"), ["bad.yaml:3: a tag (`!!name`), which is not accepted", "write the plain value"]),
     "Python in YAML": (recipe("task: !!python/object:os.system x\n"), ["bad.yaml:1: a tag (`!name`), which is not accepted", "write the plain value"]),
     "a deep key misspelt in a file": (recipe("task: rm\noptim:\n  groups:\n    head: {lrr: 1}\n"), ["bad.yaml:4 optim.groups.head.lrr", "did you mean 'lr'?"]),
     "a key misspelt in a list": (recipe("task: rm\ndata:\n  train:\n    - {path: x, wieght: 2}\n"), ["bad.yaml:4 data.train.0.wieght", "did you mean 'weight'?"]),

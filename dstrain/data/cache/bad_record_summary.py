@@ -11,8 +11,8 @@ MAX_ROWS_PER_REASON = 10
 """Records listed for each reason."""
 MAX_REASONS = 10
 """Reasons listed in an error message."""
-_VARIABLE_WORD = re.compile(r"\S*[\d/\\.]\S*")
-"""Words that differ from record to record: numbers, keys, paths."""
+_VARIABLE_WORD = re.compile(r"\('.*?'\)|\S*[\d/\\.]\S*")
+"""What differs from record to record: values in brackets, numbers, keys, paths."""
 
 
 def group_by_reason(rows: Sequence[BadRow]) -> dict[str, list[BadRow]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.formats.columns import ColumnReport, add_record, parse_record
@@ -20,17 +20,21 @@ from dstrain.data.sources.open import open_source
 from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.image_io import (
     UPRIGHT_TRANSPOSE,
+    count_bits,
     count_frames,
     decode_frame,
     read_content,
     read_image,
     resolve_image,
+    scale_to_8_bits,
 )
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 TEXT_ONLY_NOTE = "the record is used as text alone"
+MIN_CONTRAST = 8
+"""Grey levels of 255 below which an image of more than 8 bits is shown as black or grey, which its owner may not know."""
 MAX_PENDING_IMAGES = 256
 """Images that wait to be checked."""
 _ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
@@ -140,7 +144,12 @@ def describe_conversions(source: Path | bytes) -> list[str]:
     if image.mode == "CMYK":
         found.append("CMYK: it is converted to RGB")
     if image.mode.startswith("I") or (image.format == "PNG" and content[24:25] == b"\x10"):
-        found.append("16 bits per channel: it is scaled to 8")
+        bits = count_bits(image) if image.mode.startswith("I") else 16
+        found.append(f"{bits} bits per channel: it is scaled to 8")
+        if image.mode.startswith("I"):
+            low, high = cast("tuple[int, int]", scale_to_8_bits(image, bits).getextrema())
+            if high - low < MIN_CONTRAST:
+                found.append(f"almost no contrast: its grey values are {low} to {high} of 255 after scaling")
     if image.has_transparency_data and _has_alpha(image):
         found.append("partly transparent: the background becomes white")
     if (frames := count_frames(content, name)) > 1:

@@ -199,7 +199,7 @@ class ColumnReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, for a cache or an event."""
-        counts = {"images": self.images, "records_without_image": self.without_image} if self.images else {}
+        counts = {"images": self.images, "records_without_image": self.without_image}
         return {"records": self.records, **counts, "used": dict(self.used), "unused": dict(self.unused)}
 
 
@@ -217,6 +217,14 @@ def describe_columns(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
             parts.append(f"not used: {_list_columns(report['unused'], records)}")
         lines.append(f"{file}: {'; '.join(parts)}")
     return lines
+
+
+NO_IMAGE = "no record of it has an image; is a column named otherwise? The task then learns from text alone"
+
+
+def warn_without_images(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a warning for each file without any image, for a task whose records are expected to have them."""
+    return [f"{file}: {NO_IMAGE}" for file, report in reports.items() if report["records"] and not report["images"]]
 
 
 def _list_columns(counts: Mapping[str, int], records: int) -> str:

@@ -118,7 +118,11 @@ def read_row(names: list[str | None], row: list[str]) -> dict[str, Any]:
         elif _is_number(cell):
             values.append(float(cell))
         else:
-            raise ValueError(f"'{cell.strip()[:20]}' in column '{name}' is not a number; correct it, or leave it empty")
+            texts = "label, caption, prompt and id"
+            raise ValueError(
+                f"column '{name}' has text ('{cell.strip()[:20]}'), not a number; correct it, leave it empty, or, since the "
+                f"columns of texts are {texts}, rename it with data.columns {{{name}: caption}}"
+            )
     while values and values[-1] != values[-1]:  # NaN
         values.pop()
     return {"series": values, **record}

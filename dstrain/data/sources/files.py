@@ -83,25 +83,27 @@ class DuplicateKeyDict(dict[str, Any]):
     duplicate_key: str
 
 
+_parsed = threading.local()
+"""`has_duplicates`: whether the JSON that this thread parsed last has an object with a duplicate key."""
+
+
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json builds inner objects first, so a mark inside of nested objects reaches the record.
     plain = dict(pairs)
-    inner = next((value for value in plain.values() if isinstance(value, DuplicateKeyDict)), None)
-    if len(plain) == len(pairs) and inner is None:
+    if len(plain) == len(pairs):
         return plain
-    found = DuplicateKeyDict(plain)
-    names = [name for name, _ in pairs]
-    found.duplicate_key = next(
-        (name for name in names if names.count(name) > 1), inner.duplicate_key if inner is not None else ""
-    )
+    _parsed.has_duplicates = True
+    found, names = DuplicateKeyDict(plain), [name for name, _ in pairs]
+    found.duplicate_key = next(name for name in names if names.count(name) > 1)
     return found
 
 
-parse_json = json.JSONDecoder(object_pairs_hook=_build_object).decode
-"""parse_json(text) -> JSON value.
+_decoder = json.JSONDecoder(object_pairs_hook=_build_object)
 
-Objects are DuplicateKeyDicts if they, or objects nested in them, have a duplicate key.
-"""
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text; its objects with a duplicate key are `DuplicateKeyDict`s."""
+    _parsed.has_duplicates = False
+    return _decoder.decode(text)
 
 
 def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
@@ -123,13 +125,14 @@ def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
     return value
 
 
-def _find_duplicate_key(value: dict[str, Any]) -> str:
-    """Return a duplicate key of the record or of an object in one of its lists; empty if there is none."""
+def _find_duplicate_key(value: Any) -> str:
+    """Return a duplicate key of the value, at any depth; empty if there is none."""
+    if not _parsed.has_duplicates:
+        return ""
     if isinstance(value, DuplicateKeyDict):
         return value.duplicate_key
-    # parse_json marks nested objects but does not look into lists, such as a list of messages.
-    inside = (item for inner in value.values() if isinstance(inner, list) for item in inner)
-    return next((item.duplicate_key for item in inside if isinstance(item, DuplicateKeyDict)), "")
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_find_duplicate_key, inside)), "")
 
 
 class JsonLinesSource(BaseSource):

@@ -22,6 +22,12 @@ from dstrain.old_paths import moved_names
 READER_VERSION = 3
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
+_CONVERSIONS = {
+    ".csv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.csv').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".tsv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.tsv', sep='\\t').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".txt": '; write each document as one line of a .jsonl file: {"text": …}',
+}
+"""File extension -> how to make a data file of it, for the error message."""
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
 SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
 """File extension -> source class, of tasks on time series."""
@@ -78,8 +84,10 @@ def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Sourc
         return FolderSource(path, columns)
     kind = source_types.get(file_extension(path.name))
     if kind is None:
+        ending = file_extension(path.name)
+        fix = _CONVERSIONS.get(ending.removesuffix(".gz"), "")
         raise DataError(
-            f"{display_path(path)} ends in '{file_extension(path.name)}'; data files end in {_format_extensions(source_types)}"
+            f"{display_path(path)} ends in '{ending}'; data files end in {_format_extensions(source_types)}{fix}"
         )
     if not path.stat().st_size:
         raise DataError(f"{display_path(path)} is empty; check the path or regenerate the file")

@@ -101,7 +101,7 @@ def read_header_line(line: str, header: TsHeader) -> None:
     name = key.lower()
     if name not in _HEADER_KEYS:
         raise ValueError(f"@{key} is not a key of the .ts format; remove the line")
-    if name in header.keys:
+    if name in header.keys and name != "problemname":  # files of the archive name their problem twice
         raise ValueError(f"@{key} is written twice; keep one of the lines")
     header.keys.add(name)
     if name == "timestamps" and _read_bool(key, words):

@@ -36,6 +36,9 @@ UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> the Pillow Transpose that reverses it."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _PNG_SIGNATURE = b"\x89PNG"
+_UNSUPPORTED = re.compile(r"unsupported|not supported|too large|bitfields|cannot handle|not available", re.I)
+"""Words of Pillow's errors for whole files of a form that it cannot decode."""
+_TIFF_BITS_PER_SAMPLE_TAG = 258
 TESTED_PILLOW = ("10", "14")
 """First version of Pillow tested, and the first one not tested."""
 _switch_lock, _num_readers, _value_before = threading.Lock(), 0, False
@@ -84,7 +87,7 @@ def decode_image(content: bytes, name: str, frame: int = 0) -> Image:
         problem = f"{name} has pixels of Pillow's mode {image.mode}, in which the value of white is unknown"
         raise BadRecord(f"{problem}; save it with 8 or 16 bits per channel")
     with _raise_as_bad_record(name):
-        return _to_rgb(_apply_exif_rotation(image))
+        return _to_rgb(_apply_exif_rotation(image), count_bits(image))
 
 
 def resolve_image(value: Any, folder: Path) -> Path | bytes:
@@ -239,7 +242,10 @@ def _raise_as_bad_record(name: str) -> Iterator[None]:
 
 
 def _bad_image_error(name: str, fault: Exception) -> BadRecord:
-    return BadRecord(f"{name} is damaged or truncated ({str(fault) or type(fault).__name__}); download it again")
+    reason = str(fault) or type(fault).__name__
+    if _UNSUPPORTED.search(reason):
+        return BadRecord(f"{name} is of a variant that Pillow does not read ({reason}); save it as PNG")
+    return BadRecord(f"{name} is damaged or truncated ({reason}); download it again")
 
 
 def _get_exif_rotation(image: Image) -> int:
@@ -262,11 +268,18 @@ def _has_unknown_range(image: Image) -> bool:
     return image.mode in ("F", "LAB") or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
-def _to_rgb(image: Image) -> Image:
+def count_bits(image: Image) -> int:
+    """Return the bits of a grey value: Pillow keeps the values of a TIFF file of 12 bits in 16, up to 4095."""
+    bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS_PER_SAMPLE_TAG, (16,)) if image.format == "TIFF" else (16,)
+    return min(int(bits[0]), 16) if image.mode.startswith("I") else 8
+
+
+def _to_rgb(image: Image, bits: int = 16) -> Image:
+    """Return the image as RGB; `bits`: those of the grey values of a mode with more than 8."""
     from PIL import Image
 
     if image.mode.startswith("I"):
-        image = _scale_to_8_bits(image)
+        image = scale_to_8_bits(image, bits)
     elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         # Most images are shown on white; convert("RGB") alone would show the hidden colour.
@@ -276,13 +289,13 @@ def _to_rgb(image: Image) -> Image:
     return made
 
 
-def _scale_to_8_bits(image: Image) -> Image:
-    """Return grey values of 0..65535 as 0..255; convert("L") would clip them at 255."""
+def scale_to_8_bits(image: Image, bits: int = 16) -> Image:
+    """Return grey values of 0 to 2^bits - 1 as 0 to 255; convert("L") would clip them at 255."""
     import numpy as np
     from PIL import Image
 
-    values = np.asarray(image).astype(np.uint32)
-    grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
+    values, most = np.asarray(image).astype(np.uint32), (1 << bits) - 1
+    grey = ((np.minimum(values, most) * 255 + most // 2) // most).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
         grey[values == transparent] = 255
     return Image.fromarray(grey)

@@ -20,6 +20,7 @@ from dstrain.report.page.sections import (
     key_figures,
     render_cards,
     render_checkpoints,
+    render_data,
     render_diff,
     render_events,
     render_files,
@@ -138,8 +139,9 @@ def _render_summary(runs: Sequence[RunReport], names: Sequence[str]) -> str:
 
 def _render_details(run: RunReport, name: str, is_multi_run: bool) -> str:
     history = run.summary.history
+    data = render_data(history)
     parts = (
-        f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
+        (f"<h2>Data</h2>{data}" if data else "") + f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
         f"<h2>Events</h2>{render_events(history)}<h2>Configuration</h2>{render_files(history)}"
     )
     if not is_multi_run:

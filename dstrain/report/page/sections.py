@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -190,6 +191,22 @@ def _describe_field(value: Any) -> str:
     if isinstance(value, Mapping):
         return "(" + ", ".join(f"{key} {describe_value(item)}" for key, item in value.items()) + ")"
     return describe_value(value)
+
+
+def render_data(history: RunHistory) -> str:
+    """Return the table of the files of each split, with their images and columns, as the last start found them."""
+    last = {event.get("split"): event for event in history.events if event["event"] == "data"}
+    rows: list[list[tuple[str, object]]] = []
+    for split, event in last.items():
+        with contextlib.suppress(TypeError, KeyError, AttributeError):  # a damaged row has no such fields
+            rows += [
+                [("fixed", split), ("text", file), ("number", one["records"]), ("number", one["images"]),
+                 ("text", ", ".join(one["used"])), ("text", ", ".join(one["unused"]))]
+                for file, one in event["columns"].items()
+            ]  # fmt: skip
+    return (
+        render_table(("split", "file", "records", "images", "columns read", "columns not used"), rows) if rows else ""
+    )
 
 
 def render_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> str:

@@ -230,6 +230,9 @@ class Task(ABC):
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The DATA_KEYS that `examples` applies. A recipe that sets another is refused."""
 
+    needs_images: ClassVar[bool] = False
+    """True where records are expected to have images: a file without any gets a warning."""
+
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe that the task was made for; not an option."""
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
 from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.columns import describe_columns
+from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.report.console import ConsoleSink, format_row
@@ -91,6 +91,9 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         run_log.log_event("notice", what=line)
         if world.rank == 0:
             print(line, flush=True)
+    if plan.task.needs_images:
+        found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
+        report_warnings(warn_without_images(found), run_log, world)
     warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
     report_warnings((*plan.task.checks.warnings(), *warnings), run_log, world)
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):

@@ -49,7 +49,15 @@ def test_lines_that_are_no_record_are_named_and_not_counted(write_lines):
         assert word in row.reason
 
 
-@pytest.mark.parametrize("twice", ['{"a": 1, "b": 2, "a": 3}', '{"m": [{"a": 1, "a": 1}]}', '{"m": {"a": 1, "a": 1}}'])
+@pytest.mark.parametrize(
+    "twice",
+    [
+        '{"a": 1, "b": 2, "a": 3}',
+        '{"m": [{"a": 1, "a": 1}]}',
+        '{"m": {"a": 1, "a": 1}}',
+        '{"m": [{"t": [{"a": 1, "a": 1}]}]}',
+    ],
+)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_a_record_with_a_key_twice_is_bad(twice, name, tmp_path):
     good = '{"a": 1, "b": {"a": 2}, "m": [{"a": 1}, {"a": 1}]}'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.data.cache.bad_record_summary import group_by_reason
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.errors import DataError
@@ -99,7 +100,11 @@ def test_columns_of_a_csv_file_can_be_renamed(tmp_path: Path) -> None:
 def test_bad_rows_of_a_csv_file_have_their_line(tmp_path: Path) -> None:
     source = read(tmp_path, "x.csv", "t0,t1,label\n1,x,up\n1,2\n1,2,up\n")
     assert reasons(source) == [
-        ("x.csv:2", "'x' in column 't1' is not a number; correct it, or leave it empty"),
+        (
+            "x.csv:2",
+            "column 't1' has text ('x'), not a number; correct it, leave it empty, or, since the columns of texts are "
+            "label, caption, prompt and id, rename it with data.columns {t1: caption}",
+        ),
         ("x.csv:3", "has 2 cells, and the header has 3 columns; correct one of them"),
     ]
 
@@ -118,6 +123,39 @@ def test_bad_rows_of_a_csv_file_have_their_line(tmp_path: Path) -> None:
 def test_a_csv_file_without_a_usable_header_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, "x.csv", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",value\n0,269\n1,321\n",  # aeon's Lynx.csv
+        "timestamp,value,is_anomaly\n" + "".join(f"{row},{row % 3},0\n" for row in range(20)),
+        "Date,x\n1,2\n3,4\n",
+        "a,b\n" + "".join(f"{row},{row % 3}\n" for row in range(9)),
+    ],
+)
+def test_a_table_whose_rows_are_time_steps_is_refused(text: str, tmp_path: Path) -> None:
+    """formats.md B1: 114 years became 114 series of two values."""
+    with pytest.raises(DataError, match=r"counts time, so each row is a time step, and a row must be a series"):
+        read(tmp_path, "x.csv", text)
+
+
+def test_a_column_that_counts_rows_can_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("index,t0,t1\n" + "".join(f"{row},{row % 3},{row % 5}\n" for row in range(9)))
+    source = open_source(tmp_path / "x.csv", {"index": None}, SERIES_SOURCE_TYPES)
+    assert source[4] == {"series": [1, 4]}
+
+
+def test_texts_in_a_column_of_values_are_one_kind_of_fault(tmp_path: Path) -> None:
+    source = read(
+        tmp_path, "x.csv", "t0,text\n" + "".join(f"{row % 2},it rises in {row} and falls\n" for row in range(30))
+    )
+    assert len(group_by_reason(source.bad_rows)) == 1
+
+
+def test_a_problem_name_may_be_written_twice(tmp_path: Path) -> None:
+    text = "@problemName A\n@problemName B\n@univariate true\n@classLabel false\n@data\n1,2\n"
+    assert read(tmp_path, "x.ts", text)[0] == {"series": [[1, 2]]}
 
 
 def test_a_label_column_in_capitals_is_no_value_of_the_series(tmp_path: Path) -> None:

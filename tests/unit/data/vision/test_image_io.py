@@ -197,6 +197,46 @@ def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
     assert describe_conversions(path) == ["16 bits per channel: it is scaled to 8"]
 
 
+def tiff_of_12_bits(values: list[int]) -> bytes:
+    """A TIFF file of one row of grey values with 12 bits each, which Pillow reads but does not write."""
+    row = int("".join(f"{value:012b}" for value in values * 2), 2).to_bytes(3 * len(values), "big")
+    data, width = row * 2, 2 * len(values)
+    entries = [
+        (256, 3, width),
+        (257, 3, 2),
+        (258, 3, 12),
+        (259, 3, 1),
+        (262, 3, 1),
+        (273, 4, 8),
+        (277, 3, 1),
+        (278, 3, 2),
+    ]
+    entries.append((279, 4, len(data)))
+    fields = b"".join(
+        struct.pack("<HHI", tag, kind, 1) + (struct.pack("<HH", value, 0) if kind == 3 else struct.pack("<I", value))
+        for tag, kind, value in entries
+    )
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(entries)) + fields + bytes(4)
+
+
+def test_twelve_bits_of_grey_are_scaled_from_4095():
+    """formats.md B7: white was 16 of 255."""
+    content = tiff_of_12_bits([0, 1365, 2730, 4095])
+    assert np.asarray(decode_image(content, "a.tif"))[0, :4, 0].tolist() == [0, 85, 170, 255]
+    assert describe_conversions(content) == ["12 bits per channel: it is scaled to 8"]
+
+
+def test_an_image_that_becomes_black_is_noted(tmp_path):
+    path = save(tmp_path / "a.png", Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8)))
+    assert describe_conversions(path)[1] == "almost no contrast: its grey values are 0 to 0 of 255 after scaling"
+
+
+def test_a_variant_that_pillow_lacks_is_not_called_damaged(tmp_path):
+    content = b"BM" + struct.pack("<IHHI", 100, 0, 0, 54) + struct.pack("<I", 99) + bytes(96)
+    with pytest.raises(BadRecord, match=r"of a variant that Pillow does not read \(Unsupported BMP .*; save it as PNG"):
+        decode_image(content, "a.bmp")
+
+
 @pytest.mark.parametrize("number", ["F", "I"])
 def test_numbers_of_which_none_is_known_to_be_white_are_refused(tmp_path, number):
     path = save(tmp_path / "depth.tiff", Image.new(number, (8, 8), 3))

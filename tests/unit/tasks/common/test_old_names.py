@@ -167,11 +167,11 @@ def test_a_tokenizer_of_its_own_may_start_from_the_recipes(load: Callable[..., T
     assert task.model_source.tokenizer is task.tokenizer  # type: ignore[attr-defined]
 
 
-def test_a_task_has_eleven_members() -> None:
+def test_a_task_has_twelve_members() -> None:
     (body,) = (node.body for node in ast.parse(inspect.getsource(Task)).body if isinstance(node, ast.ClassDef))
     own = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     own += [ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)]
     assert sorted(own) == sorted([
         "recipe", "metric_names", "learning_rate", "data_keys", "examples", "collate", "build_model", "loss",
-        "loss_inputs", "checks", "export",
+        "loss_inputs", "checks", "export", "needs_images",
     ])  # fmt: skip

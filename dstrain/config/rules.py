@@ -55,12 +55,6 @@ def check_dtype(config: RunConfig, precision: str) -> Iterator[Violation]:
 
 
 def _check_data(config: RunConfig) -> Iterator[Violation]:
-    if config.data.eval_group and not config.data.eval_fraction:
-        yield (
-            ("data", "eval_group"),
-            "has no effect without data.eval_fraction",
-            "set data.eval_fraction, or leave it out",
-        )
     data = config.data
     if data.eval and data.eval_fraction:
         yield ("data", "eval_fraction"), "data.eval and data.eval_fraction are both set", "remove one"

@@ -159,10 +159,11 @@ class RecordTask(Task):
 
     def _get_group_column(self, record: Mapping[str, Any]) -> Any:
         column = str(self.recipe.data.eval_group)
-        if column not in record:
-            problem = f"is '{column}', and a record has the columns {', '.join(record)} only"
+        known = {**getattr(record, "columns", {}), **record}  # a page of a document has columns of its own
+        if column not in known:
+            problem = f"is '{column}', and a record has the columns {', '.join(known)} only"
             raise DataError(Fault("data.eval_group", problem, "name a column that every record has"))
-        return record[column]
+        return known[column]
 
     def _encode_rows(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
         return [try_parse(self._encode_to_list, record) for _, record in rows]

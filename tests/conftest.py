@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.workers import ROOT, Workers
 
@@ -20,8 +20,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take th
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
-settings.register_profile("house", derandomize=True, deadline=None)
-settings.load_profile("house")
+if importlib.util.find_spec("hypothesis"):  # of the extra `dev`: most tests do without
+    from hypothesis import settings
+
+    settings.register_profile("house", derandomize=True, deadline=None)
+    settings.load_profile("house")
 
 
 ORDER = ("unit", "docs", "parity", "resume", "faults", "launching", "hosts", "benchmarks", "contract")

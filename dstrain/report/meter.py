@@ -68,7 +68,8 @@ class Meter:
         if sums.steps and seconds > 0:
             # The mean over the ranks, which took about the same time.
             seconds = seconds / self._world.size
-            row["tokens_per_second"] = tokens / seconds
+            if tokens:  # a task may have none
+                row["tokens_per_second"] = tokens / seconds
             row["samples_per_second"] = samples / seconds
             row["step_seconds"] = seconds / sums.steps
         if sums.steps and data_wait_seconds is not None:

@@ -98,6 +98,16 @@ def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
         assert row["data_wait_seconds"] == pytest.approx(0.3 / 4)
 
 
+def test_a_task_without_tokens_has_no_rate_of_tokens() -> None:
+    clock = Clock()
+    meter = Meter(SingleProcessWorld(), clock)
+    meter.add(step(1.0, 1.0, samples=3, tokens=0))
+    clock.now += 0.5
+    row = meter.drain()
+    assert "tokens_per_second" not in row
+    assert row["samples_per_second"] == pytest.approx(6.0)
+
+
 def test_the_last_gradient_norm_and_the_skipped_steps_are_told() -> None:
     meter = Meter(SingleProcessWorld())
     for norm, applied in [(1.0, True), (float("inf"), False), (3.0, True)]:

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from traceback import FrameSummary
@@ -266,6 +266,8 @@ def find_user_frame(error: BaseException) -> FrameSummary | None:
     import sysconfig
     import traceback  # not at the top: --help answers at once
 
+    if (kept := getattr(error, "user_frame", None)) is not None:
+        return cast("FrameSummary", kept)
     package = os.path.dirname(os.path.realpath(__file__))
     libraries = {os.path.realpath(path) for path in sysconfig.get_paths().values()} | {package}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

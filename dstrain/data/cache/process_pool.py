@@ -23,7 +23,7 @@ import numpy as np
 from dstrain.data.cache.token_store import check_columns, read_column
 from dstrain.data.formats.columns import ColumnReport
 from dstrain.data.records import Example
-from dstrain.errors import DstrainError, RunError
+from dstrain.errors import DstrainError, RunError, find_user_frame
 
 MIN_PARALLEL_RECORDS = 4000
 """Number of records below which one process is as fast as several."""
@@ -156,6 +156,7 @@ def _worker_main(
     except Exception as fault:
         if not isinstance(fault, DstrainError):
             fault.add_note(traceback.format_exc())
+            fault.user_frame = find_user_frame(fault)  # type: ignore[attr-defined]  # the traceback stays here
         waiting.put(fault)
     waiting.put(None)
     sender.join()

@@ -253,7 +253,8 @@ def make_batch(
         if not isinstance(batch, Batch):
             raise TypeError(f"collate returned {type(batch).__name__}, not a Batch")
     except Exception as fault:
-        names = [example["sample"] for example in chosen if isinstance(example, Mapping) and "sample" in example]
+        # The index of its record, where the example is of a token store.
+        names = [e["sample"] for e in chosen if isinstance(e, Mapping) and type(e.get("sample")) is int]
         samples = ", ".join(str(name) for name in names or ids or [filler_id])
         fix = "; fix or remove them" if isinstance(fault, BadRecord | OSError) else ""
         raise RunError(f"samples {samples} could not be made into a batch: {describe_fault(fault)}{fix}") from fault

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dstrain.data.dataset import Dataset
 
 
+_TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template"}
+"""Keys of `model` that an encoder may read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordTask(Task):
     """A task on the records of `data.train` and `data.eval`, to which every key of `data` applies.
@@ -45,17 +49,18 @@ class RecordTask(Task):
     def encode_key(self) -> dict[str, Any]:
         """Return what `encode_record` depends on, as values of JSON: its examples are computed again where this changes.
 
-        By default the options, `model`, the limits of `data`, and the content of `self.tokenizer`, if the task has one.
+        By default the options, what `model` says of model and tokenizer, the limits of `data`, and the content of
+        `self.tokenizer`, where the task has one of transformers.
         The code of the task is always part of the key. Add the digest of any other file that it reads.
         """
         recipe = self.recipe
         names = {field.name for field in fields(Task)}
         found: dict[str, Any] = {
             "options": {field.name: getattr(self, field.name) for field in fields(self) if field.name not in names},
-            "model": recipe.model.model_dump(mode="json"),
+            "model": recipe.model.model_dump(mode="json", include=_TOKENIZER_KEYS),
             "limits": [recipe.data.max_length, recipe.data.max_prompt_length],
         }
-        if (tokenizer := getattr(self, "tokenizer", None)) is not None:
+        if hasattr(tokenizer := getattr(self, "tokenizer", None), "special_tokens_map"):
             from dstrain.data.fingerprint import tokenizer_fingerprint
 
             found["tokenizer"] = tokenizer_fingerprint(tokenizer)

@@ -292,4 +292,11 @@ def load_split(task: Task, split: Split) -> Dataset | None:
 def load_dataset(task: Task, split: Split) -> Dataset | None:
     """Return the task's examples of a split as a `Dataset`, None where there are none."""
     examples = task.examples(split)
-    return None if examples is None else as_dataset(examples)
+    if examples is None:
+        return None
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        kind = type(examples).__name__
+        raise TaskError(
+            f"task {task.recipe.task}: examples('{split}') returned a {kind}; return a list or another sequence"
+        )
+    return as_dataset(examples)

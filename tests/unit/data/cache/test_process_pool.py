@@ -26,7 +26,7 @@ from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError, RunError, TaskError
+from dstrain.errors import DataError, RunError, TaskError, describe_unexpected
 from dstrain.launch.worker import set_parent_death_signal
 from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message
@@ -233,6 +233,18 @@ def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp
     one, three = ({f.name: f.read_bytes() for f in store.folder.glob("*.npy")} for store in stores)
     assert one == three
     assert ("sample.group.npy" in one) == (group is not None)
+
+
+def test_an_error_of_the_encoder_names_its_line_from_another_process_too(tmp_path: Path) -> None:
+    def broken(rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
+        return [1 / 0 for _ in rows]
+
+    (tmp_path / "r.jsonl").write_text('{"n": 1}\n' * 40)
+    policy = PreparePolicy(task="own.py", processes=THREE)
+    with pytest.raises(ZeroDivisionError) as caught:
+        build.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy, tmp_path / "cache")
+    line = broken.__code__.co_firstlineno + 1
+    assert describe_unexpected(caught.value).endswith(f", tests/unit/data/cache/test_process_pool.py:{line})")
 
 
 def test_a_refused_value_is_named_from_another_process_too(tmp_path: Path) -> None:

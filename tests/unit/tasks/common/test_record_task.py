@@ -12,6 +12,7 @@ import pytest
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, DstrainError, TaskError
 from dstrain.tasks import make_task
+from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.task import DATA_KEYS, load_split
 
 HEAD = """
@@ -145,6 +146,30 @@ def test_a_key_that_a_task_does_not_apply_is_refused(tmp_path: Path, key: str, d
     make(tmp_path, ENCODED, "other.py", data=data)
     reads = PLAIN.replace("bias:", f"data_keys = {DATA_KEYS}\n    bias:")
     make(tmp_path, reads, "third.py", data=data)
+
+
+def test_examples_that_are_no_sequence_are_refused(tmp_path: Path) -> None:
+    code = PLAIN.replace('[0, 1] if split == "train" else None', "(one for one in [0, 1])")
+    with pytest.raises(TaskError, match=r"examples\('train'\) returned a generator; return a list or another sequence"):
+        load_split(make(tmp_path, code), "train")
+
+
+def test_the_code_of_a_task_derived_from_a_packaged_one_is_in_the_key(tmp_path: Path) -> None:
+    code = """
+from dataclasses import dataclass
+from dstrain.tasks.sft import SFT
+
+@dataclass(frozen=True, kw_only=True)
+class Own(SFT):
+    limit: int = {}
+"""
+    digests = []
+    for number in (1, 2):
+        task = make(tmp_path, code.format(number), f"own{number}.py")
+        digests.append(policy_of(task.recipe).code)
+    assert None not in digests
+    assert digests[0] != digests[1]
+    assert policy_of(RunConfig.model_validate({"task": "sft"})).code is None
 
 
 def test_an_edit_of_the_code_or_of_an_option_encodes_again(tmp_path: Path) -> None:

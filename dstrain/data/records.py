@@ -56,12 +56,6 @@ class Record(dict[str, Any]):
         """Return a record of other values that are made from this one's."""
         return Record(values, origins, parent=self)
 
-    def copy(self) -> Record:
-        """Return the same record, whose reads are noted apart."""
-        copied = Record(dict(self), self.origins)
-        copied.columns = self.columns
-        return copied
-
     def without(self, *keys: str) -> Record:
         """Return the record without some keys, which do not count as read."""
         return self.derive({key: value for key, value in self.items() if key not in keys})

@@ -36,7 +36,7 @@ from dstrain.data.structures.tiny import tiny_structure
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.store_builder import policy_of
-from dstrain.tasks.common.task import Checks, Loss
+from dstrain.tasks.common.task import DATA_KEYS, Checks, Loss
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,7 @@ class Protein(RecordTask):
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "perplexity", "rmsd", "coordinate_loss")
     token_columns = ("residues",)
+    data_keys = tuple(key for key in DATA_KEYS if key != "eval_group")  # similar chains are the groups
     learning_rate = 1.0e-3
 
     hidden_dim: int = 256

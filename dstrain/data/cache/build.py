@@ -282,7 +282,7 @@ def _encode_range(
             if "sample" in example:
                 raise ColumnError("sample", index, "has the name of the record's index; give the column another name")
             if settings.get_group and not group and not isinstance(record, BadRecord):
-                group = {GROUP: hash_group(settings.get_group(record.copy()), index)}
+                group = {GROUP: hash_group(settings.get_group(record), index)}
             for name in settings.counted:
                 piece.cuts[name] = piece.cuts.get(name, 0) + int(example.get(name, 0))
             kept = {name: value for name, value in example.items() if name not in settings.counted}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
-from dstrain.data.records import BadRecord, try_parse
+from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
 from dstrain.errors import DataError, Fault, TaskError
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
@@ -164,11 +164,16 @@ class RecordTask(Task):
 
     def _get_group_column(self, record: Mapping[str, Any]) -> Any:
         column = str(self.recipe.data.eval_group)
-        known = {**getattr(record, "columns", {}), **record}  # a page of a document has columns of its own
-        if column not in known:
-            problem = f"is '{column}', and a record has the columns {', '.join(known)} only"
+        if column in record:
+            return record[column]
+        # A question about a document has other keys than its record in the file.
+        columns = record.columns if isinstance(record, Record) else record
+        if column not in columns:
+            problem = f"is '{column}', and a record has the columns {', '.join(columns)} only"
             raise DataError(Fault("data.eval_group", problem, "name a column that every record has"))
-        return known[column]
+        if isinstance(record, Record):
+            record.used[column] = column
+        return columns[column]
 
     def _encode_rows(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
         return [try_parse(self._encode_to_list, record) for _, record in rows]

@@ -114,6 +114,8 @@ def test_equal_values_of_eval_group_are_on_one_side(tmp_path: Path, code: str) -
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"train": str(tmp_path / "a.jsonl"), "eval_fraction": 0.2, "eval_group": "document"}
     task = make(tmp_path, code, data=data)
+    columns = [*task.examples("train").report["columns"].values()]
+    assert not any("document" in one["unused"] for one in columns), "it is read"
     held_out = {n % 5 for n in numbers(task.examples("eval"))}
     assert (len(held_out), held_out & {n % 5 for n in numbers(task.examples("train"))}) == (1, set())
     with pytest.raises(

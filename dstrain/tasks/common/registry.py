@@ -137,10 +137,8 @@ def _find_unread_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
         if is_set[name] and name not in task.data_keys:
             key = "data.train[].weight" if name == "weight" else f"data.{name}"
             problem = f"is set, but task {recipe.task} reads its files in its own way, without this key"
-            fix = (
-                f"leave it out; or derive {task.__name__} from dstrain.task.RecordTask, which applies every key of data"
-            )
-            yield Fault(key, problem, fix)
+            other = f"; or derive {task.__name__} from dstrain.task.RecordTask, which applies every key of data"
+            yield Fault(key, problem, f"leave it out{'' if task.data_keys else other}")
 
 
 def _check_positions(task: type[Task]) -> None:

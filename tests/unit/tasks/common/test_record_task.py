@@ -174,6 +174,14 @@ class Own(SFT):
     assert policy_of(RunConfig.model_validate({"task": "sft"})).code is None
 
 
+def test_proteins_are_grouped_by_similarity_alone() -> None:
+    recipe = {"task": "protein", "data": {"train": "x", "eval_fraction": 0.1, "eval_group": "path"}}
+    with pytest.raises(
+        TaskError, match=r"data.eval_group: is set, but task protein reads .*, without this key; leave it out$"
+    ):
+        make_task(RunConfig.model_validate(recipe))
+
+
 def test_an_edit_of_the_code_or_of_an_option_encodes_again(tmp_path: Path) -> None:
     data = {"train": write(tmp_path / "a.jsonl", 1, 2)}
     first = make(tmp_path, ENCODED, data=data).examples("train")

@@ -19,7 +19,7 @@ from dstrain.data.formats.messages import (
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.formats.preferences import is_preference_pair, read_preference, to_chosen_rejected
+from dstrain.data.formats.preferences import QUESTION_KEYS, is_preference_pair, read_preference, to_chosen_rejected
 from dstrain.data.records import BadRecord, Record, as_record, has
 
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -179,13 +179,14 @@ FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
     ("messages",): _messages_reader("messages"),
     ("conversations",): _messages_reader("conversations"),
     ("conversation",): _messages_reader("conversation"),
-    ("prompt", "completion"): _completion_reader("completion"),
-    ("prompt", "response"): _completion_reader("response"),
-    ("instruction", "output"): _instruction_reader("output"),
-    ("instruction", "response"): _instruction_reader("response"),
-    ("question", "answer"): _question_reader("question", "answer"),
-    ("question", "response"): _question_reader("question", "response"),
-    ("query", "response"): _question_reader("query", "response"),
+    **{("prompt", answer): _completion_reader(answer) for answer in ("completion", "response", "answer", "output")},
+    **{("instruction", answer): _instruction_reader(answer) for answer in ("output", "response", "completion")},
+    **{
+        (question, answer): _question_reader(question, answer)
+        for question in QUESTION_KEYS
+        for answer in ("answer", "response", "completion", "output")
+    },
+    ("input", "output"): _instruction_reader("output"),
     ("text",): _from_text,
 }
 """Keys that identify a form -> its reader; the first form with all its keys present is used."""

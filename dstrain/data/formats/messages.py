@@ -20,7 +20,9 @@ ROLE_ALIASES = {
     "model": "assistant",
     "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "observation": "tool",
     "function": "tool",
     "ipython": "tool",
@@ -112,8 +114,8 @@ def _normalize_calls(item: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
     Its content is empty if it has no other. Raises BadRecord.
     """
-    # ShareGPT's form: the calls are JSON in the turn's text.
-    if item.get("from", item.get("role")) == "function_call":
+    # ShareGPT's and ms-swift's form: the calls are JSON in the turn's text.
+    if item.get("from", item.get("role")) in ("function_call", "tool_call"):
         calls = maybe_parse_json(item.get("value", item.get("content")))
         others = {name: one for name, one in item.items() if name not in ("from", "value", "role", "content")}
         calls = calls if isinstance(calls, list) else [calls]

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 DUMMY_ANSWER = "answer"
 """Takes the place of an answer that a record may lack, so that one parser reads both."""
 ANSWER_MESSAGE = {"role": "assistant", "content": DUMMY_ANSWER}
-ANSWER_KEYS = {"prompt": "completion", "instruction": "output", "question": "answer", "query": "response"}
+ANSWER_KEYS = {
+    "prompt": "completion",
+    "instruction": "output",
+    "question": "answer",
+    "query": "response",
+    "input": "output",
+}
 """Key of the question -> key of its answer."""
 
 

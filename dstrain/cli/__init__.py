@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -198,6 +199,23 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+class ProgressText:
+    """`done of total` on a terminal, written at most once per second; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._shown_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._shown_at > 1.0 and sys.stderr.isatty():
+            self._shown_at = time.monotonic()
+            click.echo(f"\r{done} of {total} records", nl=False, err=True)
+
+    def clear(self) -> None:
+        """Remove the line, before the results are written."""
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
 @main.group(cls=SubcommandGroup)
 def data() -> None:
     """Check data files."""
@@ -217,7 +235,9 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
     """
     from dstrain.commands.data import check_file, show_validation
 
-    report, truncations = check_file(file, task, overrides)
+    progress = ProgressText()
+    report, truncations = check_file(file, task, overrides, progress)
+    progress.clear()
     lines, total = show_validation(report, every, is_terminal())
     if lines:
         click.echo(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig
@@ -25,7 +25,9 @@ NO_TOKENIZER_HINT = (
 )
 
 
-def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[ValidationReport, str]:
+def check_file(
+    file: str, task: str, overrides: Sequence[str], show_progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[ValidationReport, str]:
     """Return the validation report of a file, and a sentence on truncation. Raises TaskError without a format."""
     config = read_recipe(None, overrides, task).config
     made = make_task(config)
@@ -33,12 +35,13 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     if parse is None:
         raise TaskError(f"--task {task}: has no record format to check; the task reads its records itself")
     if not isinstance(made, TextTask):
-        return check_source(open_source(file, config.data.columns), parse, count_available_cores()), ""
+        opened = open_source(file, config.data.columns)
+        return check_source(opened, parse, count_available_cores(), show_progress), ""
     item = DatasetConfig(path=file)
     opened = made.open_source(item)
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
-    found = check_source(source, parse, count_available_cores())
+    found = check_source(source, parse, count_available_cores(), show_progress)
     told = _describe_documents(source) if isinstance(source, DocumentSource) else []
     told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_images else []
     if not getattr(made, "has_language_model", True):

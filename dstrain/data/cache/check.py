@@ -70,14 +70,23 @@ def check_file(
     return check_source(open_source(path, columns), parse, threads)
 
 
-def check_source(source: Source, parse: Callable[[dict[str, Any]], Any], threads: int = 1) -> ValidationReport:
-    """Check the records of a source as `check_file` does those of a file."""
+def check_source(
+    source: Source,
+    parse: Callable[[dict[str, Any]], Any],
+    threads: int = 1,
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ValidationReport:
+    """Check the records of a source as `check_file` does those of a file.
+
+    `show_progress(done, total)` is called for each record.
+    """
     found = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])
     shown: list[tuple[str, Future[ImageCheck]]] = []
     columns: dict[str, ColumnReport] = {}
     known: dict[Path | str | DeferredImage, Future[ImageCheck]] = {}
     with ThreadPoolExecutor(threads) as pool:
         for index in range(len(source)):
+            show_progress(index, len(source))
             found_record, where = try_parse(source.__getitem__, index), source.location(index)
             record = found_record if isinstance(found_record, BadRecord) else as_record(found_record)
             item = record if isinstance(record, BadRecord) else try_parse(parse_record, parse, record)

@@ -336,3 +336,37 @@ def test_a_prompt_to_generate_from_needs_no_answer_and_no_label() -> None:
         {"query": "What is two?", "response": "It is 2."},
     ):
         assert parse_record(read_prompt, record, is_prompt=True).prompt
+
+
+def test_each_file_may_have_columns_of_its_own(tmp_path: Any) -> None:
+    """users.md B6: one `data.columns` for all files refused the file that needed no renaming."""
+    import yaml
+
+    from dstrain.config import RunConfig
+    from dstrain.errors import DataError
+    from dstrain.tasks import make_task
+
+    (tmp_path / "a.jsonl").write_text('{"better": "It is 2.", "worse": "It is 3.", "prompt": "What is two?"}\n')
+    (tmp_path / "b.jsonl").write_text('{"chosen": "It is 4.", "rejected": "It is 5.", "prompt": "What is four?"}\n')
+    names = {"better": "chosen", "worse": "rejected"}
+
+    def read(data: dict[str, Any]) -> list[str]:
+        task = make_task(RunConfig.model_validate(yaml.safe_load(yaml.safe_dump({"task": "rm", "data": data}))))
+        source = task.open_sources(task.training_items)  # type: ignore[attr-defined]
+        return [parse_record(read_preference, source[index]).chosen for index in range(len(source))]
+
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    assert read({"train": [{"path": a, "columns": names}, b]}) == ["It is 2.", "It is 4."]
+    assert read({"train": [a, b], "columns": names}) == ["It is 2.", "It is 4."]
+    assert read({"train": [a, {"path": b, "columns": {}}], "columns": names}) == ["It is 2.", "It is 4."]
+    with pytest.raises(DataError, match=r"data\.columns\.better: no file has the column 'better'"):
+        read({"train": b, "columns": names})
+
+
+def test_a_csv_file_of_texts_is_refused_with_a_way_out(tmp_path: Any) -> None:
+    from dstrain.data.sources.open import open_source
+    from dstrain.errors import DataError
+
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(DataError, match=r"\.csv'; data files end in .*; convert it: python -c"):
+        open_source(tmp_path / "a.csv")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -114,3 +115,12 @@ def as_dataset(samples: Samples) -> Dataset:
         sequence_lengths=sequence_lengths if callable(sequence_lengths) else None,
         report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
     )
+
+
+def takes_positions(collate: Callable[..., Any]) -> bool:
+    """Return whether a `collate` has a parameter `positions`."""
+    try:
+        parameters = inspect.signature(collate).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return "positions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.dataset import Samples
+from dstrain.data.dataset import Samples, takes_positions
 from dstrain.data.loading.micro_batches import (
     NO_LIMITS,
     CostFunction,
@@ -260,15 +259,6 @@ def make_batch(
         raise RunError(f"samples {samples} could not be made into a batch: {describe_fault(fault)}{fix}") from fault
     # Ranks without a sample run a forward pass of weight 0: collectives in it need every rank.
     return batch if ids else batch.as_filler()
-
-
-def takes_positions(collate: Collate) -> bool:
-    """Return whether a `collate` has a parameter `positions`."""
-    try:
-        parameters = inspect.signature(collate).parameters
-    except (TypeError, ValueError):  # a callable without a signature
-        return False
-    return "positions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def eval_micro_batches(

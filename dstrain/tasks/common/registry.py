@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
-from dstrain.data.loading.loader import takes_positions
+from dstrain.data.dataset import takes_positions
 from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
 from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.options import validate_options

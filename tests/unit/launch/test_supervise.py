@@ -205,7 +205,8 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_in_the_log(
     """).end()
     log = tmp_path / f"run/logs/rank-{bad:05d}.log"
     assert code == 1
-    line = f"rank {bad} failed with code 1: ZeroDivisionError: of a library; the full traceback is in run/logs/rank-{bad:05d}.log"
+    where = "(in train, worker.py:30)"  # the program above, as the code of a task would be
+    line = f"rank {bad} failed with code 1: ZeroDivisionError: of a library {where}; the full traceback is in run/logs/rank-{bad:05d}.log"
     assert said.count(line) == 1
     assert ("Traceback" in said) == (debug == "1")
     assert f"rank {bad} failed:\nTraceback" in log.read_text()

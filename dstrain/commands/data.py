@@ -9,6 +9,8 @@ from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_bad_rows
 from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
+from dstrain.data.encoding.conservation import describe_lost
+from dstrain.data.encoding.prompts import describe_missing_end
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.records import BadRow
@@ -50,6 +52,7 @@ def check_file(
         return found, "\n".join([*told, NO_TOKENIZER_HINT])
     skipping = make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config)
     assert isinstance(skipping, TextTask)
+    told += [f"warning: {line}" for line in describe_missing_end(skipping.tokenizer)]
     return found, "\n".join(filter(None, [*told, _describe_truncation(source, skipping, found)]))
 
 
@@ -66,7 +69,8 @@ def _describe_truncation(source: Source, task: TextTask, validation: ValidationR
         return ""
     report = task.build_store(ConcatSource([source])).report
     validation.bad += [row for row in report.bad if row.location not in known]
-    return describe_cuts({"kept": report.kept, "cuts": report.cuts})
+    counts = {"kept": report.kept, "cuts": report.cuts}
+    return "\n".join(filter(None, [describe_cuts(counts), *describe_lost(counts)]))
 
 
 def show_validation(validation: ValidationReport, show_all: bool = False, is_terminal: bool = True) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
+from dstrain.data.encoding.conservation import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns
 from dstrain.errors import DataError
@@ -115,7 +116,7 @@ def show_prepared(summary: Mapping[str, Any]) -> str:
             lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
         lines += [f"  {line}" for line in describe_columns(split.get("columns", {}))]
         lines += [f"  {told}" for told in (describe_cuts(split), describe_order(name, split)) if told]
-        lines += [f"  {note}" for note in split.get("notes", ())]
+        lines += [f"  {note}" for note in (*describe_lost(split), *split.get("notes", ()))]
         if split.get("skipped"):
             lines.append(f"  {split['skipped']} of {split['read']} records skipped:")
             named = split["skipped_records"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from dstrain.data.encoding.conservation import Span, Verdict, check_answers, judge, remove_turns
 from dstrain.data.encoding.rendering import has_chat_template, render_conversation, to_template_messages
 from dstrain.data.formats.conversations import (
     Conversation,
@@ -18,8 +19,6 @@ from dstrain.data.formats.conversations import (
 from dstrain.data.formats.messages import Message, common_prefix_length
 from dstrain.data.records import BadRecord
 
-Span = tuple[int, int]
-"""Start and end of a part of a text, in characters."""
 RenderFn = Callable[..., str]
 """render_fn(messages, add_generation_prompt=False) -> text, as `render_conversation` returns it."""
 
@@ -37,6 +36,8 @@ class RenderedSample:
     """Parts that are trained on, in order."""
     used_chat_template: bool
     """True if the tokenizer's chat template wrote it: then nothing is appended to it."""
+    lost: Mapping[str, int] = field(default_factory=lambda: Verdict().counts)
+    """LOST_COLUMNS of the example."""
 
 
 def render_sample(
@@ -45,7 +46,7 @@ def render_sample(
     """Return the text of a sample and the spans that are trained on.
 
     `end_tokens`: tokens that may end a turn. Raises BadRecord if the chat template rejects the
-    conversation or an answer cannot be located in its text.
+    conversation, does not keep it (`conservation.judge`), or an answer cannot be located in its text.
     """
     templated = has_chat_template(tokenizer)
     # Two texts without a template are one text: no turns to look for.
@@ -57,23 +58,42 @@ def render_sample(
         sample = sample.to_conversation()
     if not templated and _uses_tools(sample):
         raise BadRecord("tools and calls of them need a chat template, and the tokenizer has none; give it one")
+    if assistant_only:
+        # Nothing is trained on in the turns after the last trained one, and some templates render a turn differently if
+        # others follow.
+        sample = replace(sample, messages=sample.messages[: sample.trained_turns[-1] + 1])
+    locate = partial(_locate, tokenizer, end_tokens=tuple(end_tokens), assistant_only=assistant_only)
+    verdict = Verdict()
+    if templated:
+        verdict = judge(tokenizer, sample, f"sample {assistant_only}", locate, None if assistant_only else 0)
+    if verdict.reason:
+        raise BadRecord(verdict.reason)
+    text, spans = locate(sample)
+    if verdict.removed_turns:
+        spans = remove_turns(locate, sample, text, spans, verdict.removed_turns)
+    lost = check_answers(sample, "".join(text[slice(*span)] for span in spans)) if templated else {}
+    return RenderedSample(text, tuple(spans), templated, verdict.counts | lost)
+
+
+def _locate(
+    tokenizer: Any, sample: Conversation, end_tokens: tuple[str, ...], assistant_only: bool
+) -> tuple[str, list[Span]]:
+    """Return the text of a conversation and the spans that are trained on. Raises BadRecord."""
+    templated = has_chat_template(tokenizer)
     render_fn = partial(render_conversation, tokenizer, tools=list(sample.tools) or None)
     if not assistant_only:
         text = render_fn(sample.messages)
-        return RenderedSample(text, ((0, len(text)),), templated)
-    # Turns after the last trained one are dropped: nothing is trained on there, and some templates
-    # render a turn differently if others follow.
-    messages = sample.messages[: sample.trained_turns[-1] + 1]
+        return text, [(0, len(text))]
+    messages, spans = sample.messages, None
     text = render_fn(messages)
-    spans = None
     if templated:
-        spans = _find_generation_spans(tokenizer, Conversation(messages, sample.trained_turns, sample.tools))
+        spans = _find_generation_spans(tokenizer, sample)
     # Without tags, by comparing the text with renderings of parts of the conversation.
     if spans is None:
-        aligner = TemplateAligner(render_fn, messages, text, tuple(end_tokens))
+        aligner = TemplateAligner(render_fn, messages, text, end_tokens)
         # One aligner for all turns, since neighbours share their renderings.
         spans = [aligner.find_span(turn) for turn in sample.trained_turns]
-    return RenderedSample(text, tuple(_trim_span(text, span, tuple(end_tokens)) for span in spans), templated)
+    return text, [_trim_span(text, span, end_tokens) for span in spans]
 
 
 def _uses_tools(sample: Conversation) -> bool:
@@ -218,9 +238,18 @@ def _find_divergence(texts: Sequence[str]) -> int:
 
 
 def with_sentinel(message: Message) -> Message:
-    """Return the message with the sentinel as content, or as name of its last tool call if it has no text."""
+    """Return the message with the sentinel as content.
+
+    Without a text it stands in the last argument of its last tool call, the end of what templates write of a call, if
+    that is a text, else in the call's name.
+    """
     calls = get_message_field(message, "tool_calls")
     if not calls or message["content"].strip():
         return {**message, "content": ANSWER_SENTINEL}
-    last = {**calls[-1], "function": {**calls[-1]["function"], "name": ANSWER_SENTINEL}}
-    return cast("Message", {**message, "tool_calls": [*calls[:-1], last]})
+    function = calls[-1]["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping) and arguments and isinstance(arguments[[*arguments][-1]], str):
+        function = {**function, "arguments": {**arguments, [*arguments][-1]: ANSWER_SENTINEL}}
+    else:
+        function = {**function, "name": ANSWER_SENTINEL}
+    return cast("Message", {**message, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.encoding.answer_spans import RenderedSample, render_sample
-from dstrain.data.encoding.rendering import PlaceholderExpansion, Shifts, shift_offset, shift_spans
+from dstrain.data.encoding.rendering import PlaceholderExpansion, Shifts, keep_system_text, shift_offset, shift_spans
 from dstrain.data.encoding.tokenization import (
     LastTurnFinder,
     SpecialTokens,
@@ -22,7 +22,7 @@ from dstrain.data.encoding.tokenization import (
     tokenize,
     tokenize_with_offsets,
 )
-from dstrain.data.formats.conversations import PromptCompletion, Sample
+from dstrain.data.formats.conversations import Conversation, PromptCompletion, Sample
 from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.records import BadRecord, encode_valid, try_parse
 
@@ -84,6 +84,10 @@ def encode_conversations(
 
 def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSample:
     """Render a sample. Raises BadRecord."""
+    if isinstance(sample, Conversation):
+        messages = keep_system_text(encoder.tokenizer, sample.messages, sample.trained_turns[-1])
+        removed = len(sample.messages) - len(messages)
+        sample = replace(sample, messages=messages, trained_turns=tuple(at - removed for at in sample.trained_turns))
     rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, encoder.config.assistant_only)
     if encoder.expansion is None:
         return _ExpandedSample(sample, rendered.text, rendered)
@@ -179,7 +183,7 @@ def _build_example(
         return fit
     last = len(ids) - mask[::-1].index(1)  # there are no targets after it
     span = slice(prompt - fit.prompt_tokens, min(last, prompt + fit.remaining_tokens))
-    cuts = {**fit.cuts, "response_cut": int(span.stop < last)}
+    cuts = {**fit.cuts, "response_cut": int(span.stop < last), **item.expanded.lost}
     return _finish_example(prefix + ids[span], [0] * len(prefix) + mask[span], cuts)
 
 

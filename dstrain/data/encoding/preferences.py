@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, Shifts, render_prompt, shift_offset
+from dstrain.data.encoding.rendering import (
+    PlaceholderExpansion,
+    RenderedPrompt,
+    Shifts,
+    keep_system_text,
+    render_prompt,
+    shift_offset,
+)
 from dstrain.data.encoding.tokenization import (
     LastTurnFinder,
     SpecialTokens,
@@ -71,6 +78,9 @@ def encode_preferences(
 
 def _render(encoder: _PairEncoder, index: int, preference: Preference) -> _RenderedPair:
     """Render prompt and answers. Raises BadRecord."""
+    if isinstance(preference.prompt, list):
+        prompt_messages = keep_system_text(encoder.tokenizer, preference.prompt, len(preference.prompt))
+        preference = replace(preference, prompt=prompt_messages)
     answers = preference.chosen, preference.rejected
     rendered = render_prompt(encoder.tokenizer, preference.prompt, answers, preference.tools)
     if encoder.expansion is None:
@@ -130,7 +140,7 @@ def _build_example(
         return fit
     head = prefix + prompt[len(prompt) - fit.prompt_tokens :]
     chosen, rejected = (head + answer[: fit.remaining_tokens] + ending for answer in answers)
-    cuts = {**fit.cuts, "response_cut": int(longest > fit.remaining_tokens)}
+    cuts = {**fit.cuts, "response_cut": int(longest > fit.remaining_tokens), **pair.rendered.lost}
     return {"chosen": chosen, "rejected": rejected, "prompt_length": len(head), **cuts}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL
-from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, render_prompt
+from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, has_chat_template, render_prompt
 from dstrain.data.encoding.tokenization import SpecialTokens, get_special_tokens, split_bos, tokenize
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message
@@ -134,12 +134,27 @@ def _load_prompt(
 def stop_token_ids(tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: EOS, and what the chat template writes after an answer."""
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    return found | _ids_after_answer(tokenizer)
+
+
+def _ids_after_answer(tokenizer: Any) -> set[int]:
+    """Return the special id that the chat template writes after an answer; empty if it writes none."""
     try:
         question: Message = {"role": "user", "content": "question"}
         rendered = render_prompt(tokenizer, [question], [ANSWER_SENTINEL])
     except BadRecord:  # a template that requires more than a question
-        return found
-    tail = rendered.answers[0].rpartition(ANSWER_SENTINEL)[2]
+        return set()
+    tail = rendered.answers[0].rpartition(ANSWER_SENTINEL)[2].lstrip()
     special = set(tokenizer.get_added_vocab().values())
     ids = tokenize(tokenizer, [tail])[0] if tail else []
-    return found | {int(token) for token in ids[:1] if token in special}
+    return {int(token) for token in ids[:1] if token in special}
+
+
+def describe_missing_end(tokenizer: Any) -> list[str]:
+    """Return a warning where the chat template writes no token after an answer that could end it."""
+    if not has_chat_template(tokenizer) or _ids_after_answer(tokenizer):
+        return []
+    return [
+        "the chat template writes no special token after an answer: the model learns answers without an end, and may not "
+        "stop when it generates; name another template with model.chat_template"
+    ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from dstrain.data.encoding.conservation import FIX, LOST_COLUMNS, Verdict, judge
 from dstrain.data.encoding.template_timeout import check_template_terminates
+from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import (
     IMAGE_PLACEHOLDER,
     Message,
@@ -38,6 +41,8 @@ class RenderedPrompt:
     extra_generation_prompt: str = ""
     """Text that the template writes before an answer to generate, but not before a given answer,
     such as an empty block of thoughts."""
+    lost: Mapping[str, int] = field(default_factory=lambda: Verdict().counts)
+    """LOST_COLUMNS of the example."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -50,10 +55,15 @@ def render_prompt(
 ) -> RenderedPrompt:
     """Return the text of a prompt and its answers.
 
-    Raises BadRecord if the chat template rejects the conversation, or tools have no template.
+    Raises BadRecord if the chat template rejects the conversation or does not keep it (`conservation.judge`), or tools
+    have no template.
     """
     if has_chat_template(tokenizer):
-        return _render_with_template(partial(render_conversation, tokenizer, tools=tools or None), prompt, answers)
+        render_fn = partial(render_conversation, tokenizer, tools=tools or None)
+        rendered = _render_with_template(render_fn, prompt, answers)
+        verdicts = [_judge_answer(tokenizer, render_fn, prompt, answer, tools) for answer in answers]
+        lost = {name: max((one.counts[name] for one in verdicts), default=0) for name in LOST_COLUMNS}
+        return replace(rendered, lost=lost)
     if tools:
         raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
     if isinstance(prompt, str):
@@ -86,10 +96,16 @@ def render_conversation(
     # A template is a program from elsewhere, and may loop without an end.
     check_template_terminates(tokenizer, messages)
     said = to_template_messages(tokenizer, messages)
+    apply = partial(
+        tokenizer.apply_chat_template, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+    )
     try:
-        return tokenizer.apply_chat_template(
-            said, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
+        try:
+            return apply(said)
+        except TypeError:  # of a template that joins texts, such as DeepSeek's
+            if not any(message.get("tool_calls") for message in said):
+                raise
+            return apply([_with_text_arguments(message) for message in said])
     except TemplateSyntaxError as fault:  # the same for every conversation
         raise DataError(
             f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); "
@@ -98,6 +114,17 @@ def render_conversation(
     except Exception as fault:  # a template is a program: it may divide by zero or recurse too deep
         reason = str(fault) or type(fault).__name__
         raise BadRecord(f"the tokenizer's chat template refuses the dialog ({reason}); fix the turns") from fault
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with the arguments of its calls as JSON in a text, OpenAI's own form."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        if not isinstance(arguments := call["function"].get("arguments"), str)
+        else call
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def to_template_messages(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:
@@ -139,6 +166,66 @@ def _render_with_template(render_fn: Callable[..., str], prompt: Prompt, answers
     # empty block of thoughts: the prompt ends where the texts diverge.
     start = common_prefix_length([opening, *full])
     return RenderedPrompt(opening[:start], tuple(text[start:] for text in full), True, opening[start:])
+
+
+def _judge_answer(
+    tokenizer: Any, render_fn: Callable[..., str], prompt: Prompt, answer: Response, tools: Sequence[Mapping[str, Any]]
+) -> Verdict:
+    """Return what the template does with a prompt and an answer to it. Raises BadRecord."""
+    before, after = _to_messages(prompt, "user"), _to_messages(answer, "assistant")
+    count = len(before)
+
+    def locate(sample: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        rendered = _render_with_template(render_fn, sample.messages[:count], [sample.messages[count:]])
+        return rendered.texts[1], [(len(rendered.prompt), len(rendered.texts[1]))]
+
+    trained = tuple(turn for turn in range(count, count + len(after)) if after[turn - count]["role"] == "assistant")
+    sample = Conversation([*before, *after], trained, tuple(dict(tool) for tool in tools))
+    verdict = judge(tokenizer, sample, "answer", locate, count)
+    if verdict.reason:
+        raise BadRecord(verdict.reason)
+    if verdict.removed_turns:
+        raise BadRecord(f"the chat template writes the result of a tool into the answer; {FIX}")
+    return verdict
+
+
+def keep_system_text(tokenizer: Any, messages: list[Message], num_context: int) -> list[Message]:
+    """Return the messages with the system text in the last user turn of the context, where the template needs it there.
+
+    Some templates, such as Mistral's, write the system text before the last message only if that is the user's: a
+    conversation that ends with an answer would lose it, and the prompt of the same answer would not.
+    """
+    users = [turn for turn in range(num_context) if messages[turn]["role"] == "user"]
+    if not has_chat_template(tokenizer) or not users or messages[0]["role"] != "system":
+        return messages
+    glue = _find_system_glue(tokenizer)
+    if glue is None:
+        return messages
+    moved = messages[users[-1]]
+    moved = cast("Message", {**moved, "content": messages[0]["content"] + glue + moved["content"]})
+    return [*messages[1 : users[-1]], moved, *messages[users[-1] + 1 :]]
+
+
+_system_glue: dict[str, str | None] = {}
+
+
+def _find_system_glue(tokenizer: Any) -> str | None:
+    """Return what the template writes between system text and question; None: it keeps the system text with an answer."""
+    template = str(tokenizer.chat_template)
+    if template not in _system_glue:
+        _system_glue[template] = None
+        system, question, answer = "\ue012system", "\ue012question", "\ue012answer"
+        asked: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        try:
+            opening = render_conversation(tokenizer, asked, True)
+            full = render_conversation(tokenizer, [*asked, {"role": "assistant", "content": answer}])
+            glue = opening.partition(system)[2].partition(question)[0]
+            merged: list[Message] = [{"role": "user", "content": system + glue + question}]
+            if system not in full and render_conversation(tokenizer, merged, True) == opening:
+                _system_glue[template] = glue
+        except BadRecord:  # a template without system turns
+            return None
+    return _system_glue[template]
 
 
 def _to_messages(value: Response, role: str) -> list[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
@@ -29,17 +29,24 @@ class CaptionEncoder:
         """Return the examples of each record, one for each caption."""
         pairs = [(sample, caption) for sample in samples for caption in sample.captions]
         conversations = [Conversation(self._messages(*pair), (1,)) for pair in pairs]
-        examples = iter(encode_conversations(self.tokenizer, conversations, self.config))
-        return [[self._finish(sample, next(examples)) for _ in sample.captions] for sample in samples]
+        examples = encode_conversations(self.tokenizer, conversations, self.config)
+        answers = examples
+        if not self.config.assistant_only:  # then the loss mask does not say where the prompt ends
+            answers = encode_conversations(self.tokenizer, conversations, replace(self.config, assistant_only=True))
+        rows = zip(examples, answers, strict=True)
+        return [[self._finish(sample, *next(rows)) for _ in sample.captions] for sample in samples]
 
     def _messages(self, sample: SeriesRecord, caption: str) -> list[Message]:
         asked: Message = {"role": "user", "content": sample.prompt or self.prompt}
         return [asked, {"role": "assistant", "content": caption}]
 
-    def _finish(self, sample: SeriesRecord, example: EncodeResult) -> EncodeResult:
-        """Return the example with the series, all its captions, and the length of its prompt."""
-        if isinstance(example, BadRecord):
-            return example
+    def _finish(self, sample: SeriesRecord, example: EncodeResult, answer: EncodeResult) -> EncodeResult:
+        """Return the example with the series, all its captions, and the length of its prompt.
+
+        `answer`: the example with a loss mask of the answer alone.
+        """
+        if isinstance(example, BadRecord) or isinstance(answer, BadRecord):
+            return example if isinstance(example, BadRecord) else answer
         count = self.patches.count_tokens(*sample.values.shape)
         ids = insert_soft_tokens(self.tokenizer, example["input_ids"], count)
         loss_mask = [0] * count + [*example["learnt"]]
@@ -49,5 +56,5 @@ class CaptionEncoder:
             return BadRecord(f"the record has {total}, above data.max_length {self.config.max_length}; {fix}")
         captions = json.dumps(sample.captions, ensure_ascii=False).encode()
         columns = {"input_ids": ids, "learnt": loss_mask, "answers": [*captions]}
-        numbers = {"prompt_length": float(loss_mask.index(1))}
+        numbers = {"prompt_length": float(count + [*answer["learnt"]].index(1))}
         return {**example, **columns, **numbers, **to_columns(sample.values, sample.stats)}

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dstrain.data.encoding.conservation import LOST_COLUMNS
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.formats.preferences import Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference
 from dstrain.data.records import BadRecord, EncodeResult
@@ -70,7 +72,7 @@ def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config:
             "answer": example["input_ids"],
             "answer_learnt": example["learnt"],
             "desirable": float(item.desirable),
-            **{name: cut for name, cut in example.items() if name.endswith("_cut")},
+            **{name: cut for name, cut in example.items() if name in (*CUT_COLUMNS, *LOST_COLUMNS)},
         }
         for item, example in zip(items, encoded, strict=True)
     ]

@@ -63,7 +63,9 @@ class TextChecks(Checks):
         self.task.model_source.check_attn_implementation()
 
     def warnings(self) -> Sequence[str]:
-        return self.validator.warnings
+        from dstrain.data.encoding.prompts import describe_missing_end
+
+        return [*self.validator.warnings, *describe_missing_end(self.task.tokenizer)]
 
     def info_messages(self) -> Sequence[str]:
         from dstrain.data.encoding.rendering import describe_missing_template
@@ -192,9 +194,10 @@ class TextTask(TextData, RecordTask):
 
     @property
     def example_settings(self) -> ExampleSettings:
+        from dstrain.data.encoding.conservation import LOST_COLUMNS
         from dstrain.data.encoding.tokenization import CUT_COLUMNS
 
-        return replace(super().example_settings, counted=CUT_COLUMNS)
+        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
 
     def split_group(self, record: dict[str, Any]) -> Any:
         """Return the record's prompt and images; None where nothing is asked before the answer."""

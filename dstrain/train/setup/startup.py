@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
+from dstrain.data.encoding.conservation import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World
@@ -166,7 +167,12 @@ def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         f"{split}: {line}"
         for split, report in reports.items()
-        for line in (*describe_columns(report.get("columns", {})), describe_cuts(report), *report.get("notes", ()))
+        for line in (
+            *describe_columns(report.get("columns", {})),
+            describe_cuts(report),
+            *describe_lost(report),
+            *report.get("notes", ()),
+        )
         if line
     ]
 

@@ -1,0 +1,267 @@
+"""Check that a chat template keeps what a record says: answers in the learnt text, all other text outside of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from dstrain.data.formats.conversations import Conversation, get_message_field
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
+from dstrain.data.records import BadRecord
+
+Span = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+Locate = Callable[[Conversation], tuple[str, Sequence[Span]]]
+"""Conversation -> its text and the spans that are learnt, as a task renders it. Raises BadRecord."""
+LOST_COLUMNS = ("system_lost", "tools_lost", "turns_lost", "thoughts_lost")
+"""Columns that are 1 where the chat template drops a text of the record: the system text, the tools or their results,
+other turns, thoughts. They are counted, and not stored."""
+_LOST_TEXTS = {
+    "system_lost": "their system text",
+    "tools_lost": "their tools or the results of calls",
+    "turns_lost": "the text of another turn",
+    "thoughts_lost": "thoughts",
+}
+FIX = "name another template with model.chat_template"
+_THOUGHT_KEYS = ("reasoning_content", "thinking")
+_MAX_VERDICTS = 10_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a template does with conversations of one shape: the same roles, kinds of content and calls."""
+
+    reason: str = ""
+    """Why records of this shape cannot be used; empty: they can."""
+    lost: frozenset[str] = frozenset()
+    """The LOST_COLUMNS that are 1."""
+    removed_turns: tuple[int, ...] = ()
+    """Turns of tools whose rendering lies inside of a learnt span, and is cut out of it."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The LOST_COLUMNS as columns of an example."""
+        return {name: int(name in self.lost) for name in LOST_COLUMNS}
+
+
+_verdicts: dict[Any, Verdict] = {}
+
+
+def judge(tokenizer: Any, sample: Conversation, kind: str, locate: Locate, num_context: int | None = None) -> Verdict:
+    """Return what the tokenizer's template does with conversations of this shape.
+
+    Every text of the conversation is replaced by a mark of its own, which is then looked for in the rendered text and
+    in its learnt spans; so a text that occurs twice is not taken for another one. One rendering serves all records of
+    a shape. `kind`: name of `locate`, for the cache. `num_context`: turns at the start whose text must not be
+    learnt; None: all turns that are not trained on.
+    """
+    key = (str(tokenizer.chat_template), kind, num_context, _shape(sample))
+    if key not in _verdicts:
+        if len(_verdicts) >= _MAX_VERDICTS:
+            _verdicts.clear()
+        context = set(range(len(sample.messages))) - set(sample.trained_turns)
+        if num_context is not None:
+            context = set(range(num_context))
+        _verdicts[key] = _judge(sample, locate, context)
+    return _verdicts[key]
+
+
+def _judge(sample: Conversation, locate: Locate, context: Collection[int]) -> Verdict:
+    marked = replace(sample, messages=[_mark_message(turn, one) for turn, one in enumerate(sample.messages)])
+    marks = [sorted({*_iter_marks(message)}) for message in marked.messages]
+    try:
+        text, spans = locate(marked)
+    except BadRecord:
+        return Verdict()  # the record itself is then judged by the same error, or was accepted for its content
+    lost = frozenset(_find_lost(marked, marks, text))
+    removed: tuple[int, ...] = ()
+    if foreign := _find_foreign(marks, context, text, spans):
+        removed = tuple(turn for turn in foreign if sample.messages[turn]["role"] == "tool")
+        try:
+            spans = remove_turns(locate, marked, text, spans, removed)
+        except BadRecord as fault:
+            return Verdict(fault.reason)
+        if foreign := _find_foreign(marks, context, text, spans):
+            role = sample.messages[foreign[0]]["role"]
+            return Verdict(
+                f"the chat template writes text of the {role} (turn {foreign[0] + 1}) into the learnt text; {FIX}"
+            )
+    learnt = "".join(text[slice(*span)] for span in spans)
+    for turn in sample.trained_turns:
+        message = sample.messages[turn]
+        needed = [mark for mark in marks[turn] if _part(mark) != "thought"]
+        if missing := next((mark for mark in needed if mark not in learnt), None):
+            what = "the answer" if _part(missing) == "content" else "the arguments of a tool call"
+            if missing not in text and _part(missing) == "call":
+                problem = f"does not write the tool calls of an assistant's turn (turn {turn + 1})"
+            else:
+                how = "drops" if missing not in text else "writes outside of the learnt text"
+                problem = f"{how} {what} of turn {turn + 1}"
+            return Verdict(f"the chat template {problem}; {FIX}")
+        names = [call["function"]["name"] for call in get_message_field(message, "tool_calls") or ()]
+        if absent := next((name for name in names if name not in learnt), None):
+            return Verdict(
+                f"the chat template does not write the tool calls of an assistant's turn (turn {turn + 1}: "
+                f"'{absent}'); {FIX}"
+            )
+    return Verdict(lost=lost, removed_turns=removed)
+
+
+def _shape(sample: Conversation) -> Any:
+    """Return what a template can tell of a conversation besides its texts."""
+    return (
+        tuple(
+            (
+                message["role"],
+                bool(message["content"].strip()),
+                message["content"].count(IMAGE_PLACEHOLDER),
+                tuple(bool(get_message_field(message, key)) for key in _THOUGHT_KEYS),
+                tuple(
+                    (call["function"]["name"], _structure(call["function"].get("arguments")))
+                    for call in get_message_field(message, "tool_calls") or ()
+                ),
+            )
+            for message in sample.messages
+        ),
+        sample.trained_turns,
+        tuple(tool["function"]["name"] for tool in sample.tools),
+    )
+
+
+def _structure(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((name, _structure(item)) for name, item in value.items())
+    return tuple(map(_structure, value)) if isinstance(value, list) else type(value).__name__
+
+
+def _mark(turn: int, part: str, number: int = 0) -> str:
+    # Private-use characters, absent from data; no mark is a part of another.
+    return f"\ue010{turn}{part}{number}\ue011"
+
+
+def _part(mark: str) -> str:
+    return re.sub(r"[^a-z]", "", mark)
+
+
+def _mark_message(turn: int, message: Message) -> Message:
+    marked: dict[str, Any] = dict(message)
+    if message["content"].strip():
+        marked["content"] = IMAGE_PLACEHOLDER * message["content"].count(IMAGE_PLACEHOLDER) + _mark(turn, "content")
+    for key in _THOUGHT_KEYS:
+        if isinstance(marked.get(key), str) and marked[key].strip():
+            marked[key] = _mark(turn, "thought")
+    numbers = iter(range(1_000_000))
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _mark_leaves(call["function"].get("arguments"), turn, numbers)}}
+        for call in marked.get("tool_calls") or ()
+    ]  # fmt: skip
+    return cast("Message", {**marked, **({"tool_calls": calls} if calls else {})})
+
+
+def _mark_leaves(value: Any, turn: int, numbers: Iterator[int]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _mark_leaves(item, turn, numbers) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_mark_leaves(item, turn, numbers) for item in value]
+    return _mark(turn, "call", next(numbers))
+
+
+def _iter_marks(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from re.findall("\ue010[^\ue011]*\ue011", value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _iter_marks(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _iter_marks(item)
+
+
+def _find_lost(marked: Conversation, marks: Sequence[Sequence[str]], text: str) -> Iterator[str]:
+    """Yield the LOST_COLUMNS of texts that are not in the rendered text."""
+    for message, own in zip(marked.messages, marks, strict=True):
+        for mark in own:
+            if mark in text or (_part(mark) == "call" and message["role"] == "assistant"):
+                continue
+            roles = {"system": "system_lost", "tool": "tools_lost"}
+            yield "thoughts_lost" if _part(mark) == "thought" else roles.get(message["role"], "turns_lost")
+    if any(tool["function"]["name"] not in text for tool in marked.tools):
+        yield "tools_lost"
+
+
+def _find_foreign(
+    marks: Sequence[Sequence[str]], context: Collection[int], text: str, spans: Sequence[Span]
+) -> list[int]:
+    """Return the turns of the context whose text lies in a learnt span."""
+    learnt = "".join(text[slice(*span)] for span in spans)
+    return [turn for turn in sorted(context) if any(mark in learnt for mark in marks[turn])]
+
+
+def remove_turns(
+    locate: Locate, sample: Conversation, text: str, spans: Sequence[Span], turns: Sequence[int]
+) -> list[Span]:
+    """Return the spans without what the template writes for some turns, found by writing each of them twice.
+
+    Raises BadRecord if that cannot be told from the rest.
+    """
+    left = list(spans)
+    for turn in turns:
+        # Written twice, its rendering stands twice in a row; without it, some templates write other text around it.
+        doubled = [*sample.messages[: turn + 1], *sample.messages[turn:]]
+        trained = tuple(at + (at > turn) for at in sample.trained_turns)
+        start, end = _find_block(text, locate(replace(sample, messages=doubled, trained_turns=trained))[0])
+        if sample.messages[turn]["content"].strip() not in text[start:end]:
+            raise BadRecord(
+                f"the chat template writes the result of a tool (turn {turn + 1}) inside of the learnt text, and it cannot "
+                f"be told from the answer; {FIX}"
+            )
+        left = [part for span in left for part in ((span[0], min(span[1], start)), (max(span[0], end), span[1]))]
+        left = [(first, last) for first, last in left if first < last]
+    return left
+
+
+def _find_block(text: str, doubled: str) -> Span:
+    """Return the block of `text` that `doubled` has twice in a row, from a tag or a line on; an empty one if none is."""
+    size, start = len(doubled) - len(text), common_prefix_length([text, doubled])
+    if size <= 0 or doubled[start + size :] != text[start:]:
+        return 0, 0
+    # The copies are equal, so the inserted part may begin at any character of the first one, and where equal characters
+    # stand in front of it, before that.
+    first = start
+    while first and doubled[first - 1] == doubled[first - 1 + size]:
+        first -= 1
+    block = next((at for at in range(first, start + 1) if doubled[at] in "<[{\n"), first)
+    return (block, block + size) if text[block : block + size] == doubled[block + size : block + 2 * size] else (0, 0)
+
+
+def check_answers(sample: Conversation, learnt: str) -> dict[str, int]:
+    """Return the LOST_COLUMNS of thoughts that are written inside of an answer and dropped by the template.
+
+    Raises BadRecord for an answer that the learnt text does not hold, but for white space.
+    """
+    lost: dict[str, int] = {}
+    for turn in sample.trained_turns:
+        answer = sample.messages[turn]["content"].strip()
+        if answer in learnt or _squeeze(answer) in _squeeze(learnt):
+            continue
+        if "</think>" not in answer or _squeeze(answer.rpartition("</think>")[2]) not in _squeeze(learnt):
+            raise BadRecord(f"the chat template drops or changes the answer of turn {turn + 1}; {FIX}")
+        if _squeeze(answer.partition("</think>")[0].rpartition("<think>")[2]) not in _squeeze(learnt):
+            lost = {"thoughts_lost": 1}
+    return lost
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def describe_lost(report: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each kind of text that the chat template drops, with its number of samples."""
+    cuts = report.get("cuts") or {}
+    return [
+        f"the chat template drops {what} in {cuts[name]} of {report['kept']} samples ({FIX})"
+        for name, what in _LOST_TEXTS.items()
+        if cuts.get(name)
+    ]

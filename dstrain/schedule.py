@@ -114,13 +114,13 @@ def compute_lr(step: int, *, schedule: str, steps: int, warmup: float, peak: flo
     return peak * SCHEDULES[schedule](step - rising, steps - rising)
 
 
-def scale_lr(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: int, base_world_size: int) -> float:
-    """Return the peak for `world_size` processes, given a peak tuned for `base_world_size`.
+def scale_lr(peak: float, rule: Literal["none", "linear", "sqrt"], samples_per_step: int, base: int) -> float:
+    """Return the peak for steps of `samples_per_step`, given a peak tuned for steps of `base` samples.
 
     `linear` keeps the sum of updates per sample as the batch grows (arXiv 1706.02677); `sqrt` keeps
     their variance, which fits Adam better (arXiv 2205.10287).
     """
-    ratio = world_size / base_world_size
+    ratio = samples_per_step / base
     return peak * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 

@@ -42,6 +42,7 @@ FLOORS_WITHIN = {
             "params",
             "patches",
             "protein",
+            "router_loss",
         ),
         ("attention", "quantization", "weights"),
         (

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dstrain.config.field_types import AttnImplementation, ChatTemplate, Fraction, PositiveInt, ShareOfLayers
+from dstrain.config.field_types import (
+    AttnImplementation,
+    ChatTemplate,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    ShareOfLayers,
+)
 
 
 class Section(BaseModel):
@@ -73,6 +80,8 @@ class ModelConfig(Section):
     """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize], and a ZeRO stage below 3."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Factor of the router's auxiliary loss of a mixture of experts. Empty: the model config's, if its output_router_logits is true."""
     gradient_checkpointing: ShareOfLayers = True
     """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5: in that share of the layers."""
     trust_remote_code: bool = False

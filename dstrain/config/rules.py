@@ -87,7 +87,7 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
             "is 0, but the rates of optim.groups are stored as multiples of it",
             "set a rate, and freeze the other parameters with model.freeze",
         )
-    if optim.scale_lr == "none" and optim.scale_lr_base != 1:
+    if optim.scale_lr == "none" and optim.scale_lr_base != type(optim).model_fields["scale_lr_base"].default:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
 
 

@@ -147,9 +147,9 @@ class OptimConfig(Section):
     warmup: NonNegativeFloat = 0.03
     """Below 1: fraction of all steps. 1 or more: number of steps."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr by (processes / scale_lr_base), or by its square root."""
-    scale_lr_base: PositiveInt = 1
-    """Number of processes that lr was chosen for."""
+    """Multiply lr by (batch.total / scale_lr_base), or by its square root."""
+    scale_lr_base: PositiveInt = 256
+    """Samples of a step that lr was tuned for."""
     groups: dict[str, GroupConfig] = {}
     """Name, glob, or vision, projector, language -> lr and weight_decay of these parameters: {"*.embed_tokens": {lr: 1e-6}}."""
 

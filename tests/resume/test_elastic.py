@@ -238,7 +238,7 @@ def test_accumulation_may_change_with_the_processes(model: str, tmp_path: Path, 
 
 
 LEARNING = {
-    "a rate that goes by the processes keeps to those of the beginning": ["optim.scale_lr=linear"],
+    "a rate that is scaled goes by the samples of a step": ["optim.scale_lr=linear"],
     "a recipe without a total keeps the one it began with": ["batch={micro: 2, accumulate: 2}"],
     "micro-batches of so many tokens, with as many passes as each step needs": [
         "batch={total: 7, tokens_per_micro: 250}"

@@ -117,8 +117,10 @@ def test_an_unknown_schedule_is_refused_with_its_neighbour() -> None:
         ("sqrt", 4, (0.5, 1.0, math.sqrt(2))),
     ],
 )
-def test_the_peak_scales_as_asked_at_1_4_and_8_processes(rule: Any, base: int, peaks: tuple[float, ...]) -> None:
-    assert [scale_lr(1.0, rule, processes, base) for processes in (1, 4, 8)] == pytest.approx(peaks)
+def test_the_peak_scales_as_asked_with_1_4_and_8_samples_per_step(
+    rule: Any, base: int, peaks: tuple[float, ...]
+) -> None:
+    assert [scale_lr(1.0, rule, samples, base) for samples in (1, 4, 8)] == pytest.approx(peaks)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

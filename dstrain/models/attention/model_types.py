@@ -88,8 +88,6 @@ def layer_unsupported_reason(config: Any) -> str | None:
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in ROPE_OBSTACLES:
             return f"its rotary frequencies ({rope_type}) depend on the longest sequence of a batch"
-    if getattr(config, "output_router_logits", False):
-        return "its loss of the router (output_router_logits) needs the attention mask of padded rows"
     return None
 
 

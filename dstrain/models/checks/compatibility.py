@@ -50,6 +50,9 @@ class ModelValidator:
         if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
             key = "model.path" if self._model.path else "model.config"
             raise RecipeError(bidirectional_fault(key, config.model_type))
+        from dstrain.models.router_loss import check_router_loss
+
+        check_router_loss(meta_model, self._model.router_aux_loss_coef)
         check_positions(meta_model, config, self.recipe.data.max_length)
         check_freeze_and_groups(meta_model, self.recipe)
         self._check_files(meta_model)

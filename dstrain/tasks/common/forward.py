@@ -206,7 +206,8 @@ def needs_attention_mask(model: torch.nn.Module) -> bool:
     of_transformers = type(model).__module__.startswith("transformers.")  # not code that came with the weights
     known = of_transformers and getattr(config, "model_type", None) in NO_MASK_MODEL_TYPES
     both_ways = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
-    return not known or bool(both_ways)
+    # The loss of a router is a mean over the tokens that the mask names.
+    return not known or bool(both_ways) or bool(getattr(model, "needs_padding_mask", False))
 
 
 def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,9 @@ from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters.lora import adapters_disabled
 from dstrain.models.params.components import unwrap_peft
+from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficient
 from dstrain.tasks import Task
-from dstrain.tasks.common.task import FrozenModel, LossInputs
+from dstrain.tasks.common.task import FrozenModel, Loss, LossInputs
 from dstrain.train.state.load import StoredModel
 
 MAX_SAMPLES = 16
@@ -64,6 +66,8 @@ class TrainModule(torch.nn.Module):
         self.reference_model = None if reference is None else FrozenModule(inputs.reference, reference)
         online = [scorer for scorer in inputs.scorers if not scorer.is_cached] if reward_models else []
         self.reward_models = torch.nn.ModuleList(map(FrozenModule, online, reward_models))
+        coefficient = router_loss_coefficient_of(self.unwrapped_model, task)
+        self.router_loss = RouterLoss(self.unwrapped_model, coefficient) if coefficient else None
         self.trainable_names = frozenset(
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         )
@@ -91,7 +95,16 @@ class TrainModule(torch.nn.Module):
             assert step_stats is not None, "only asked of a task that needs them"
             return answers, _with_weights(step_stats(self.unwrapped_model, batch.with_tensors(answers)), batch)
         answers = {} if self.loss_inputs.step_stats else self._reference_outputs(batch)  # already in the batch
-        loss = self.task.loss(self.unwrapped_model, batch.with_tensors(answers))
+        router_losses: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            if self.router_loss is not None:
+                router_losses = stack.enter_context(self.router_loss.collect())
+            loss = self.task.loss(self.unwrapped_model, batch.with_tensors(answers))
+        if self.router_loss is not None and router_losses:
+            # A mean over tokens: times the weight, so that the step's division by the weight gives a mean again.
+            auxiliary = torch.stack(router_losses).mean().float() * batch.weight
+            total = loss.total.float() + self.router_loss.coefficient * auxiliary
+            loss = Loss(total, {**loss.metrics, METRIC: auxiliary.detach()})
         # Times 0 instead of no loss: every rank must take part in the collectives of both passes.
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
@@ -107,6 +120,14 @@ class TrainModule(torch.nn.Module):
             found = self.loss_inputs.reference.outputs(self.unwrapped_model, batch)
         model.train(training)
         return found
+
+
+def router_loss_coefficient_of(model: torch.nn.Module, task: Task) -> float:
+    """Return the factor of the router's loss of a transformers model; 0 for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return 0.0
+    return router_loss_coefficient(config, task.recipe.model.router_aux_loss_coef)
 
 
 def _batch_factor(batch: Batch) -> float:

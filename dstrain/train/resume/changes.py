@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dstrain.config import RunConfig, find_learning_changes
+from dstrain.config import BatchPlan, RunConfig, find_learning_changes
 from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.train.resume.inputs import iter_input_changes
 from dstrain.train.resume.recorded import get_run_dir, read_recorded_recipe
@@ -32,8 +32,8 @@ class RunPlanValues(Protocol):
         """Optimizer steps of the whole run."""
 
     @property
-    def initial_world_size(self) -> int:
-        """Processes that the run began with."""
+    def batch(self) -> BatchPlan:
+        """Sizes of the batches."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: Run
     steps = checkpoint.read_run_info().get("steps", run.steps)
     old, new = (
         LRSchedule(
-            scale_lr(config.optim.peak_lr, config.optim.scale_lr, run.initial_world_size, config.optim.scale_lr_base),
+            scale_lr(config.optim.peak_lr, config.optim.scale_lr, run.batch.total, config.optim.scale_lr_base),
             config.optim.schedule, total, config.optim.warmup,
         )(checkpoint.step)
         for config, total in ((old_config, steps), (run.config, run.steps))

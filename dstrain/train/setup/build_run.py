@@ -266,7 +266,7 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
         "steps": plan.steps,
         "versions": get_library_versions(),
     }
-    return metadata | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
+    return metadata | {"batch_total": plan.batch.total}
 
 
 def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:

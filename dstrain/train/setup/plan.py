@@ -70,8 +70,6 @@ class RunPlan:
     resume: ResumeOptions
     start: StartDecision
     """The checkpoint to continue from; all ranks have agreed on it."""
-    initial_world_size: int
-    """World size that the run began with; `optim.scale_lr` scales the learning rate by it."""
     local_world_size: int
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
@@ -165,7 +163,7 @@ def make_plan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, steps=steps, device=device,
         train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
         sample_plan=replace(sample_plan, total_samples=total_samples), fingerprints=fingerprints,
-        initial_world_size=_initial_world_size(checkpoint, worker), local_world_size=worker.local_world_size,
+        local_world_size=worker.local_world_size,
         micro_batch=MicroBatch(config, batch, worker.world_size, run_dir),
     )  # fmt: skip
 
@@ -177,11 +175,6 @@ def _resolve_batch(
     # The preset's accumulation would contradict the total that was taken from the checkpoint.
     accumulate = preset.accumulate if batch is config.batch else None
     return resolve_batch(batch, world_size, preset.micro, accumulate)
-
-
-def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> int:
-    began_with = None if checkpoint is None else checkpoint.read_run_info().get("began_with")
-    return began_with or worker.world_size
 
 
 def _prepare_datasets(
@@ -259,9 +252,9 @@ def interval_in_steps(plan: RunPlan, every: int | str) -> int:
 
 
 def scaled_lr(plan: RunPlan, lr: float) -> float:
-    """Return a learning rate scaled to the world size that the run began with."""
+    """Return a learning rate scaled to the samples of a step."""
     optim = plan.config.optim
-    return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
+    return scale_lr(lr, optim.scale_lr, plan.batch.total, optim.scale_lr_base)
 
 
 def build_loader(plan: RunPlan, world: World) -> Loader:

@@ -151,7 +151,6 @@ REFUSED = {
     "bert": ({}, r"attends in both directions"),
     "gemma3_text": ({"use_bidirectional_attention": True}, r"this gemma3_text model attends in both directions"),
     "phimoe": ({}, r"are not tested with models of type phimoe"),
-    "mixtral": ({"output_router_logits": True}, r"output_router_logits"),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, r"\(dynamic\) depend on"),
 }  # fmt: skip
 

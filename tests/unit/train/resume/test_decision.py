@@ -60,10 +60,10 @@ def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged
     _, values = named_recipe("rm", tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     recipe = dump_training_recipe(plan_run(tmp_path).config)
-    save(tmp_path / "run", 1, recipe=recipe, batch_total=4, began_with=3)
-    flip_byte(save(tmp_path / "run", 2, recipe=recipe, batch_total=8, began_with=5))
+    save(tmp_path / "run", 1, recipe=recipe, batch_total=4)
+    flip_byte(save(tmp_path / "run", 2, recipe=recipe, batch_total=8))
     plan = plan_run(tmp_path)
-    assert (plan.batch.total, plan.initial_world_size, plan.start.step) == (4, 3, 1)
+    assert (plan.batch.total, plan.start.step) == (4, 1)
     checkpoints = CheckpointStore(folder=tmp_path / "run" / "checkpoints", world=SingleProcessWorld())
     start = prepare_start(plan.start, checkpoints, RunLog(tmp_path / "run"), prune_when_full=False)
     assert start is not None

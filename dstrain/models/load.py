@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
-from dstrain.errors import Fault, RecipeError, suggest_name
+from dstrain.errors import Fault, RecipeError, first_names, suggest_name
 from dstrain.models.adapters.load import merge_adapter
 from dstrain.models.folder.adapter_config import read_adapter, resolve_base_model
 from dstrain.models.folder.hub_code import check_hub_code
@@ -242,16 +243,37 @@ def _init_from_scratch(
 
     if is_deepspeed_zero3_enabled():
         return auto_class.from_config(config, dtype=dtype, **model_kwargs)
-    with initialization.no_init_weights():
+    with initialization.no_init_weights(), _empty_memory_is_nan():
         model = auto_class.from_config(config, dtype=torch.float32, **model_kwargs)
     model.initialize_weights()
     model.tie_weights()
+    parameters = ((name, one) for name, one in model.named_parameters() if not one.is_meta)
+    unset = [name for name, one in parameters if bool(one.isnan().any())]
+    if unset:
+        problem = f"transformers gives no first values to {first_names(unset)} of a {config.model_type} model"
+        raise RecipeError(Fault("model.config", problem, "start from weights with model.path, or use another family"))
     if dtype != torch.float32:
         for tensor in model.state_dict(keep_vars=True).values():  # buffers not saved (rotary frequencies) stay fp32
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         model.config.dtype = dtype
     return model
+
+
+@contextmanager
+def _empty_memory_is_nan() -> Iterator[None]:
+    """Fill memory that torch allocates without values with NaN inside, so that weights that nothing sets are found."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _load_generation_config(model: PreTrainedModel, name: str) -> None:

@@ -46,6 +46,7 @@ class SFT(TextTask):
     learning_rate = 2.0e-5
     export_class: ClassVar[type[TextExport]] = SFTExport
     packs_batches = True
+    rows_per_sample = 1
 
     assistant_only_loss: bool = True
     """Train on the assistant's turns only, end of turn included; false: on every token of every role."""

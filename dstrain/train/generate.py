@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
 from dstrain.errors import TaskError
+from dstrain.models.attention.model_types import needs_equal_prompt_lengths
 from dstrain.tasks.common.forward import vision_inputs
 from dstrain.train.engine.base import seed_step
 
@@ -101,7 +103,12 @@ def _generate_share(
     # Like lengths together: less padding.
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     processor = vision_processor if any(prompt.images for prompt in prompts) else None
-    batches = [order[start : start + sampling.batch] for start in range(0, len(order), sampling.batch)]
+    groups = [order]
+    if needs_equal_prompt_lengths(engine.unwrapped.config):
+        groups = [[*group] for _, group in itertools.groupby(order, key=lambda index: len(prompts[index].ids))]
+    batches = [
+        group[start : start + sampling.batch] for group in groups for start in range(0, len(group), sampling.batch)
+    ]
     mine: dict[int, list[int]] = {}
     for place in range(world.rank, -(-len(batches) // world.size) * world.size, world.size):
         if place < len(batches):

@@ -91,6 +91,31 @@ def layer_unsupported_reason(config: Any) -> str | None:
     return None
 
 
+PADDING_READERS = ("rwkv", "minimax")
+"""Model types that let padding on the left into their state, whatever the attention mask says."""
+
+
+def length_limit(config: Any) -> tuple[str, int] | None:
+    """Return (type, N) of rotary frequencies that change for a whole batch if one of its rows has more than N tokens."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    found = next((rope_type for rope_type in _rope_types(parameters) if rope_type in ROPE_OBSTACLES), None)
+    original = [
+        block.get("original_max_position_embeddings")
+        for block in (parameters, *parameters.values())
+        if isinstance(block, dict)
+    ]
+    limits = [*original, getattr(text, "original_max_position_embeddings", None)] if found == "longrope" else []
+    limit = next((one for one in limits if one), getattr(text, "max_position_embeddings", None))
+    return (found, int(limit)) if found and limit else None
+
+
+def needs_equal_prompt_lengths(config: Any) -> bool:
+    """Return whether an answer depends on the padding of its prompt, or on longer prompts beside it."""
+    text = config.get_text_config()
+    return text.model_type in PADDING_READERS or length_limit(config) is not None
+
+
 def _rope_types(parameters: dict[str, Any]) -> list[str]:
     """Return the types in `rope_parameters`, which may be one block or a block per layer type."""
     blocks = [parameters, *(block for block in parameters.values() if isinstance(block, dict))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names
 from dstrain.models.adapters.load import check_adapter
+from dstrain.models.checks.causality import sees_later_tokens
 from dstrain.models.checks.max_positions import check_positions, rope_length_warning
 from dstrain.models.checks.preflight import bidirectional_fault
 from dstrain.models.folder.adapter_config import Adapter, read_adapter
@@ -50,6 +51,10 @@ class ModelValidator:
         if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
             key = "model.path" if self._model.path else "model.config"
             raise RecipeError(bidirectional_fault(key, config.model_type))
+        if self.can_generate and sees_later_tokens(meta_model):
+            key = "model.path" if self._model.path else "model.config.model_type"
+            problem = f"{config.model_type} models see the tokens that they have to predict (tried on a small copy)"
+            raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
         from dstrain.models.router_loss import check_router_loss
 
         check_router_loss(meta_model, self._model.router_aux_loss_coef)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dstrain.errors import RecipeError
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.attention.model_types import length_limit
 from dstrain.models.folder.model_types import max_length_fault
 from dstrain.models.params.components import components_by_id
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+    from dstrain.config.schema import RunConfig
 
 
 def check_positions(model: torch.nn.Module, config: PretrainedConfig, max_length: int) -> None:
@@ -63,6 +66,26 @@ def _iter_table_sizes(model: torch.nn.Module) -> Iterator[int]:
 def _is_position_table(name: str) -> bool:
     last = name.rpartition(".")[2]
     return last == "wpe" or ("pos" in last and "rel" not in last)
+
+
+def check_length_dependent(config: PretrainedConfig, recipe: RunConfig, rows_per_sample: int) -> None:
+    """Raise RecipeError where a row's rotary positions would depend on the other rows of its batch.
+
+    longrope takes the long or the short factors for a whole batch, by its longest row; dynamic NTK keeps those of the
+    longest row that it has seen.
+    """
+    found = length_limit(config)
+    if found is None or recipe.data.max_length <= found[1]:
+        return
+    alone = found[0] == "longrope" and recipe.batch.micro == 1 and recipe.batch.tokens_per_micro is None
+    if alone and rows_per_sample == 1:
+        return
+    how = "the longest row of a batch" if found[0] == "longrope" else "the longest row that was seen"
+    problem = (
+        f"is {recipe.data.max_length}, and the model's {found[0]} positions depend on {how} above {found[1]} tokens"
+    )
+    other = ", or set batch.micro to 1" if found[0] == "longrope" and rows_per_sample == 1 else ""
+    raise RecipeError(Fault("data.max_length", problem, f"lower it to {found[1]}{other}"))
 
 
 def rope_length_warning(config: PretrainedConfig, max_length: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -122,10 +124,15 @@ class ModelSource:
 
     def build_config(self, model: ModelConfig) -> PretrainedConfig:
         """Return the model's config as the task needs it."""
+        from huggingface_hub.errors import StrictDataclassFieldValidationError
+
         config = read_config(model)
         if model.config is not None:  # the family's defaults are the ids of another tokenizer
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                setattr(config, name, getattr(self.tokenizer, name))
+                token = getattr(self.tokenizer, name)
+                # Some families (CWM) allow no null there, and never write the token themselves.
+                with contextlib.suppress(StrictDataclassFieldValidationError) if token is None else nullcontext():
+                    setattr(config, name, token)
             if self.vision_processor is not None:
                 sync_config_with_processor(config, self.vision_processor.hf_processor)
         return config

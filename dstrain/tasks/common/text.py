@@ -18,6 +18,7 @@ from dstrain.data.formats.prompts import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.errors import RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
+from dstrain.models.checks.max_positions import check_length_dependent
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
@@ -56,6 +57,7 @@ class TextChecks(Checks):
         model, source = self.task.recipe.model, self.task.model_source
         check_weight_files(model)
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
+        check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
         self.validator.check(source.build_meta_model())
         _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
 

@@ -34,6 +34,8 @@ class TextData:
     """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
     has_pairs: ClassVar[bool] = False
     """True where the rows of a sample begin with the same tokens."""
+    rows_per_sample: ClassVar[int] = 2
+    """Sequences of a sample in a batch."""
     ref_columns: ClassVar[tuple[str, ...]] = ()
     """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
 

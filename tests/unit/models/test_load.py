@@ -221,3 +221,19 @@ def test_code_from_the_hub_takes_the_users_word(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"_attn_implementation": "mine/kernel"}))
     read = read_config(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert read._attn_implementation == "mine/kernel"
+
+
+def test_weights_that_an_initialization_leaves_unset_are_refused() -> None:
+    """formats.md B2: openai-gpt trained on uninitialized memory, with values up to 1e16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dstrain.models.load import _init_from_scratch
+
+    def build(model_type: str, **sizes: int) -> Any:
+        return _init_from_scratch(AutoModelForCausalLM, AutoConfig.for_model(model_type, **sizes), torch.float32, {})
+
+    before = torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(RecipeError, match=r"gives no first values to .* of a openai-gpt model"):
+        build("openai-gpt", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    build("gpt2", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    assert torch.are_deterministic_algorithms_enabled() == before

@@ -66,6 +66,13 @@ def as_record(record: Mapping[str, Any]) -> Record:
     return record if isinstance(record, Record) else Record(record)
 
 
+def nan_to_null(record: Mapping[str, Any]) -> Record:
+    """Return the record with null where pandas wrote NaN for a missing value; a margin must be a number."""
+    found = as_record(record)
+    missing = {key for key, value in found.items() if isinstance(value, float) and value != value and key != "margin"}
+    return found.derive({key: None if key in missing else value for key, value in found.items()}) if missing else found
+
+
 def has(record: Mapping[str, Any], *keys: str) -> bool:
     """Return whether all these keys have a value other than null, without reading them."""
     plain = dict(record.items()) if not isinstance(record, dict) else record

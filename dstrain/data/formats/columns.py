@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from dstrain.data.formats.messages import is_transcript
+from dstrain.data.formats.messages import (
+    IMAGE_KEYS,
+    MEDIA_PART_KEYS,
+    MESSAGES_KEYS,
+    ROLE_ALIASES,
+    TRAIN_DETAILS,
+    TRAIN_FLAGS,
+    get_turn_pair,
+    is_null_image,
+    is_transcript,
+)
 from dstrain.data.records import BadRecord, Record, as_record
 
 ParsedT = TypeVar("ParsedT")
@@ -36,22 +46,33 @@ ANSWER_NAMES = {
     "nonpreferredoutput", "rejectedresponse", "rejectedmessages",
 }  # fmt: skip
 """Names of columns that hold an answer."""
+CONTEXT_NAMES = {"context", "document", "passage", "article"}
+"""Those of them that hold a text to which the question refers."""
 FLAG_NAMES = {
     "weight", "weights", "loss", "lossscale", "lossweight", "lossmask", "sampleweight", "train", "training",
     "trainable", "traindetail", "trainingdetail", "chattemplatekwargs", "betterresponseid", "overallresponse",
     "preference", "winner", "ktotag", "label", "labels",
 }  # fmt: skip
 """Names of columns that say whether, how much or with which sign something is trained on."""
-ID_ENDS = ("id", "ids", "idx", "index", "uuid", "source", "key")
-"""Ends of the names of columns that identify a record, with a path perhaps."""
+ID_ENDS = ("id", "ids", "idx", "index", "uuid", "source", "key", "avatar", "avatarurl")
+"""Ends of the names of columns that identify a record or its author, with a path perhaps."""
+ORIGIN_ENDS = ("path", "file", "filename", "name", "url", "uri")
+"""Ends of the names of columns that say where an image comes from, beside the image itself."""
+MIN_RENDERED = 20
+"""Characters of a record's texts, at least, for a text that contains them all to be a rendering of the record."""
 LABELS = {"label", "labels", "preference", "winner", "ktotag", "betterresponseid", "overallresponse"}
 KEEP_OUT = "to leave it out, set data.columns to {%s: null}"
 MESSAGE_KEYS = {
-    "role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content",
+    "role", "content", "from", "value", "name", "user", "input", "output", "tool_calls", "tool_call_id", "function_call", "reasoning_content",
     "reasoning", "thinking", "weight", "loss", "loss_scale", "loss_weight", "train", "training", "trainable",
     "train_detail", "training_detail", "human", "assistant", "system",
 }  # fmt: skip
 """Keys of a message that are read, or refused where they are read."""
+PART_KEYS = {
+    "type", "text", "value", "image", "image_url", "path", "url", "bytes", "index", *MEDIA_PART_KEYS, *TRAIN_FLAGS,
+    *TRAIN_DETAILS,
+}  # fmt: skip
+"""Keys of a part of a message's content that are read, or refused where they are read."""
 
 
 def plain_name(name: str) -> str:
@@ -105,10 +126,17 @@ def find_unused(record: Record) -> dict[str, Any]:
     for name in record.used:
         value = record.columns.get(name)
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, Mapping) and ("role" in item or "from" in item):
+            if isinstance(item, Mapping) and ("role" in item or "from" in item or get_turn_pair(item)):
                 unused |= {
                     f"{name}[].{key}": one for key, one in item.items() if key not in MESSAGE_KEYS and not is_empty(one)
                 }
+                parts = item.get("content", item.get("value"))
+                for part in parts if isinstance(parts, list) else ():
+                    unused |= {
+                        f"{name}[].content[].{key}": one
+                        for key, one in (part.items() if isinstance(part, Mapping) else ())
+                        if key not in PART_KEYS and not is_empty(one)
+                    }
     return unused
 
 
@@ -116,8 +144,10 @@ def _describe_unused(record: Record, column: str, value: Any, is_prompt: bool) -
     """Return what an unread column looks like; empty if it may be left out."""
     name = plain_name(column.rpartition(".")[2])
     is_name = name.endswith(ID_ENDS)  # such as the file that a record was made from
-    if (name in IMAGE_NAMES and isinstance(value, str | list | Mapping | bytes)) or (is_image(value) and not is_name):
-        return "looks like an image, video or audio"
+    is_named_image = name in IMAGE_NAMES and isinstance(value, str | list | Mapping | bytes)
+    if is_named_image or (is_image(value) and not is_name):
+        is_origin = isinstance(value, str) and not value.startswith("data:") and name.endswith(ORIGIN_ENDS)
+        return "" if is_origin and _has_image(record) else "looks like an image, video or audio"
     if name in FLAG_NAMES:
         # A label beside a complete pair, or of a task that learns from texts alone, is information on the record.
         is_information = name in LABELS or value is True or value == 1
@@ -127,15 +157,46 @@ def _describe_unused(record: Record, column: str, value: Any, is_prompt: bool) -
         return "may be the question, since the record has no prompt"
     if not keys & (QUESTION_NAMES | ANSWER_NAMES | {"text"}):
         return ""  # the task learns from other things than texts
-    is_pair = "chosen" in keys
-    is_answer = name in ANSWER_NAMES and not is_pair and not is_prompt
+    # Beside a pair, a conversation with its answer or a solution, other answers are information on it.
+    is_complete = "chosen" in keys or "solution" in keys or _ends_with_answer(record)
+    is_answer = name in ANSWER_NAMES and not is_complete and not is_prompt
     if not (name in QUESTION_NAMES or is_answer):
         return ""
     texts = [text.strip() for text in iter_strings(value) if text.strip()]
     read = "\n".join(text for name in record.used for text in iter_strings(record.columns.get(name)))
-    if not texts or all(text in read for text in texts):
+    if "chosen" in keys and isinstance(value, list) and value and _is_answered(value[-1]):
+        texts = texts[:-1]  # a conversation whose last answer is another one than the two of the pair
+    if all(text in read for text in texts):
         return ""  # written twice, such as `prompt` next to `messages` that contain it
+    if name == "answers" and isinstance(value, list) and any(text in read for text in texts):
+        return ""  # the references among which the answer was taken
+    if _is_rendering(texts, record):
+        return ""
     return "looks like an answer" if name in ANSWER_NAMES else "looks like a part of the prompt"
+
+
+def _has_image(record: Record) -> bool:
+    """Return whether an image was read from a column."""
+    return any(key in IMAGE_KEYS and not is_null_image(record.columns.get(name)) for name, key in record.used.items())
+
+
+def _is_answered(turn: Any) -> bool:
+    """Return whether an item of a conversation is an answer, or a question with its answer."""
+    role = str(turn.get("role", turn.get("from"))).lower() if isinstance(turn, Mapping) else ""
+    return bool(get_turn_pair(turn)) or ROLE_ALIASES.get(role) == "assistant"
+
+
+def _ends_with_answer(record: Record) -> bool:
+    """Return whether a conversation that ends with an answer was read."""
+    read = [record.columns.get(name) for name, key in record.used.items() if key in MESSAGES_KEYS]
+    return any(isinstance(turns, list) and bool(turns) and _is_answered(turns[-1]) for turns in read)
+
+
+def _is_rendering(texts: list[str], record: Record) -> bool:
+    """Return whether the texts contain all that was read, as Alpaca's texts with instruction and output do."""
+    written = "\n".join(texts)
+    read = [text.strip() for name in record.used for text in iter_strings(record.columns.get(name))]
+    return sum(map(len, read)) >= MIN_RENDERED and all(text in written for text in read)
 
 
 def _is_alone(record: Record, keys: set[str]) -> bool:
@@ -149,6 +210,8 @@ def _fix(record: Record, column: str) -> str:
     name = plain_name(column.rpartition(".")[2])
     if "[]" in column:
         return "move it into a column of the record"
+    if name in CONTEXT_NAMES:
+        return f"rename it and the question with data.columns {{{column}: input, question: instruction}}"
     if name in IMAGE_NAMES or is_image(record.columns[column]):
         return f"rename it with data.columns {{{column}: image}}"
     return "rename it with data.columns"

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from dstrain.data.formats.messages import (
+    MESSAGES_KEYS,
     Message,
+    is_null_image,
     is_transcript,
     parse_prompt_transcript,
     parse_transcript,
+    prepend_system,
     read_history,
     read_instruction,
     read_messages,
-    read_system,
     read_text,
     read_tools,
     turns_to_messages,
 )
 from dstrain.data.formats.preferences import QUESTION_KEYS, is_preference_pair, read_preference, to_chosen_rejected
-from dstrain.data.records import BadRecord, Record, as_record, has
+from dstrain.data.records import BadRecord, Record, has, nan_to_null
 
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 MEDIA_PART_TYPES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
@@ -63,13 +66,12 @@ def get_message_field(message: Message, name: str) -> Any:
 
 def read_conversation(record: Mapping[str, Any]) -> Sample:
     """Return the sample in a record of any known form. Raises BadRecord."""
+    record = nan_to_null(record)
     _reject_media(record)
     # Training on an answer that people rejected would be the opposite of what is meant.
-    record = as_record(record)
-    labels = [key for key in LABEL_KEYS if isinstance(dict.get(record, key), bool)]
-    if unwanted := next((key for key in labels if not record[key]), None):
+    if unwanted := next((key for key in LABEL_KEYS if _is_unwanted(record, key)), None):
         raise BadRecord(
-            f"'{unwanted}' is false: the answer was not wanted; remove the record, or train on both with task kto"
+            f"'{unwanted}' is {json.dumps(record[unwanted])}: the answer was not wanted; remove the record, or train on both with task kto"
         )
     record = to_chosen_rejected(record)
     if is_preference_pair(record):
@@ -78,6 +80,16 @@ def read_conversation(record: Mapping[str, Any]) -> Sample:
         if has(record, *keys):
             return read(record)
     raise BadRecord(_unknown_form_message(record))
+
+
+def _is_unwanted(record: Record, key: str) -> bool:
+    """Return whether a label says that the answer was not wanted; a class 0 of a text is no such label."""
+    value = dict.get(record, key)
+    if isinstance(value, str):
+        return value.strip().lower() == "false"
+    is_flag = isinstance(value, int | float) and value in (0, 1)
+    is_of_answer = isinstance(value, bool) or key == "kto_tag" or has(record, "completion")
+    return is_flag and is_of_answer and not record[key]
 
 
 def _unknown_form_message(record: Mapping[str, Any]) -> str:
@@ -103,7 +115,7 @@ def _from_preference(record: Record) -> Sample:
 
 def _messages_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
     def read(record: Mapping[str, Any]) -> Conversation:
-        messages = [*read_system(record), *read_history(record), *read_messages(record[key], key)]
+        messages = prepend_system([*read_history(record), *read_messages(record[key], key)], record)
         return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
@@ -119,14 +131,14 @@ def _completion_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
         prompt, answer = record["prompt"], record[key]
         if isinstance(prompt, str) and not prompt.strip():
             raise BadRecord("'prompt' is empty; write one, or call the answer 'text' to train on it alone")
-        before = [*read_system(record), *read_history(record)]
+        before = prepend_system(read_history(record), record)
         tools = read_tools(record)
         # Plain texts have no place for other turns and tools.
         if isinstance(prompt, str) and isinstance(answer, str) and not before and not tools:
             return _read_text_completion(prompt, answer, key)
         question = _messages_or_text(prompt, "prompt", "user")
         reply = _messages_or_text(answer, key, "assistant")
-        before += question
+        before = prepend_system([*read_history(record), *question], record)
         return _make_conversation(before + reply, key, len(before), tools)
 
     return read
@@ -148,7 +160,7 @@ def _messages_or_text(value: Any, key: str, role: str) -> list[Message]:
 def _instruction_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
     def read(record: Mapping[str, Any]) -> Sample:
         answer = _make_message("assistant", read_text(record[key], key))
-        messages = [*read_system(record), *read_instruction(record), answer]
+        messages = prepend_system([*read_instruction(record), answer], record)
         return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
@@ -160,7 +172,7 @@ def _question_reader(key: str, answer_key: str) -> Callable[[Mapping[str, Any]],
             _make_message("user", read_text(record[key], key)),
             _make_message("assistant", read_text(record[answer_key], answer_key)),
         ]
-        messages = [*read_system(record), *read_history(record), *turns]
+        messages = prepend_system([*read_history(record), *turns], record)
         return _make_conversation(messages, answer_key, tools=read_tools(record))
 
     return read
@@ -176,16 +188,20 @@ def _from_text(record: Mapping[str, Any]) -> Sample:
 
 
 FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
-    ("messages",): _messages_reader("messages"),
-    ("conversations",): _messages_reader("conversations"),
-    ("conversation",): _messages_reader("conversation"),
+    **{(key,): _messages_reader(key) for key in MESSAGES_KEYS},
+    # Before `prompt`, which may be a rendering of both, with the answer in it.
+    **{
+        ("instruction", answer): _instruction_reader(answer)
+        for answer in ("output", "response", "completion", "answer")
+    },
     **{("prompt", answer): _completion_reader(answer) for answer in ("completion", "response", "answer", "output")},
-    **{("instruction", answer): _instruction_reader(answer) for answer in ("output", "response", "completion")},
     **{
         (question, answer): _question_reader(question, answer)
         for question in QUESTION_KEYS
         for answer in ("answer", "response", "completion", "output")
     },
+    ("problem", "solution"): _question_reader("problem", "solution"),
+    ("inputs", "targets"): _question_reader("inputs", "targets"),
     ("input", "output"): _instruction_reader("output"),
     ("text",): _from_text,
 }
@@ -221,11 +237,11 @@ def _make_message(role: str, content: str) -> Message:
 
 def _reject_media(record: Mapping[str, Any]) -> None:
     """Raise BadRecord if the record holds images, video or audio."""
-    values = [dict(record.items()).get(key) for key in ("messages", "conversations", "conversation", "prompt")]
+    values = [dict(record.items()).get(key) for key in (*MESSAGES_KEYS, "prompt")]
     turns = [value for value in values if isinstance(value, list)]
     parts = [message.get("content") for turn in turns for message in turn if isinstance(message, Mapping)]
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = [key for key in MEDIA_KEYS if has(record, key) and record.get(key)]
+    found = [key for key in MEDIA_KEYS if has(record, key) and not is_null_image(record.get(key))]
     found += [str(part["type"]) for part in typed if part.get("type") in MEDIA_PART_TYPES]
     if found and found[0].startswith("image"):
         raise BadRecord(f"'{found[0]}' is not text, and sft trains on text only; train on images with task vlm")

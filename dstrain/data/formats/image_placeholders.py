@@ -12,14 +12,17 @@ from dstrain.data.formats.messages import (
     IMAGE_KEYS,
     IMAGE_PART_TYPES,
     IMAGE_PLACEHOLDER,
+    MESSAGES_KEYS,
     TEXT_KEYS,
     Message,
+    get_turn_pair,
+    is_null_image,
     json_type_name,
     read_images,
 )
 from dstrain.data.formats.preferences import Preference, Response, to_chosen_rejected
 from dstrain.data.formats.prompts import ANSWER_KEYS, ParsedPrompt
-from dstrain.data.records import BadRecord, Record, as_record, has
+from dstrain.data.records import BadRecord, Record, has, nan_to_null
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
 # parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.
@@ -51,7 +54,7 @@ def read_with_images(
     without any placeholder the images come first. Raises BadRecord if images and placeholders do
     not match.
     """
-    record = as_record(record)
+    record = nan_to_null(record)
     images = read_images(record)
     inline: list[Any] = []
     texts = {key: _encode_placeholders(value, inline) for key, value in record.items() if key not in IMAGE_KEYS}
@@ -75,7 +78,7 @@ def read_with_images(
 
 def has_null_image(record: Mapping[str, Any], key: str) -> bool:
     """Return whether the record has null under an image key."""
-    return key in record and record[key] is None
+    return key in record and record[key] != [] and is_null_image(record[key])
 
 
 def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
@@ -94,8 +97,8 @@ def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
             key: _encode_content(item, inline_images) if key in ("content", "value") else item
             for key, item in value.items()
         }
-    # ms-swift's turns, and OpenAI's `input` of a preference.
-    if isinstance(value, Mapping) and (value.keys() == {"human", "assistant"} or "messages" in value):
+    # Turns of a question and its answer, and OpenAI's `input` of a preference.
+    if isinstance(value, Mapping) and (get_turn_pair(value) or "messages" in value):
         return {key: _encode_placeholders(item, inline_images) for key, item in value.items()}
     return value
 
@@ -117,6 +120,8 @@ def _encode_content(value: Any, inline_images: list[Any]) -> Any:
 
 
 def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str:
+    if part.get("text"):
+        raise BadRecord(f"a part of type {part['type']!r} has a 'text' too; write two parts")
     held = next(
         (part[key] for key in ("image", "image_url", "path", "url", "value") if part.get(key) is not None), None
     )
@@ -140,9 +145,7 @@ def _caption_to_messages(record: Record) -> Record:
 
     A record that has an answer of its own is returned as it is.
     """
-    answered = any(
-        has(record, key) for key in ("messages", "conversations", "conversation", "chosen", *ANSWER_KEYS.values())
-    )
+    answered = any(has(record, key) for key in (*MESSAGES_KEYS, "chosen", *ANSWER_KEYS.values()))
     if not has(record, "caption") or answered:
         return record
     if not isinstance(record["caption"], str):

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from dstrain.data.records import BadRecord, has
+from dstrain.data.records import BadRecord, as_record, has
 
 ROLE_ALIASES = {
     "system": "system",
@@ -31,6 +31,12 @@ IMAGE_KEYS = ("image", "images")
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 IMAGE_PART_TYPES = ("image", "image_url")
 """Types of the parts of a message's content that are images."""
+MEDIA_PART_KEYS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
+"""Keys of a part that hold an image, a video or a sound; null in a text part of a table."""
+MESSAGES_KEYS = ("messages", "conversations", "conversation", "texts")
+"""Keys of a whole conversation: OpenAI's, ShareGPT's, ms-swift's, and that of The Cauldron and FineVision."""
+TURN_PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
+"""Keys of objects that hold a question and its answer: of ms-swift, The Cauldron and Capybara."""
 _SPEAKER_PATTERN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_TO_ROLE = {"Human": "user", "Assistant": "assistant"}
 HUMAN_PREFIX = "\n\nHuman:"
@@ -61,23 +67,31 @@ class Message(TypedDict):
 def read_messages(value: Any, key: str) -> list[Message]:
     """Return a list of messages in OpenAI's or ShareGPT's keys, with normalized roles, tool calls and other extras.
 
-    Objects of the keys `human` and `assistant` (ms-swift) are two messages each. `key`: where the value is, for
-    error messages. Raises BadRecord.
+    An object of a question and its answer is two messages; texts alone are turns of user and assistant (LIMA). `key`:
+    where the value is, for error messages. Raises BadRecord.
     """
     if not isinstance(value, list):
         raise BadRecord(
             f'\'{key}\' is {json_type_name(value)}, not a list of messages; write [{{"role", "content"}}, …]'
         )
+    if key == "conversations" and all(isinstance(item, str) for item in value):
+        return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(value)]
     messages: list[Message] = []
     for index, item in enumerate(value):
-        if isinstance(item, Mapping) and item.keys() == {"human", "assistant"}:
+        if pair := get_turn_pair(item):
             messages += [
-                {"role": role, "content": read_text(item[speaker], f"{key}[{index}].{speaker}")}
-                for speaker, role in (("human", "user"), ("assistant", "assistant"))
+                {"role": role, "content": read_text(item[name], f"{key}[{index}].{name}")}
+                for name, role in zip(pair, ("user", "assistant"), strict=True)
             ]
         else:
             messages.append(read_message(item, f"{key}[{index}]"))
     return messages
+
+
+def get_turn_pair(value: Any) -> tuple[str, str] | None:
+    """Return the two keys of an object that holds a question and its answer, and perhaps their `source`."""
+    keys = value.keys() - {"source"} if isinstance(value, Mapping) else ()
+    return next((pair for pair in TURN_PAIRS if keys == {*pair}), None)
 
 
 def read_message(value: Any, key: str) -> Message:
@@ -170,6 +184,8 @@ def _part_text(part: Mapping[str, Any], key: str) -> str:
             f"'{key}' has a part with {flag} {part[flag]!r:.40}, and a turn is trained on as a whole; split it"
         )
     text = next((part[name] for name in TEXT_KEYS if part.get(name) is not None), None)
+    if isinstance(text, str) and (held := next((name for name in MEDIA_PART_KEYS if part.get(name)), None)):
+        raise BadRecord(f"'{key}' has a part of type {part['type']!r:.40} with '{held}' too; write two parts")
     if part["type"] not in ("text", "reasoning") or not isinstance(text, str):
         what = f"of type {part['type']!r:.40}" if isinstance(text, str) or part["type"] != "text" else "without a text"
         raise BadRecord(f'\'{key}\' has a part {what}; write {{"type": "text", "text": …}}')
@@ -189,6 +205,14 @@ def read_system(record: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
+def prepend_system(messages: list[Message], record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages after the record's system text, which is not repeated where they begin with it."""
+    system = read_system(record)
+    own = messages[0] if messages and messages[0]["role"] == "system" else None
+    repeats = system and own and own["content"].strip() == system[0]["content"].strip()
+    return messages if repeats else system + messages
+
+
 def read_history(record: Mapping[str, Any]) -> list[Message]:
     """Return the turns of `history`, a list of pairs of a question and its answer. Raises BadRecord."""
     history = record.get("history") or []
@@ -202,8 +226,12 @@ def read_history(record: Mapping[str, Any]) -> list[Message]:
 
 
 def read_instruction(record: Mapping[str, Any]) -> list[Message]:
-    """Return Alpaca's conversation without the answer: history, then instruction and input. Raises BadRecord."""
-    asked = "\n".join(read_text(record[key], key) for key in ("instruction", "input") if record.get(key))
+    """Return Alpaca's conversation without the answer: history, then instruction and input.
+
+    Dolly's name of the input is `context`. Raises BadRecord.
+    """
+    key = "input" if record.get("input") or not isinstance(dict.get(as_record(record), "context"), str) else "context"
+    asked = "\n".join(read_text(record[name], name) for name in ("instruction", key) if record.get(name))
     if not asked.strip():
         raise BadRecord("'instruction' is empty; write one")
     return [*read_history(record), {"role": "user", "content": asked}]
@@ -243,10 +271,18 @@ def read_images(record: Mapping[str, Any]) -> list[Any]:
         raise BadRecord(
             f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
         )
-    if all(record.get(key) not in (None, []) for key in IMAGE_KEYS):
+    given = [key for key in IMAGE_KEYS if not is_null_image(record.get(key))]
+    if len(given) > 1:
         raise BadRecord("both 'image' and 'images' are set; keep one of them")
-    value: Any = next((record[key] for key in IMAGE_KEYS if record.get(key) not in (None, [])), [])
+    value: Any = record[given[0]] if given else []
     return value if isinstance(value, list) else [value]
+
+
+def is_null_image(value: Any) -> bool:
+    """Return whether a value is no image: null, a list of nulls, or an object of nulls as tables write it."""
+    if isinstance(value, list | tuple):
+        return all(is_null_image(item) for item in value)
+    return value is None or (isinstance(value, Mapping) and all(item is None for item in value.values()))
 
 
 def has_images(record: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from dstrain.data.formats.messages import (
     maybe_parse_json,
     parse_prompt_transcript,
     parse_transcript,
+    prepend_system,
     read_history,
     read_instruction,
     read_message,
@@ -25,7 +26,7 @@ from dstrain.data.formats.messages import (
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.records import BadRecord, Record, as_record, has
+from dstrain.data.records import BadRecord, Record, as_record, has, nan_to_null
 from dstrain.errors import suggest_name
 
 Prompt = str | list[Message]
@@ -68,9 +69,10 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
     PKU-SafeRLHF and align-anything: `response_0`, `response_1` and `better_response_id`, or `response_1`, `response_2`
     and `overall_response`; `is_response_0_safe` and its like give `chosen_safe` and `rejected_safe`. OpenAI: `input`,
     `preferred_output` and `non_preferred_output`. ms-swift: `messages` with `rejected_response` or
-    `rejected_messages`. Raises BadRecord.
+    `rejected_messages`. Argilla: `chosen_response` and `rejected_response`. RLHF-V: JSON of the pair in `text`. Raises
+    BadRecord.
     """
-    found = as_record(record)
+    found = nan_to_null(record)
     if has(found, "chosen") or has(found, "rejected"):
         return found
     if has(found, "response_0", "response_1"):
@@ -92,6 +94,18 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
         }
         rest = found.without("input", "preferred_output", "non_preferred_output")
         return rest.derive({**rest, **pair, "prompt": value["messages"], "tools": value.get("tools")}, origins)
+    if has(found, "chosen_response", "rejected_response"):
+        origins = {"chosen": "chosen_response", "rejected": "rejected_response"}
+        pair = {key: dict.get(found, column) for key, column in origins.items()}
+        return found.derive({**found.without(*origins.values()), **pair}, origins)
+    if isinstance(text := dict.get(found, "text"), str) and text.lstrip().startswith("{"):
+        value = maybe_parse_json(text)
+        if isinstance(value, Mapping) and {"chosen", "rejected"} <= value.keys():
+            # The keys inside are columns too: each of them is read, or named.
+            origins = {key: f"text.{key}" for key in value}
+            found.columns.update({origins[key]: item for key, item in value.items()})
+            found.used["text"] = "text"
+            return found.derive({**found.without("text"), **value}, origins)
     if has(found, "messages", "rejected_response") or has(found, "messages", "rejected_messages"):
         return _from_rejected_answer(found)
     return found
@@ -100,6 +114,9 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
 def _from_responses(record: Record, keys: tuple[str, str], better_key: str, names: tuple[int, int]) -> Record:
     """Return the pair of two numbered responses, the better one as `chosen`. Raises BadRecord."""
     better = record.get(better_key)
+    if better is None:
+        problem = f"'{keys[0]}' and '{keys[1]}' come without '{better_key}', the number of the better one"
+        raise BadRecord(f"{problem} ({names[0]} or {names[1]}); write it, or rename a column with data.columns")
     if isinstance(better, bool) or better not in names:
         numbers = " or ".join(map(str, names))
         raise BadRecord(f"'{better_key}' is {better!r:.40}; write {numbers}, the number of the better response")
@@ -264,12 +281,11 @@ def _prepend_system(prompt: Prompt, record: Mapping[str, Any]) -> Prompt:
     system = read_system(record)
     if not system:
         return prompt
-    if isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system":
-        if prompt[0]["content"].strip() != system[0]["content"].strip():
-            raise BadRecord("the prompt has a system turn, and 'system' is another text; keep one of them")
-        return prompt
     if isinstance(prompt, list):
-        return system + prompt
+        found = prepend_system(prompt, record)
+        if len(found) > 1 and found[0]["role"] == found[1]["role"] == "system":
+            raise BadRecord("the prompt has a system turn, and 'system' is another text; keep one of them")
+        return found
     if not any(has(record, key) for key in ("prompt", *QUESTION_KEYS)):
         raise BadRecord(
             "'system' is given with texts that contain the prompt; write 'prompt', "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrain.data.formats.conversations import LABEL_KEYS, Conversation, PromptCompletion, read_conversation
-from dstrain.data.formats.messages import parse_prompt_transcript
+from dstrain.data.formats.messages import MESSAGES_KEYS, get_turn_pair, parse_prompt_transcript
 from dstrain.data.formats.preferences import Prompt, is_preference_pair, to_chosen_rejected
 from dstrain.data.records import BadRecord, Record, has
 
@@ -18,10 +18,12 @@ DUMMY_ANSWER = "answer"
 """Takes the place of an answer that a record may lack, so that one parser reads both."""
 ANSWER_MESSAGE = {"role": "assistant", "content": DUMMY_ANSWER}
 ANSWER_KEYS = {
-    "prompt": "completion",
     "instruction": "output",
+    "prompt": "completion",
     "question": "answer",
     "query": "response",
+    "problem": "solution",
+    "inputs": "targets",
     "input": "output",
 }
 """Key of the question -> key of its answer."""
@@ -76,12 +78,14 @@ def _with_dummy_answer(record: Record) -> Record:
     """Return the record with an answer, if it asks something."""
     # A label of false refuses a record for sft, but an unwanted answer has a prompt too.
     full = record.without(*LABEL_KEYS)
-    for key in ("messages", "conversations", "conversation"):
+    for key in MESSAGES_KEYS:
         turns = dict.get(full, key)
         if isinstance(turns, list):
             last = turns[-1] if turns else None
+            if isinstance(last, str):
+                return full if len(turns) % 2 == 0 else full.derive({**full, key: [*turns, DUMMY_ANSWER]})
             answered = isinstance(last, Mapping) and (
-                "assistant" in last or last.get("role", last.get("from")) in ("assistant", "gpt")
+                get_turn_pair(last) or last.get("role", last.get("from")) in ("assistant", "gpt")
             )
             return full if answered else full.derive({**full, key: [*turns, ANSWER_MESSAGE]})
     for key, answer_key in ANSWER_KEYS.items():

@@ -14,7 +14,7 @@ from dstrain.data.formats.conversations import (
     get_message_field,
     read_conversation,
 )
-from dstrain.data.formats.messages import IMAGE_KEYS, Message
+from dstrain.data.formats.messages import IMAGE_KEYS, Message, is_null_image
 from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference, to_chosen_rejected
 from dstrain.data.records import BadRecord, has
 from dstrain.errors import suggest_name
@@ -74,7 +74,7 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
     found = read_preference(record)
     # read_preference ignores images; silently training without them would be wrong.
     images = [record[key] for key in IMAGE_KEYS if has(record, key)]
-    if any(value != [] for value in images):
+    if any(not is_null_image(value) for value in images):
         raise BadRecord("'images' are not text, and kto trains on text only; remove the record")
     answers = found.chosen, found.rejected
     if not isinstance(found.prompt, str):
@@ -86,7 +86,10 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
 
 
 def _read_label(record: Mapping[str, Any]) -> bool:
-    name = next((name for name in LABEL_KEYS if has(record, name)), None)
+    given = [name for name in LABEL_KEYS if has(record, name)]
+    if len(given) > 1 and record[given[0]] != record[given[1]]:
+        raise BadRecord(f"'{given[0]}' and '{given[1]}' contradict each other; keep one of them")
+    name = next(iter(given), None)
     if name is None:
         near = suggest_name(LABEL_KEYS[0], list(record)).replace("known here:", "its keys are:")
         raise BadRecord(f"no '{LABEL_KEYS[0]}' ({near}); write true or false, or rename a column with data.columns")

@@ -97,6 +97,28 @@ class BaseSource:
         return found.derive(kept | {new: record[old] for old, new in renamed.items()}, origins)
 
 
+def drop_filled_nulls(value: Any) -> Any:
+    """Return a value of a table's row without the nulls that the table adds to arguments and parameters of functions.
+
+    A table gives the arguments of each call the names of all calls, with null: a model would learn to write them.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: _drop_nulls(item)
+            if "name" in value and key in ("arguments", "parameters")
+            else drop_filled_nulls(item)
+            for key, item in value.items()
+        }
+    is_nested = isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value[:1])
+    return [drop_filled_nulls(item) for item in value] if is_nested else value
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 class HeadSource:
     """The first `count` records of a source."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -240,6 +241,10 @@ class Forms:
             lambda: {"prompt": text(), "completion": text()},
             lambda: {"prompt": self.turns("user"), "completion": [self.message("assistant")]},
             lambda: {"system_prompt": text(), "question": text(), "response": text()},
+            lambda: {"instruction": text(), "context": text(), "response": text()},
+            lambda: {"problem": text(), "solution": text()},
+            lambda: {"texts": [{"user": text(), "assistant": text(), "source": "x"} for _ in range(2)]},
+            lambda: {"conversations": [text(), text()]},
         ]
         pairs = [
             lambda: {"prompt": text(), "chosen": text(), "rejected": text()},
@@ -252,9 +257,14 @@ class Forms:
             lambda: {"messages": self.turns("assistant"), "rejected_response": text()},
             lambda: {"instruction": text(), "input": text(), "chosen": text(), "rejected": text()},
             lambda: {"context_messages": self.turns("user"), "chosen": text(), "rejected": text()},
+            lambda: {"instruction": text(), "chosen_response": text(), "rejected_response": text()},
+            lambda: {"text": json.dumps({"question": text(), "chosen": text(), "rejected": text()})},
         ]  # fmt: skip
         found = draw.choice(pairs if task in ("rm", "dpo") or draw.random() < 0.3 else single)()
-        if task == "kto" and not {"chosen", "response_0", "preferred_output", "rejected_response"} & found.keys():
+        if (
+            task == "kto"
+            and not {"chosen", "response_0", "preferred_output", "rejected_response", "text"} & found.keys()
+        ):
             found["label"] = draw.choice([True, False])
         if task in ("vlm", "rm", "dpo") and draw.random() < 0.5:
             found["image"] = f"{text()}.png"
@@ -303,7 +313,7 @@ def check_nothing_is_lost(task: str, record: dict[str, Any]) -> bool:
         if is_empty(value) or name in unused:
             continue
         assert name in tracked.used, f"{name} is neither read nor named"
-        parts = {key.removeprefix(f"{name}[]."): one for key, one in unused.items() if key.startswith(f"{name}[].")}
+        parts = {key: one for key, one in unused.items() if key.startswith((f"{name}[].", f"{name}."))}
         lost = markers(value) - kept - markers(parts)
         assert not lost, f"{name} was read, and {sorted(lost)} is not in {parsed}, of {record}"
         if task == "kto" and name in ("label", "kto_tag") and tracked.used[name] == name:

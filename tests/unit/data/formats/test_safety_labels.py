@@ -56,7 +56,13 @@ def test_the_better_response_is_the_chosen_one(better: int) -> None:
     assert read_safety_labels(record, True) == ((False, True) if not better else (True, False))
 
 
-@pytest.mark.parametrize("better", [None, 2, True, "0"])
+@pytest.mark.parametrize("better", [2, True, "0"])
 def test_a_better_response_that_is_none_of_the_two_is_refused(better: Any) -> None:
     with pytest.raises(BadRecord, match=r"'better_response_id' is .*; write 0 or 1"):
         read_preference(RESPONSES | {"better_response_id": better})
+
+
+def test_two_responses_without_the_better_one_are_refused() -> None:
+    """The message said that a column which the file lacks is None."""
+    with pytest.raises(BadRecord, match="'response_0' and 'response_1' come without 'better_response_id'"):
+        read_preference({key: value for key, value in RESPONSES.items() if key != "better_response_id"})

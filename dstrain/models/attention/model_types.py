@@ -85,6 +85,8 @@ def layer_unsupported_reason(config: Any) -> str | None:
     """Return which setting of a text config mixes the sequences of a row, or None."""
     if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTION_LAYERS):
         return f"its layers of type {', '.join(unknown)} are not attention to all or to a window of tokens"
+    if getattr(config, "model_type", "") == "olmoe" and getattr(config, "sliding_window", None):
+        return "its layers hand on a window (sliding_window) that its padded rows do not have"
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in ROPE_OBSTACLES:
             return f"its rotary frequencies ({rope_type}) depend on the longest sequence of a batch"

@@ -151,6 +151,7 @@ REFUSED = {
     "bert": ({}, r"attends in both directions"),
     "gemma3_text": ({"use_bidirectional_attention": True}, r"this gemma3_text model attends in both directions"),
     "phimoe": ({}, r"are not tested with models of type phimoe"),
+    "olmoe": ({"sliding_window": 24}, r"a window \(sliding_window\) that its padded rows do not have"),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, r"\(dynamic\) depend on"),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.encoding.series_conversations import CaptionEncoder
+from dstrain.data.formats.messages import has_images
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, EncodeResult, as_record, has, try_parse
 from dstrain.data.series.captions import names_right_pattern
@@ -133,6 +134,14 @@ class Temporal(SFT):
         if not found:
             raise DataError("data.train: no record has a 'label'; add labels, or list them in options.labels")
         return tuple(sorted(found))
+
+    def parse_record(self, record: dict[str, Any]) -> Any:
+        if has_images(record):
+            raise BadRecord(
+                "the record has an image, and a series is trained on without images; set data.columns to "
+                "{image: null}, or the column's name, to leave it out"
+            )
+        return super().parse_record(record)
 
     def parse(self, record: Mapping[str, Any]) -> SeriesRecord:  # type: ignore[override]  # not a conversation
         if not self.has_language_model:  # captions are not used there, and the run says so

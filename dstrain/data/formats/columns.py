@@ -176,8 +176,9 @@ def _describe_unused(record: Record, column: str, value: Any, is_prompt: bool) -
 
 
 def _has_image(record: Record) -> bool:
-    """Return whether an image was read from a column."""
-    return any(key in IMAGE_KEYS and not is_null_image(record.columns.get(name)) for name, key in record.used.items())
+    """Return whether an image, or a document, was read from a column."""
+    keys = (*IMAGE_KEYS, "document")
+    return any(key in keys and not is_null_image(record.columns.get(name)) for name, key in record.used.items())
 
 
 def _is_answered(turn: Any) -> bool:
@@ -210,7 +211,7 @@ def _fix(record: Record, column: str) -> str:
     name = plain_name(column.rpartition(".")[2])
     if "[]" in column:
         return "move it into a column of the record"
-    if name in CONTEXT_NAMES:
+    if name in CONTEXT_NAMES and record.used.get("question") == "question" and "document" not in record.used:
         return f"rename it and the question with data.columns {{{column}: input, question: instruction}}"
     if name in IMAGE_NAMES or is_image(record.columns[column]):
         return f"rename it with data.columns {{{column}: image}}"

@@ -98,7 +98,9 @@ def _unknown_form_message(record: Mapping[str, Any]) -> str:
         return f"'{nulls[0]}' is null; write it, or remove the record"
     # Report the form that is nearly complete, such as a prompt without a completion.
     halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if has(record, first)]
-    found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {', '.join(record)}"
+    # A space around a name would not be seen.
+    keys = ", ".join(key if key == key.strip() else repr(key) for key in record) or "none"
+    found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {keys}"
     return f"no conversation: {found}; write 'messages', or rename columns with data.columns"
 
 

@@ -279,10 +279,12 @@ def read_images(record: Mapping[str, Any]) -> list[Any]:
 
 
 def is_null_image(value: Any) -> bool:
-    """Return whether a value is no image: null, a list of nulls, or an object of nulls as tables write it."""
+    """Return whether a value is no image: null, pandas' NaN, a list of nulls, or an object of nulls as tables have it."""
     if isinstance(value, list | tuple):
         return all(is_null_image(item) for item in value)
-    return value is None or (isinstance(value, Mapping) and all(item is None for item in value.values()))
+    if isinstance(value, Mapping):
+        return all(item is None for item in value.values())
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def has_images(record: Mapping[str, Any]) -> bool:

@@ -91,6 +91,8 @@ def _read_label(record: Mapping[str, Any]) -> bool:
         raise BadRecord(f"'{given[0]}' and '{given[1]}' contradict each other; keep one of them")
     name = next(iter(given), None)
     if name is None:
+        if null := next((name for name in LABEL_KEYS if name in record), None):
+            raise BadRecord(f"'{null}' is null; write true or false, or remove the record")
         near = suggest_name(LABEL_KEYS[0], list(record)).replace("known here:", "its keys are:")
         raise BadRecord(f"no '{LABEL_KEYS[0]}' ({near}); write true or false, or rename a column with data.columns")
     value = record[name]

@@ -12,7 +12,7 @@ import pytest
 from dstrain.data.formats.columns import find_unused, parse_record
 from dstrain.data.formats.conversations import Conversation, read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
-from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.formats.unpaired import read_unpaired
@@ -126,6 +126,38 @@ def test_a_public_data_set_is_read_as_it_is_served(name: str) -> None:
 def test_what_would_be_lost_or_was_not_wanted_is_refused(task: str, record: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRecord, match=re.escape(reason)):
         describe(task, record)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({" prompt": "hi", "completion": "yes"}, "the keys are ' prompt', completion;"),
+        ({}, "the keys are none;"),
+    ],
+)
+def test_the_names_of_unknown_keys_can_be_seen(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=re.escape(reason)):
+        read_conversation(record)
+
+
+def test_a_label_of_null_is_named_as_such() -> None:
+    """The message asked: did you mean 'label'?"""
+    with pytest.raises(BadRecord, match="'label' is null; write true or false"):
+        read_unpaired({"prompt": "hi", "completion": "yes", "label": None})
+
+
+def test_a_column_beside_a_document_is_information() -> None:
+    def read(record: Any) -> Any:
+        return record["document"], record["question"], record["answer"]
+
+    asked = {"document": "a.pdf", "question": "hi", "answer": "yes"}
+    assert parse_record(read, {**asked, "filename": "page.png"})
+    with pytest.raises(BadRecord, match=r"'context' looks like a part of the prompt.*; rename it with data.columns, or"):
+        parse_record(read, {**asked, "context": "some text"})
+
+
+def test_an_image_of_nan_is_no_image() -> None:
+    assert not has_images({"question": "hi", "image": float("nan")})
 
 
 def test_a_class_of_a_text_is_no_label_of_an_answer() -> None:

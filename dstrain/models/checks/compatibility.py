@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_EOS_HEAD_TYPES = ("bart", "bigbird_pegasus", "led", "mbart", "mvp", "plbart")
+"""Encoder-decoders whose classification head reads the last EOS token of each row, and counts them."""
+
+
 @dataclass
 class ModelValidator:
     """Validator of a recipe's model and weight files for a task. `check` runs once, before training starts."""
@@ -54,6 +58,10 @@ class ModelValidator:
         if self.can_generate and sees_later_tokens(meta_model):
             key = "model.path" if self._model.path else "model.config.model_type"
             problem = f"{config.model_type} models see the tokens that they have to predict (tried on a small copy)"
+            raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
+        if not self.can_generate and config.model_type in _EOS_HEAD_TYPES:
+            key = "model.path" if self._model.path else "model.config.model_type"
+            problem = f"the score of a {config.model_type} model needs rows with equally many EOS tokens"
             raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
         from dstrain.models.router_loss import check_router_loss
 

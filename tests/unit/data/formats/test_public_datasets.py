@@ -152,7 +152,9 @@ def test_a_column_beside_a_document_is_information() -> None:
 
     asked = {"document": "a.pdf", "question": "hi", "answer": "yes"}
     assert parse_record(read, {**asked, "filename": "page.png"})
-    with pytest.raises(BadRecord, match=r"'context' looks like a part of the prompt.*; rename it with data.columns, or"):
+    with pytest.raises(
+        BadRecord, match=r"'context' looks like a part of the prompt.*; rename it with data.columns, or"
+    ):
         parse_record(read, {**asked, "context": "some text"})
 
 

@@ -26,6 +26,7 @@ from dstrain.planner.choose import AUTO
 from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
 from dstrain.process_setup import log_stderr
+from dstrain.schedule import scale_lr
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
@@ -187,7 +188,14 @@ def show_batch(recipe: Recipe, world_size: int) -> str:
     preset = read_preset(recipe.config.ds_config)
     batch = resolve_batch(recipe.config.batch, world_size, preset.micro, preset.accumulate)
     warnings = [f"warning: {line}" for line in batch_warnings(batch, world_size)]
-    return "\n".join([f"steps of {batch.describe(world_size)}", *warnings])
+    optim, lines = recipe.config.optim, [f"steps of {batch.describe(world_size)}"]
+    if optim.scale_lr != "none" and optim.lr is not None:
+        peak = scale_lr(optim.lr, optim.scale_lr, batch.total, optim.scale_lr_base)
+        lines.append(
+            f"peak learning rate {peak:.3g}: optim.lr {optim.lr:g}, scaled ({optim.scale_lr}) from steps of "
+            f"{optim.scale_lr_base} to {batch.total} samples"
+        )
+    return "\n".join([*lines, *warnings])
 
 
 def detect_device(launch: LocalLaunch | MultiHostLaunch) -> Device:

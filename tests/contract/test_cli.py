@@ -305,6 +305,15 @@ def test_a_dry_run_shows_the_batch_that_is_trained(tmp_path: Path, monkeypatch: 
     assert "warning: batch.micro is 8, but" in printed
 
 
+@pytest.mark.parametrize("processes", ["1", "4"])
+def test_a_dry_run_shows_the_scaled_rate(processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    wanted = ["--set", "batch={total: 64, micro: 8}", "--set", "optim.lr=0.001", "--set", "optim.scale_lr=sqrt"]
+    printed = invoke("train", "demo-rm", "--dry-run", *wanted, "--num-gpus", processes).output
+    assert "peak learning rate 0.0005: optim.lr 0.001, scaled (sqrt) from steps of 256 to 64 samples" in printed
+
+
 def test_a_dry_run_shows_a_batch_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

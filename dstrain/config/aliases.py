@@ -80,6 +80,7 @@ KEY_ALIASES: dict[str, str] = {
     "lora_dropout": "model.lora.dropout",
     "lora_target": "model.lora.targets",
     "use_dora": "model.lora.dora",
+    **dict.fromkeys(("moe_aux_loss_coef", "router_aux_loss_coef"), "model.router_aux_loss_coef"),
     "quantization_bit": "model.quantize",
     "dataset": "data.train",
     "dataset_dir": "the folder in data.train's path",

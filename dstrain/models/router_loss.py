@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METRIC = "aux_loss"
+_PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 def router_loss_coefficient(config: Any, asked: float | None = None) -> float:
@@ -35,20 +37,36 @@ def router_loss_coefficient(config: Any, asked: float | None = None) -> float:
 def check_router_loss(model: PreTrainedModel, asked: float | None) -> None:
     """Raise RecipeError where the router's loss is asked for and the model's family does not compute one."""
     text = model.config.get_text_config()
-    wanted = asked is not None or getattr(text, "output_router_logits", False)
-    if not wanted or (_find_loss_function(model) is not None and _count_experts(text) is not None):
+    wanted = bool(asked) or (asked is None and getattr(text, "output_router_logits", False))
+    if not wanted or _has_router_loss(model, asked):
         return
     key = "model.router_aux_loss_coef" if asked is not None else "model.config.output_router_logits"
     problem = f"asks for the loss of a router, and transformers computes none for a {text.model_type} model"
-    fix = "leave it out" if asked is not None else "set it to false in the model's config.json, or in model.config"
+    fix = (
+        "leave it out"
+        if asked is not None
+        else "set it to false in the model's config, or model.router_aux_loss_coef: 0"
+    )
     raise RecipeError(Fault(key, problem, fix))
+
+
+def _has_router_loss(model: torch.nn.Module, asked: float | None) -> bool:
+    """Return whether the loss can be computed: a function of the usual form, a decoder that it reads, and its factor."""
+    config: Any = model.config
+    text, function = config.get_text_config(), _find_loss_function(model)
+    if function is None or _count_experts(text) is None:
+        return False
+    if asked is None and getattr(text, "router_aux_loss_coef", None) is None:  # JetMoE's has another name
+        return False
+    return any(_is_decoder(module, text.model_type) for module in model.modules())
 
 
 def _find_loss_function(model: torch.nn.Module) -> Callable[..., Any] | None:
     """Return transformers' function of the model's family: Fedus et al. (arXiv 2101.03961), equations 4 to 6."""
     for module in model.modules():
         found = getattr(sys.modules.get(type(module).__module__), "load_balancing_loss_func", None)
-        if found is not None:
+        # Doge's has a further parameter.
+        if found is not None and tuple(inspect.signature(found).parameters) == _PARAMETERS:
             return found
     return None
 
@@ -75,7 +93,9 @@ class RouterLoss:
         assert found is not None, "check_router_loss"
         assert counts is not None, "check_router_loss"
         self.coefficient, self._function, self._counts = coefficient, found, counts
+        self._model = model
         self._losses: list[torch.Tensor] | None = None
+        self._dummy_rows = 0
         model.needs_padding_mask = True  # read by `needs_attention_mask`
         self._decoders = [module for module in model.modules() if _is_decoder(module, text.model_type)]
         for module in self._decoders:
@@ -94,23 +114,39 @@ class RouterLoss:
         mask, hidden = kwargs.get("attention_mask"), output.last_hidden_state
         # Packed rows have no padding, and a mask of another form or none.
         usable = isinstance(mask, torch.Tensor) and mask.shape == hidden.shape[:2]
+        if isinstance(mask, torch.Tensor) and usable and self._dummy_rows:  # they come last
+            mask = torch.cat([mask[: -self._dummy_rows], torch.zeros_like(mask[-self._dummy_rows :])])
         self._losses.append(self._function(tuple(logits), *self._counts, mask if usable else None))
 
     @contextmanager
-    def collect(self) -> Iterator[list[torch.Tensor]]:
-        """Context that collects the router's loss of each forward pass inside, as scalars."""
+    def collect(self, dummy_rows: int = 0) -> Iterator[list[torch.Tensor]]:
+        """Context that collects the router's loss of each forward pass inside, without dummy rows, as scalars."""
         losses: list[torch.Tensor] = []
-        self._losses = losses
-        # The model around the decoder would compute it too, from a mask that packed rows do not have.
-        asked = [(module.config, module.config.output_router_logits) for module in self._decoders]
-        for config, _ in asked:
-            config.output_router_logits = False
+        self._losses, self._dummy_rows = losses, dummy_rows
         try:
-            yield losses
+            with router_logits_disabled(self._model):
+                yield losses
         finally:
             self._losses = None
-            for config, value in asked:
-                config.output_router_logits = value
+
+
+@contextmanager
+def router_logits_disabled(model: torch.nn.Module) -> Iterator[None]:
+    """Set `output_router_logits` of the model's config to false inside.
+
+    The model around the decoder would compute the loss itself, from the mask of its arguments: that of a packed row is
+    a placeholder, and that of a step of generation has more tokens than the logits. Both would fail.
+    """
+    config = getattr(model, "config", None)
+    both = (config, getattr(config, "text_config", None))
+    asking: list[Any] = [one for one in both if getattr(one, "output_router_logits", None) is True]
+    for one in asking:
+        one.output_router_logits = False
+    try:
+        yield
+    finally:
+        for one in asking:
+            one.output_router_logits = True
 
 
 def _is_decoder(module: torch.nn.Module, model_type: str) -> bool:

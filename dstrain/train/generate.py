@@ -21,6 +21,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
 from dstrain.errors import TaskError
 from dstrain.models.attention.model_types import needs_equal_prompt_lengths
+from dstrain.models.router_loss import router_logits_disabled
 from dstrain.tasks.common.forward import vision_inputs
 from dstrain.train.engine.base import seed_step
 
@@ -84,7 +85,7 @@ def generate_answers(
     that cannot generate.
     """
     devices = [engine.world.device] if engine.world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _generation_mode(engine.unwrapped):
+    with torch.random.fork_rng(devices), _generation_mode(engine.unwrapped), router_logits_disabled(engine.unwrapped):
         stops = _set_generation_config(engine.unwrapped, sampling, tokenizer)
         written = _generate_share(engine, prompts, sampling, stops, vision_processor)
     answers = {index: answer for share in engine.world.gather(written) for index, answer in share.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.model_families import family
 from tests.workers import Workers
 
 SGD = {"optim": {"name": "sgd", "lr": 1000.0, "clip": 0.05}}
@@ -91,6 +92,22 @@ def test_frozen_parts_and_groups_are_the_same_at_every_stage(stage: int, two: Wo
         assert distance(found, wanted) <= 1e-6
         assert not found["gradient"]["model.embed_tokens.weight"].any(), "frozen"
         assert found["gradient"]["score.weight"].any(), "trained"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "change", [{}, {"gradient_checkpointing": True, "lora": {"rank": 4}}], ids=["weights", "adapters"]
+)
+def test_the_loss_of_routers_is_the_same_at_every_stage(
+    stage: int, change: dict[str, Any], one: Workers, two: Workers
+) -> None:
+    """On the same micro-batches, since the loss of the routers is not a sum over tokens."""
+    model = {"config": family("mixtral"), "router_aux_loss_coef": 2.0, "gradient_checkpointing": False, **change}
+    given = {"task": "sft", "samples": SAMPLES["uneven"], "changes": {**SGD, "model": model}}
+    (wanted,) = one("tests.parity.cases:one_step", kind="torch", accumulate=2, **given)
+    for found in two("tests.parity.cases:one_step", kind=f"zero{stage}", accumulate=1, **given):
+        assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-5)
+        assert distance(found, wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -23,6 +23,7 @@ from dstrain.models.attention.packed import has_packed_attention, packed_model_k
 from dstrain.models.heads.chunked_lm_head import capture_head_input
 from dstrain.models.heads.linear_head import ScoreFields, TokenScores, rows_per_chunk, score_logits
 from dstrain.models.patches import rows_of_one_sequence
+from dstrain.models.router_loss import router_logits_disabled
 
 
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +180,8 @@ def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
     if batch.is_packed:
         _check_packed_attention(model)
         kwargs = packed_model_kwargs(batch)
-        return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
+        with router_logits_disabled(model):
+            return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
     mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(model) else {}
     with contextlib.nullcontext() if mask else rows_of_one_sequence():
         return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)

@@ -98,7 +98,7 @@ class TrainModule(torch.nn.Module):
         router_losses: list[torch.Tensor] = []
         with ExitStack() as stack:
             if self.router_loss is not None:
-                router_losses = stack.enter_context(self.router_loss.collect())
+                router_losses = stack.enter_context(self.router_loss.collect(batch.dummy_rows))
             loss = self.task.loss(self.unwrapped_model, batch.with_tensors(answers))
         if self.router_loss is not None and router_losses:
             # A mean over tokens: times the weight, so that the step's division by the weight gives a mean again.

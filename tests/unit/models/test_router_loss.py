@@ -11,10 +11,15 @@ import torch
 import yaml
 
 from dstrain.config import RunConfig
+from dstrain.data.encoding.prompts import EncodedPrompt
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError
 from dstrain.models.router_loss import check_router_loss
-from dstrain.tasks import make_task
+from dstrain.tasks import find_task, make_task
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.generate import GenerationModel, SamplingParams, generate_answers
 
 SIZES = {
     "vocab_size": 300,
@@ -145,3 +150,60 @@ def test_a_model_without_a_router_refuses_the_key(tmp_path: Path) -> None:
     check_router_loss(model, None)
     with pytest.raises(RecipeError, match=r"model\.router_aux_loss_coef: asks for the loss of a router"):
         check_router_loss(model, 0.1)
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.0])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_references_and_step_statistics_run_on_packed_rows(
+    task: str, lora: dict[str, Any] | None, coefficient: float | None, tmp_path: Path
+) -> None:
+    """The class of the model computed the loss of them from a mask that packed rows do not have, and failed."""
+    config = {"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"], "output_router_logits": True, "vocab_size": 320}
+    values = find_task(task).tiny(tmp_path)
+    values["model"] = {"config": config, "lora": lora, "router_aux_loss_coef": coefficient}
+    values["batch"] = {"total": 4, "micro": 4, "packing": True}
+    made = make_task(RunConfig.model_validate(values))
+    module = build_train_module(made)
+    batch = make_batch(made.examples("train"), made.collate, [0, 1, 2, 3], 0)
+    assert batch.is_packed
+    if module.loss_inputs.step_stats is not None:
+        answers, totals = module(batch, only="stats")
+        batch = batch.with_tensors({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
+    total, metrics = module(batch)
+    assert total.isfinite()
+    assert ("aux_loss" in metrics) == (coefficient is None)
+    assert module.unwrapped_model.config.output_router_logits is True  # type: ignore[union-attr]
+
+
+def test_the_model_generates_in_the_middle_of_training(tmp_path: Path) -> None:
+    module, _ = build(tmp_path, "mixtral", False)
+    prompts = [EncodedPrompt("", [5, 6, 7]), EncodedPrompt("", [5, 6, 7, 8, 9])]
+    model = GenerationModel(module.unwrapped_model, SingleProcessWorld(), False)
+    assert len(generate_answers(model, prompts, SamplingParams(max_new_tokens=4), module.task.tokenizer)) == 2  # type: ignore[attr-defined]
+    assert model.unwrapped.config.output_router_logits is True
+
+
+def test_dummy_rows_are_left_out(tmp_path: Path) -> None:
+    module, batch = build(tmp_path, "mixtral", False)
+    assert module.router_loss is not None
+    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
+    more = torch.cat([ids, ids[:1]]), torch.cat([mask, torch.ones_like(mask[:1])])
+    with module.router_loss.collect() as alone:
+        module.unwrapped_model(ids, attention_mask=mask)
+    with module.router_loss.collect(dummy_rows=1) as beside:
+        module.unwrapped_model(more[0], attention_mask=more[1])
+    assert torch.allclose(alone[0], beside[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["doge", "jetmoe", "llama4_text"])
+def test_a_family_with_another_loss_is_refused(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, num_hidden_layers=1)
+    config.output_router_logits = True
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(RecipeError, match=r"model\.config\.output_router_logits: asks for the loss of a router"):
+        check_router_loss(model, None)
+    check_router_loss(model, 0.0)

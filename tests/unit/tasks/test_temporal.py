@@ -91,6 +91,13 @@ def test_each_caption_of_a_record_is_an_example(tmp_path: Path) -> None:
     assert json.loads(bytes(int(byte) for byte in examples[1]["answers"])) == ["rises", "goes up"]
 
 
+def test_an_image_beside_a_series_is_refused_with_the_way_to_leave_it_out(tmp_path: Path) -> None:
+    """The message said that the record has no caption."""
+    train = write(tmp_path / "own.jsonl", {"series": [3, 2], "caption": "falls", "image": "plot.png"})
+    with pytest.raises(DataError, match=r"own\.jsonl:1: the record has an image.*data\.columns to \{image: null\}"):
+        make(tmp_path, data={"train": train, "max_length": 48}).examples("train")
+
+
 def test_labels_are_those_of_the_training_data(tmp_path: Path) -> None:
     task = make(tmp_path, {"stage": "classify"})
     assert task.known_labels == ("down", "up")

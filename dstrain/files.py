@@ -83,7 +83,7 @@ def atomic_folder(path: Path, rename: Callable[[Path, Path], object] = os.rename
     """Yield a name next to `path` for a new folder; rename that folder to `path` at the end.
 
     The new folder is removed where the body or `rename(partial, path)` raises, and where `rename` leaves it behind.
-    os.rename raises an OSError that `is_not_empty_error` recognizes where `path` exists and is not an empty folder.
+    os.rename raises OSError with ENOTEMPTY or EEXIST where `path` exists and is not an empty folder.
     """
     partial = partial_path(path)
     try:
@@ -93,21 +93,16 @@ def atomic_folder(path: Path, rename: Callable[[Path, Path], object] = os.rename
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_not_empty_error(error: OSError) -> bool:
-    """Return true for the error of a rename onto a folder that another process has put there."""
-    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
-
-
-def remove_stale_partials(path: Path, include_old_names: bool = False) -> None:
+def remove_stale_partials(path: Path) -> None:
     """Remove the partial files and folders of `path` that dead processes left.
 
-    Those of another host go after a day without a write. `unowned`: also PATH.partial, the name in early versions.
+    Those of another host go after a day without a write.
     """
-    name = re.compile(re.escape(path.name) + (f"(?:{_OWNER})?" if include_old_names else _OWNER) + r"\.partial")
+    name = re.compile(re.escape(path.name) + _OWNER + r"\.partial")
     with contextlib.suppress(OSError):  # a folder that does not exist, or that only its owner may list
         for entry in os.listdir(path.parent):
             if (owner := name.fullmatch(entry)) and _is_stale(path.with_name(entry), owner[1], owner[2]):
-                _remove(path.with_name(entry))
+                remove_path(path.with_name(entry))
 
 
 def sync_folder(folder: Path) -> None:
@@ -122,8 +117,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _is_stale(partial: Path, host: str | None, pid: str | None) -> bool:
-    if host == _hash_host_id() and pid is not None:
+def _is_stale(partial: Path, host: str, pid: str) -> bool:
+    if host == _hash_host_id():
         # A pid means something only on its own host.
         return not _is_alive(int(pid))
     return time.time() - _last_modified(partial) > STALE_PARTIAL_SECONDS
@@ -148,7 +143,8 @@ def _last_modified(path: Path) -> float:
         return time.time()
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a folder with its content, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -106,7 +106,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     },
     "dstrain.data.store": {
         "TokenStore": "dstrain.data.cache.token_store.TokenStore",
-        "cache_root": "dstrain.cache_dir.cache_root",
+        "cache_root": "dstrain.cache.cache_root",
     },
     "dstrain.data.collate": {
         "pad": f"{_COLLATE}.pad",

@@ -19,7 +19,7 @@ names stay. Importing them imports no torch.
 """
 
 from dstrain.batch import Batch
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache.build import ExampleSettings, prepare
 from dstrain.data.cache.token_store import TokenColumns, TokenStore

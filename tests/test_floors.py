@@ -20,7 +20,7 @@ HOUSE = ROOT / "dstrain"
 FLOORS = (
     ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup"),
     ("distributed", "source_map", "host_memory"),
-    ("batch", "cache_dir", "schedule", "config", "preset"),
+    ("batch", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "launch"),
     ("tasks",),
     ("task",),
@@ -187,7 +187,7 @@ CONTROL_PLANE = (
     "source_map",
     "batch",
     "distributed",
-    "cache_dir",
+    "cache",
     "schedule",
     "config",
     "preset",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from dstrain.cache_dir import cache_root
+from dstrain.cache import cache_root
 
 TASKS = ("rm", "dpo", "dpo-precomputed", "sft", "vlm")
 IMAGE_SIDE, PATCH_SIDE = 112, 14

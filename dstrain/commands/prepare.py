@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from dstrain.cache_dir import cache_root
+from dstrain.cache import cache_root
 from dstrain.commands.models.trained_model import hash_weights, quiet_libraries
 from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig

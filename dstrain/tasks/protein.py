@@ -161,7 +161,7 @@ class Protein(RecordTask):
     def choose_held_out(self, dataset: TokenizedDataset) -> np.ndarray:
         store = dataset.store
         sequences = [store[row]["residues"] for row in range(len(store))]
-        clusters = load_or_cluster(store.folder, sequences, self.split_identity)
+        clusters = load_or_cluster(store.digest, sequences, self.split_identity)
         return choose_eval_chains(clusters, self.recipe.data.eval_fraction, self.recipe.seed)
 
     def build_store(self, source: ConcatSource) -> TokenStore:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +13,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dstrain.cache_dir import cache_root, hash_key
+from dstrain.cache import load_entry, write_entry
 from dstrain.data.cache.token_store import AlignedStore, TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
-from dstrain.files import atomic_write
 from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
 from dstrain.tasks import LossInputs, Task, make_task
@@ -31,10 +28,10 @@ from dstrain.train.build_model import with_training_dtype
 from dstrain.train.engine.inference import ForwardEngine
 from dstrain.train.engine.module import FrozenModule
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Increase it when the same model would give other outputs, so that earlier files are ignored."""
-ROWS_PER_FILE = 1024
-"""Rows of a file `references/KEY/rows-00000000.npz`, or `scores/…`, written atomically: an interrupted job continues after it."""
+ROWS_PER_ENTRY = 1024
+"""Rows of an entry `references/KEY` or `scores/KEY` of the cache: an interrupted job continues after it."""
 REFERENCE = "reference"
 """Name of the reference among the frozen models; reward models have those of their scorers."""
 
@@ -142,15 +139,15 @@ def _weights_fingerprint(job: ModelJob) -> str:
 def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> dict[str, Any]:
     """Return everything that the outputs depend on.
 
-    The folder of the store is named after data, tokenizer, template, truncation and processor, but
-    records only name image files: the digest of the images is added. Whether batches are packed is not part of it: the
-    outputs differ by rounding only, as they do with the micro-batch size.
+    The folder of the store is named after data, tokenizer, template, truncation and processor, and its digest is that
+    of the tokens; records only name image files: the digest of the images is added. Whether batches are packed is not
+    part of it: the outputs differ by rounding only, as they do with the micro-batch size.
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
     drawn_in_shards = job.model.config.path is None and precision != "float32" and is_zero3(job.ds_config)
     return {
-        "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
+        "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name, "digest": store.digest,
         "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attn_implementation, "drawn_in_shards": drawn_in_shards,
         **({"quantize": job.model.config.quantize} if job.model.config.quantize else {}),
         **({"images": store.image_index.digest} if store.image_index else {}), **job.model.key,
@@ -160,30 +157,27 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
 def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engine: _LazyEngine) -> OutputColumns:
     """Return the outputs of a whole store; compute and cache those that are missing. Collective."""
     world, key = job.world, build_cache_key(job, store, weights_digest)
-    folder = cache_root() / ("references" if job.name == REFERENCE else "scores") / hash_key(key)
-    starts = range(0, len(store), ROWS_PER_FILE)
+    kind = "references" if job.name == REFERENCE else "scores"
+    starts = range(0, len(store), ROWS_PER_ENTRY)
+    keys = [{**key, "first_row": start, "rows": min(ROWS_PER_ENTRY, len(store) - start)} for start in starts]
     # What rank 0 finds: all ranks must agree on which rows are missing.
-    columns_by_file = world.broadcast(
-        [read_columns(folder, start, len(store)) for start in starts] if world.rank == 0 else None
-    )
-    missing = sum(part is None for part in columns_by_file)
+    parts = world.broadcast([load_entry(kind, part, read_columns) for part in keys] if world.rank == 0 else None)
+    missing = sum(part is None for part in parts)
     if missing and world.rank == 0:
-        print(
-            f"{job.name}: {missing * ROWS_PER_FILE if missing < len(starts) else len(store)} samples to compute",
-            flush=True,
-        )
+        count = missing * ROWS_PER_ENTRY if missing < len(starts) else len(store)
+        print(f"{job.name}: {count} samples to compute", flush=True)
     for index, start in enumerate(starts):
-        if columns_by_file[index] is None:
-            columns_by_file[index] = _compute_outputs(job, store, start, engine)
+        if parts[index] is None:
+            parts[index] = columns = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
-                write_columns(folder, start, columns_by_file[index], key)
-                print(f"{job.name}: {min(start + ROWS_PER_FILE, len(store))} of {len(store)} samples", flush=True)
-    return {name: np.concatenate([part[name] for part in columns_by_file]) for name in columns_by_file[0]}
+                write_entry(kind, keys[index], partial(write_columns, columns=columns))
+                print(f"{job.name}: {min(start + ROWS_PER_ENTRY, len(store))} of {len(store)} samples", flush=True)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
-    """Compute the outputs of one file of rows; each rank takes a share, in batches of like length. Collective."""
-    rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
+    """Compute the outputs of one entry of rows; each rank takes a share, in batches of like length. Collective."""
+    rows = np.arange(first_row, min(first_row + ROWS_PER_ENTRY, len(store)))
     lengths = store.sequence_lengths
     costs = None if lengths is None else costs_of(lengths, job.task.loss_inputs.packing())
     limits = make_limits(job.task.recipe.batch, job.micro_batch_size, costs)
@@ -236,30 +230,12 @@ class _LazyEngine:
             torch.cuda.empty_cache()
 
 
-def read_columns(folder: Path, first_row: int, num_rows: int) -> OutputColumns | None:
-    """Return the columns of one file of `num_rows` rows in all; None if it is missing or damaged."""
-    try:
-        content = (folder / f"rows-{first_row:08d}.npz").read_bytes()
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            columns = {name: file[name] for name in file.files}
-    except Exception:  # a damaged file raises a dozen kinds; it is computed and written again
-        return None
-    # zipfile does not compare the entries that it found with their number, which the last 12 of a zip file's bytes
-    # begin with: in a damaged directory one entry may hide the next.
-    is_complete = len(columns) == int.from_bytes(content[-12:-10], "little")
-    is_complete &= all(len(column) == min(ROWS_PER_FILE, num_rows - first_row) for column in columns.values())
-    return columns if columns and is_complete else None
+def read_columns(folder: Path) -> OutputColumns:
+    """Return the columns of one entry of the cache. Raises OSError or ValueError."""
+    return {path.stem: np.load(path, allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
 
 
-def write_columns(folder: Path, first_row: int, columns: OutputColumns, cache_key: Mapping[str, Any]) -> None:
-    """Write one file atomically. Raises DataError if the cache cannot be written."""
-    final = folder / f"rows-{first_row:08d}.npz"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / "key.json", json.dumps(cache_key, indent=1))
-        # numpy's stub takes a column for a flag
-        atomic_write(final, lambda file: np.savez(file, **columns), sync=True)  # type: ignore[arg-type]
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder"
-        ) from error
+def write_columns(folder: Path, columns: OutputColumns) -> None:
+    """Write the columns of one entry into a folder."""
+    for name, column in columns.items():
+        np.save(folder / f"{name}.npy", column)

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dstrain.cache_dir import cache_root
-from dstrain.data.cache.load_or_build import check_images_once
+from dstrain.cache import cache_root, check_once
 from dstrain.distributed.connection_errors import find_connection_error
 from dstrain.distributed.store import rendezvous_over_store
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
@@ -29,7 +28,7 @@ from dstrain.train.health.signals import StoppedBySignal
 # Keys of the store, after `dstrain/preparing/`:
 #
 #     beat/RANK       a number that grows while a rank is alive    failures   number of ranks that failed
-#     data/RANK       the token stores whose images it checked     failed     which rank failed first, and why
+#     data/RANK       the cache entries that it checked     failed     which rank failed first, and why
 #     gather/N/RANK   a rank's value of the N-th `gather`          heard      number of ranks that know of it
 #     ready           number of ranks that have prepared all
 #
@@ -136,9 +135,9 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Context that one process per host and cache enters first; the others do not check images again."""
+        """Context that one process per host and cache enters first; the others do not check its entries again."""
         if self._store is None:
-            with check_images_once():
+            with check_once():
                 yield
             return
         places = [member["place"] for member in self._members]
@@ -149,7 +148,7 @@ class Rendezvous:
             with self._translate_store_errors():
                 self._wait_until(lambda: self._store.check([_store_key(f"data/{first}")]))
                 known = json.loads(self._store.get(_store_key(f"data/{first}")))
-        with check_images_once(known) as checked:
+        with check_once(known) as checked:
             yield
         if first == self.rank:
             with self._translate_store_errors():

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache_dir import file_state, load_file_result, save_file_result
+from dstrain.cache import file_state, load_file_result, save_file_result
 from dstrain.config import Recipe, RunConfig, resolve_batch
 from dstrain.data.cache.build import check_bad_records
 from dstrain.data.cache.token_store import BuildReport

@@ -13,11 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from dstrain.cache_dir import cache_root
+from dstrain.cache import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
-from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
-from dstrain.data.cache.token_store import GROUP, BuildReport, TokenColumns, TokenStore, WithExtraFiles
+from dstrain.data.cache.token_store import (
+    GROUP,
+    BuildReport,
+    TokenColumns,
+    TokenStore,
+    WithExtraFiles,
+    load_or_build_store,
+)
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
@@ -28,7 +34,7 @@ from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import ColumnError, DataError, TaskError
 
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
@@ -114,12 +120,12 @@ class ImageRecordEncoder:
         def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
             return encode_valid(list(pool.map(load, rows)), partial(self._encode_loaded, encode))
 
-        def write_index(folder: Path) -> list[str]:
+        def write_index(folder: Path) -> None:
             # All records are encoded when the extra files are written.
             pool.shutdown()
             if isinstance(source, DerivedSource):
                 self.index_writer.watch(source.watched_files())
-            return self.index_writer.write(folder)
+            self.index_writer.write(folder)
 
         return WithExtraFiles(encode_rows, write_index)
 
@@ -213,7 +219,7 @@ def prepare(
 
     whole = WithExtraFiles(build, encode.write_extra_files) if isinstance(encode, WithExtraFiles) else build
     try:
-        store = load_or_build_store(folder or cache_root(), full, whole)
+        store = load_or_build_store(folder, full, whole)
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault

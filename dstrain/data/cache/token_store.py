@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from dstrain.cache import get_or_build, read_manifest
 from dstrain.data.dataset import LengthFunction, SequenceLengths, SequenceLengthsFunction, count_kept
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
+from dstrain.files import stat_or_none
+from dstrain.process_setup import log_stderr
 
+META = "meta.json"
+"""File of a store's folder with its columns and its report."""
 GROUP = "sample.group"
 """Key of an example's group. No column can have this name: names of columns are identifiers."""
 _SCALAR_TYPES = {int: "<i8", float: "<f8"}
@@ -138,8 +144,8 @@ class WithExtraFiles:
 
     function: Callable[..., Any]
     """The build or the encoder itself."""
-    write_extra_files: Callable[[Path], list[str]]
-    """Writes the files once all examples are written. Returns their names."""
+    write_extra_files: Callable[[Path], object]
+    """Writes the files once all examples are written."""
 
     def __call__(self, argument: Any) -> Any:
         return self.function(argument)
@@ -162,12 +168,13 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder that `write_store` wrote. Raises ValueError or OSError where it is not complete."""
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        for name, size in meta["files"].items():
-            if (folder / name).stat().st_size != size:
-                raise ValueError(f"{folder / name} does not have the {size} bytes that were written")
+        """Open a folder that `load_or_build_store` made. Raises ValueError, KeyError or OSError."""
+        manifest, meta = read_manifest(folder), json.loads((folder / META).read_text(encoding="utf-8"))
         self.folder = folder
+        self._sizes = {name: int(file["size"]) for name, file in manifest["files"].items()}
+        hashes = [f"{name} {file['sha256']}" for name, file in manifest["files"].items() if name.endswith(".npy")]
+        self.digest = hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
+        """Equal for equal columns, wherever the data and its images are."""
         self.report = BuildReport(**{**meta["report"], "bad": [BadRow(*row) for row in meta["report"]["bad"]]})
         self._count = int(meta["count"])
         self.record_indices = _open_column(folder / "sample.npy")
@@ -178,9 +185,9 @@ class TokenStore:
         }
         self.groups = _open_column(folder / f"{GROUP}.npy") if meta["has_groups"] else None
         """(count,) group of each row's record, where `prepare` was given one: equal for records that belong together."""
-        tokens = TokenColumns(**meta["key"].get("token_columns", {}))
+        tokens = TokenColumns(**manifest["key"].get("token_columns", {}))
         self.token_columns = replace(tokens, names=tuple(name for name in tokens.names if name in self._ragged))
-        self.image_index = ImageIndex(folder) if IMAGE_INDEX_FILE in meta["files"] else None
+        self.image_index = ImageIndex(folder) if IMAGE_INDEX_FILE in manifest["files"] else None
 
     def __len__(self) -> int:
         return self._count
@@ -196,6 +203,17 @@ class TokenStore:
             shown = self.image_index.select(example.pop("images"))
             example |= {"images": shown} if len(self.image_index) else {}
         return example | {name: values[index].item() for name, values in self._scalars.items()}
+
+    def find_change(self) -> str | None:
+        """Return which of the store's files was changed after the store was opened, as a clause, by its size.
+
+        A file that was removed is still mapped, with its content.
+        """
+        for name, size in self._sizes.items():
+            found = stat_or_none(self.folder / name)
+            if found is not None and found.st_size != size:
+                return f"{self.folder / name} was changed while it was in use"
+        return None
 
     @property
     def columns(self) -> list[str]:
@@ -249,6 +267,38 @@ class TokenStore:
         # Record indices ascend, and those of a source are adjacent.
         ends = np.searchsorted(self.record_indices, np.cumsum((0, *source_sizes)))
         return tuple(int(count) for count in np.diff(ends))
+
+
+Build = Callable[[BuildReport], Iterable[Sequence[Example]]]
+"""Yields examples in chunks, filling in the report as it goes."""
+
+
+def load_or_build_store(
+    root: Path | None,
+    key: Mapping[str, Any],
+    build: Build,
+    echo: Callable[[str], None] = log_stderr,
+    log_interval: float = 30.0,
+) -> TokenStore:
+    """Return the store under this key, built first where it is not in the cache `root`, or its images have changed."""
+    write = partial(_write_store, build=build)
+    options: dict[str, Any] = {"root": root, "echo": echo, "log_interval": log_interval}
+    return get_or_build("tokens", key, write, TokenStore, find_change=_find_image_change, **options)
+
+
+def _find_image_change(store: TokenStore) -> str | None:
+    return None if store.image_index is None else store.image_index.find_change()
+
+
+def _write_store(folder: Path, build: Build) -> None:
+    """Write the examples of `build` into an empty folder."""
+    report, columns = BuildReport(), ColumnWriter(folder)
+    for chunk in build(report):
+        columns.append(chunk)
+    meta = {**columns.close(), "report": asdict(report)}
+    if isinstance(build, WithExtraFiles):
+        build.write_extra_files(folder)
+    (folder / META).write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 
 def _open_column(path: Path) -> np.ndarray:
@@ -315,6 +365,10 @@ class TokenizedDataset:
         """Counts of records read, used and skipped, for events.jsonl."""
         return {**describe_report(self.store.report), **self.counts}
 
+    def find_change(self) -> str | None:
+        """Return that the store's files were changed while they were in use, as a clause; None if they were not."""
+        return self.store.find_change()
+
     def column(self, name: str) -> np.ndarray:
         """Return a number for each example, (N,)."""
         values = self.output_columns.get(name)
@@ -342,17 +396,13 @@ class ColumnFile:
         self._file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
         self.count += len(values)
 
-    def close(self) -> int:
-        """Write the header and fsync. Returns the file's size in bytes."""
+    def close(self) -> None:
+        """Write the header, and close the file."""
         size = self._file.tell()
         self._file.seek(0)
         header = self._write_header()
         assert header + self.count * self.dtype.itemsize == size, "the header grew over the data"
-        self._file.flush()
-        # The folder is renamed to its final name next; a name must not outlive its content in a power failure.
-        os.fsync(self._file.fileno())
         self._file.close()
-        return size
 
 
 class ColumnWriter:
@@ -434,15 +484,15 @@ class ColumnWriter:
         return ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[kind])
 
     def close(self) -> dict[str, Any]:
-        """Close all files. Returns the count, the columns with their types, and every file with its size."""
+        """Close all files. Returns the count, and the columns with their types."""
         ragged = {name: (values or self._open_values(name, int), ends) for name, (values, ends) in self._ragged.items()}
         groups = [] if self._groups is None else [self._groups]
         pairs = [column for pair in ragged.values() for column in pair]
-        files = {c.path.name: c.close() for c in (self._samples, *groups, *self._scalars.values(), *pairs)}
+        for column in (self._samples, *groups, *self._scalars.values(), *pairs):
+            column.close()
         return {
             "count": self._samples.count,
             "scalars": {name: column.dtype.str for name, column in self._scalars.items()},
             "ragged": {name: values.dtype.str for name, (values, _) in ragged.items()},
             "has_groups": bool(groups),
-            "files": files,
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.documents import pdfium
-from dstrain.data.documents.page_cache import CachedPage, load_json, page_cache_dir
+from dstrain.data.documents.page_cache import DocumentCache
 from dstrain.data.documents.retrieval import PageIndex
 from dstrain.data.documents.sidecar_text import read_sidecar
 from dstrain.data.vision.image_io import decode_image, read_content
@@ -45,18 +45,16 @@ class PdfDocument(Document):
 
     def __init__(self, path: Path, name: str, dpi: int) -> None:
         """Count the pages. Raises BadRecord if the file cannot be opened or has none."""
-        self._path = path
-        self._cache_dir = page_cache_dir(path, f"pypdfium2-{pdfium.pdfium_version()}")
-        count = load_json(path, self._cache_dir / "pages.json", _write_page_count)
-        folder = self._cache_dir / f"{dpi}dpi"
+        self._cache = DocumentCache.of_file(path, f"pypdfium2-{pdfium.pdfium_version()}")
+        count = self._cache.load_json("pages.json", _write_page_count)
         pages = [
-            CachedPage(path, folder / f"{page:05}.png", partial(pdfium.render_page, page=page, dpi=dpi))
+            self._cache.get_page(f"{dpi}dpi/{page:05}.png", partial(pdfium.render_page, page=page, dpi=dpi))
             for page in range(1, count + 1)
         ]
         super().__init__(name, pages)
 
     def read_texts(self) -> list[str]:
-        return [str(text) for text in load_json(self._path, self._cache_dir / "text.json", pdfium.write_texts)]
+        return [str(text) for text in self._cache.load_json("text.json", pdfium.write_texts)]
 
 
 class TiffDocument(Document):
@@ -66,11 +64,8 @@ class TiffDocument(Document):
         from PIL import __version__
 
         self._path = path
-        folder = page_cache_dir(path, f"pillow-{__version__}")
-        pages = [
-            CachedPage(path, folder / f"{page:05}.png", partial(_write_frame, page=page))
-            for page in range(1, count + 1)
-        ]
+        cache = DocumentCache.of_file(path, f"pillow-{__version__}")
+        pages = [cache.get_page(f"{page:05}.png", partial(_write_frame, page=page)) for page in range(1, count + 1)]
         super().__init__(name, pages)
 
     def read_texts(self) -> list[str]:

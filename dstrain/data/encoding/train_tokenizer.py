@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.cache_dir import hash_key
+from dstrain.cache import get_or_build
 from dstrain.config.rules import MIN_VOCAB_SIZE
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
-from dstrain.files import atomic_folder, is_not_empty_error, remove_stale_partials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,14 +24,12 @@ def load_or_train_tokenizer(
     source: Source,
     extract_texts: Callable[[dict[str, Any]], Iterable[str]],
     vocab_size: int,
-    cache_dir: Path,
     alphabet: Alphabet = "bytes",
+    root: Path | None = None,
 ) -> Any:
     """Return a byte-level BPE of the source's texts, from the cache if it was trained before.
 
-    `alphabet`: as in model.tokenizer. Several processes may train it at the same time: they get
-    the same result, and the first to finish publishes it. Raises DataError if vocab_size is too
-    small.
+    `alphabet`: as in model.tokenizer; `root`: of the cache. Raises DataError if vocab_size is too small.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -44,14 +41,20 @@ def load_or_train_tokenizer(
         "data": source.digest,
         "texts": getattr(extract_texts, "__qualname__", ""),
         "vocab_size": vocab_size,
-        "format": 1,
+        "alphabet": alphabet,
+        "format": 2,
     }
-    # The key of "bytes" is the one that was in use before there was a choice.
-    key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
-    path = cache_dir / "tokenizers" / hash_key(key)
-    if not _is_cached(path):
-        _save_to_cache(train_tokenizer(_iter_texts(source, extract_texts), vocab_size, alphabet), path)
-    return PreTrainedTokenizerFast.from_pretrained(str(path))
+
+    def build(folder: Path) -> None:
+        tokenizer = train_tokenizer(_iter_texts(source, extract_texts), vocab_size, alphabet)
+        try:
+            tokenizer.save_pretrained(str(folder))
+        except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
+            raise OSError(str(fault)) from fault
+
+    return get_or_build(
+        "tokenizers", key, build, lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder)), root=root
+    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = "bytes") -> PreTrainedTokenizerFast:
@@ -82,42 +85,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = 
         )
     named = {"pad_token": "<pad>", "eos_token": "</s>", **({"unk_token": unknown} if unknown else {})}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-
-
-def _is_cached(path: Path) -> bool:
-    """Return whether the cache has the tokenizer.
-
-    Raises DataError if it cannot be read, such as one that only another user may read.
-    """
-    try:
-        with (path / "tokenizer.json").open("rb"):
-            return True
-    except FileNotFoundError:
-        return False
-    except OSError as fault:
-        fix = "let its owner make it readable, or set DSTRAIN_CACHE to another folder"
-        raise DataError(f"the tokenizer in the cache ({path}) cannot be read ({fault.strerror}); {fix}") from fault
-
-
-def _save_to_cache(tokenizer: Any, path: Path) -> None:
-    """Write the tokenizer to the cache atomically. Raises DataError if the cache is not writable."""
-    try:
-        remove_stale_partials(path, include_old_names=True)
-        with atomic_folder(path, _rename_into_place) as partial:
-            partial.mkdir(parents=True)
-            tokenizer.save_pretrained(str(partial))
-    except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
-        fix = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
-        raise DataError(f"the tokenizer cannot be written into the cache ({path}): {fault}; {fix}") from fault
-
-
-def _rename_into_place(partial_dir: Path, path: Path) -> None:
-    """Rename the folder, unless another process has published the same tokenizer first."""
-    try:
-        partial_dir.rename(path)
-    except OSError as fault:
-        if not is_not_empty_error(fault):
-            raise
 
 
 def _iter_texts(source: Source, extract_texts: Callable[[dict[str, Any]], Iterable[str]]) -> Iterator[str]:

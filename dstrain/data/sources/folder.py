@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.data.sources.base import BaseSource, Columns
 from dstrain.errors import DataError
 from dstrain.files import display_path

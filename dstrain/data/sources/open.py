@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dstrain.cache_dir import file_state, load_file_result, save_file_result
+from dstrain.cache import file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import Columns, LazySource, Source
 from dstrain.data.sources.csv_file import CsvSource

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources.base import BaseSource, Columns, drop_filled_nulls
 from dstrain.errors import DataError

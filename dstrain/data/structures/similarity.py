@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from dstrain.cache import get_or_build
 from dstrain.data.structures.chain import UNKNOWN
 from dstrain.errors import DataError, Fault
-from dstrain.files import atomic_write
 
 CLUSTER_VERSION = 1
-"""Increase it when the same sequences get other clusters: stored ones are then ignored."""
+"""Increase it when the same sequences get other clusters: cached ones are then ignored."""
 
 WORD_LENGTH = 4
 """Residues of a word; there are 20^4 words, so that unrelated chains share few."""
@@ -50,20 +49,20 @@ def cluster_sequences(sequences: Sequence[np.ndarray], identity: float) -> np.nd
     return np.array([_root(parents, at) for at in range(len(sequences))], dtype=np.int64)
 
 
-def load_or_cluster(folder: Path, sequences: Sequence[np.ndarray], identity: float) -> np.ndarray:
-    """Return `cluster_sequences`, from a file in the folder where one is there, else write it.
+def load_or_cluster(tokens_digest: str, sequences: Sequence[np.ndarray], identity: float) -> np.ndarray:
+    """Return `cluster_sequences`, from the cache where it has the clusters of these tokens.
 
-    The time grows with the square of the number of sequences. A folder that cannot be written costs only that time.
+    The time grows with the square of the number of sequences.
     """
-    path = folder / f"clusters-{CLUSTER_VERSION}-{identity!r}.npy"
-    with suppress(OSError, ValueError, EOFError):
-        stored: np.ndarray = np.load(path, allow_pickle=False)
-        if stored.shape == (len(sequences),):
-            return stored
-    clusters = cluster_sequences(sequences, identity)
-    with suppress(OSError):
-        atomic_write(path, lambda file: np.save(file, clusters))
-    return clusters
+
+    def build(folder: Path) -> None:
+        np.save(folder / "clusters.npy", cluster_sequences(sequences, identity))
+
+    def load(folder: Path) -> np.ndarray:
+        return np.asarray(np.load(folder / "clusters.npy", allow_pickle=False))
+
+    key = {"tokens": tokens_digest, "identity": identity, "version": CLUSTER_VERSION}
+    return get_or_build("clusters", key, build, load)
 
 
 def _find_words(sequence: np.ndarray) -> list[int]:

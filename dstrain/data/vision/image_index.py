@@ -2,20 +2,22 @@
 
 # STORE/images.json       a row for each image, in the order of their positions, for each file that a
 #                         record names but no example uses, and for each document that records were read from
-# CACHE/ab/abcd….png      the copy of the image whose file has this sha256; each processor has its own CACHE
+# CACHE/ab/abcd…-0123….png    the copy of the image whose file has a sha256 that begins with abcd…; the sha256 of the copy
+#                            begins with 0123…; each processor has its own CACHE
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import read_image
+from dstrain.data.vision.image_io import decode_image, read_content
 from dstrain.errors import DataError
 from dstrain.files import WatchedFile, display_path, stat_or_none
 
@@ -42,8 +44,9 @@ class ImageEntry:
     """Pixels of the image that `load` returns: of the copy if there is one."""
     height: int
     copy: str | None
-    """The PNG that is loaded instead."""
+    """The PNG in the cache that is loaded instead."""
     copy_bytes: int
+    copy_sha256: str
 
     @property
     def size(self) -> tuple[int, int]:
@@ -65,19 +68,33 @@ class ImageEntry:
             return f"the copy of {self.name}, {self.copy}, is gone or damaged"
         return None
 
-    def load(self) -> Image:
-        """Return the image as RGB. Raises DataError if its file has changed."""
-        path = Path(self.copy or self.path or "")
-        # With a copy the original is not read, and may be gone.
-        if self.copy is None and (reason := self.find_change()):
-            raise DataError(f"{reason}; {RERUN_PREPARE}")
-        try:
-            image = read_image(path)
-        except BadRecord as fault:
-            raise DataError(f"{self.name} was readable before, and now: {fault.reason}; {RERUN_PREPARE}") from fault
-        if image.size != self.size:
-            raise DataError(f"{display_path(path)} has changed; {RERUN_PREPARE}")
-        return image
+    def load(self, downscale: Callable[[Image], Image | None] | None = None) -> Image:
+        """Return the image as RGB: from its copy, or from its file where the copy is not what was written.
+
+        `downscale`: the function that made the copy. Raises DataError if neither holds the bytes that were prepared.
+        """
+        if self.copy:
+            if (content := _read_if_unchanged(self.copy, self.copy_sha256)) is not None:
+                return decode_image(content, self.name)
+            with contextlib.suppress(OSError):  # the next start finds that it is gone, and makes it again
+                Path(self.copy).unlink()
+        if self.path and (content := _read_if_unchanged(self.path, self.sha256)) is not None:
+            image = decode_image(content, self.name)
+            if image.size == self.size:
+                return image
+            if downscale is not None and (smaller := downscale(image)) is not None and smaller.size == self.size:
+                return smaller
+        reason = self.find_change() or f"{self.copy or self.name} is not what was prepared"
+        raise DataError(f"{reason}; {RERUN_PREPARE}")
+
+
+def _read_if_unchanged(path: str, sha256: str) -> bytes | None:
+    """Return the bytes of a file; None if they have another hash, or cannot be read."""
+    with contextlib.suppress(BadRecord):
+        content, _ = read_content(Path(path))
+        if hashlib.sha256(content).hexdigest() == sha256:
+            return content
+    return None
 
 
 class RejectedImage(WatchedFile):
@@ -105,9 +122,9 @@ class LazyImage:
     image_index: ImageIndex
     position: int
 
-    def load(self) -> Image:
-        """Return the image as RGB. Raises DataError if its file has changed."""
-        return self.image_index.load(self.position)
+    def load(self, downscale: Callable[[Image], Image | None] | None = None) -> Image:
+        """Return the image as RGB, as `ImageEntry.load` does. Raises DataError if its file has changed."""
+        return self.image_index.load(self.position, downscale)
 
     @property
     def has_copy(self) -> bool:
@@ -141,9 +158,9 @@ class ImageIndex:
         """Return whether the image is in the cache, smaller or because its bytes are in the data."""
         return self._entries[position].copy is not None
 
-    def load(self, position: int) -> Image:
-        """Return the image as RGB. Raises DataError if its file has changed."""
-        return self._entries[position].load()
+    def load(self, position: int, downscale: Callable[[Image], Image | None] | None = None) -> Image:
+        """Return the image as RGB, as `ImageEntry.load` does. Raises DataError if its file has changed."""
+        return self._entries[position].load(downscale)
 
     def select(self, positions: Iterable[int]) -> list[LazyImage]:
         """Return the images at these positions."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.data.records import BadRecord
+from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.image_index import (
     IMAGE_INDEX_FILE,
     ImageEntry,
     RejectedImage,
     size_and_mtime,
 )
-from dstrain.data.vision.image_io import decode_image, read_content, read_image, resolve_image
+from dstrain.data.vision.image_io import decode_image, read_content, resolve_image
 from dstrain.errors import DataError
 from dstrain.files import WatchedFile, atomic_write
 
@@ -42,6 +44,8 @@ class ImageIndexWriter:
         self._downscale, self._cache_dir = downscale, cache_dir
         self._entry_by_source: dict[str, ImageEntry | str | Future[ImageEntry | str]] = {}
         """Absolute path, or hash of the bytes -> entry, reason of a BadRecord, or Future while a thread works on it."""
+        self._copies: dict[Path, dict[str, str]] = {}
+        """Folder of copies -> beginning of the image's hash -> name of its copy, as they were at first use."""
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
         self._rejected: dict[str, RejectedImage] = {}
@@ -61,7 +65,7 @@ class ImageIndexWriter:
                 self._entry_by_source[key] = pending = Future[ImageEntry | str]()
         if known is None:
             # Outside the lock: other threads decode other images meanwhile.
-            known = self._resolve_entry(source, key, pending)
+            known = self._resolve_entry(source, key, isinstance(value, DeferredImage), pending)
         elif isinstance(known, Future):
             known = known.result()
         if isinstance(known, str):
@@ -76,29 +80,24 @@ class ImageIndexWriter:
         """Add files that the examples depend on besides their images."""
         self._watched |= {file.path: file for file in files}
 
-    def write(self, folder: Path) -> list[str]:
-        """Write the images that have a position into a store's folder, one per line.
-
-        Returns the names of the files written.
-        """
+    def write(self, folder: Path) -> None:
+        """Write the images that have a position into a store's folder, one per line."""
         used = {entry.path for entry in self._positions}
         unused = [asdict(self._rejected[path]) for path in sorted(self._rejected) if path not in used]
         lists = {"images": [asdict(entry) for entry in self._positions], "unused": unused}
         lists["watched"] = [asdict(self._watched[path]) for path in sorted(self._watched)]
         parts = (f"{json.dumps(name)}: [{_format_rows(rows)}]" for name, rows in lists.items())
-        with (folder / IMAGE_INDEX_FILE).open("w", encoding="utf-8") as file:
-            file.write("{" + ",\n".join(parts) + "}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return [IMAGE_INDEX_FILE]
+        (folder / IMAGE_INDEX_FILE).write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
 
-    def _resolve_entry(self, source: Path | bytes, key: str, pending: Future[ImageEntry | str]) -> ImageEntry | str:
+    def _resolve_entry(
+        self, source: Path | bytes, key: str, is_cached: bool, pending: Future[ImageEntry | str]
+    ) -> ImageEntry | str:
         """Build the entry for all threads that wait for it; return it, or the reason of a BadRecord.
 
         The exception itself is not stored, because its traceback would keep the file's content in memory.
         """
         try:
-            known: ImageEntry | str = self._build_entry(source, key)
+            known: ImageEntry | str = self._build_entry(source, key, is_cached)
         except BadRecord as fault:
             known = fault.reason
         # Threads that wait for the Future must not wait forever.
@@ -109,23 +108,25 @@ class ImageIndexWriter:
         pending.set_result(known)
         return known
 
-    def _build_entry(self, source: Path | bytes, key: str) -> ImageEntry:
-        path = None if isinstance(source, bytes) else Path(key)
+    def _build_entry(self, source: Path | bytes, key: str, is_cached: bool) -> ImageEntry:
+        """Return the entry of an image. `is_cached`: its file is in the cache, such as a page of a document."""
+        path = None if isinstance(source, bytes) or is_cached else Path(key)
         state = None
         if path:  # before the file is read, so that a change in between is noticed later
             self._rejected[key], state = RejectedImage.from_path(path), size_and_mtime(path)
         content, name = read_content(source)
         sha256 = hashlib.sha256(content).hexdigest()
-        copy = self._cache_dir / sha256[:2] / f"{sha256}.png"
-        image = _read_cached_copy(copy)
+        copy, png = self._find_copy(sha256)
+        image = decode_image(png, str(copy)) if png else None
         if image is None:
             image = original = decode_image(content, name)
             downscaled = self._try_downscale(original, name)
             # Bytes inside the data have no file to be loaded from later: they get a copy too.
-            if downscaled is not None or path is None:
+            if downscaled is not None or isinstance(source, bytes):
                 image = downscaled or original
-                _write_copy(image, copy)
-        cached = size_and_mtime(copy)
+                copy, png = self._write_copy(image, sha256)
+            elif is_cached:
+                copy, png = Path(key), content
         return ImageEntry(
             path=str(path) if path else None,
             bytes=len(content),
@@ -133,9 +134,37 @@ class ImageIndexWriter:
             sha256=sha256,
             width=image.width,
             height=image.height,
-            copy=str(copy.absolute()) if cached else None,
-            copy_bytes=cached[0] if cached else 0,
+            copy=str(copy.absolute()) if copy else None,
+            copy_bytes=len(png),
+            copy_sha256=hashlib.sha256(png).hexdigest() if copy else "",
         )
+
+    def _find_copy(self, sha256: str) -> tuple[Path | None, bytes]:
+        """Return the copy of an earlier preparation and its bytes; (None, b"") if there is none that is as written."""
+        folder = self._cache_dir / sha256[:2]
+        with self._lock:
+            if (names := self._copies.get(folder)) is None:
+                found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+                names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
+        name = names.get(sha256[:32])
+        if name is not None:
+            with contextlib.suppress(BadRecord):
+                png, _ = read_content(folder / name)
+                if hashlib.sha256(png).hexdigest()[:32] == Path(name).stem.partition("-")[2]:
+                    return folder / name, png
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        return None, b""
+
+    def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:
+        """Write the PNG atomically; return its path and its bytes."""
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", compress_level=1)
+        png = buffer.getvalue()
+        copy = self._cache_dir / sha256[:2] / f"{sha256[:32]}-{hashlib.sha256(png).hexdigest()[:32]}.png"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(copy, png)
+        return copy, png
 
     def _try_downscale(self, image: Image, name: str) -> Image | None:
         try:
@@ -150,20 +179,6 @@ class ImageIndexWriter:
 
 def _format_rows(rows: Iterable[dict[str, Any]]) -> str:
     return ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-
-
-def _read_cached_copy(copy: Path) -> Image | None:
-    """Return the cached copy of an earlier preparation; None if there is none or it is damaged."""
-    try:
-        return read_image(copy) if copy.is_file() else None
-    except BadRecord:
-        return None
-
-
-def _write_copy(image: Image, copy: Path) -> None:
-    """Write the PNG atomically."""
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(copy, lambda file: image.save(file, "PNG", compress_level=1))
 
 
 def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:

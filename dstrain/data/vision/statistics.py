@@ -12,44 +12,42 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.cache_dir import hash_key
+from dstrain.cache import get_or_build
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError
-from dstrain.files import atomic_write
 
 ParseRecord = Callable[[dict[str, Any]], RecordWithImages[Any]]
 MAX_IMAGES = 10_000
 """Maximum number of different images that are counted."""
+STATISTICS = "statistics.json"
 
 
-def compute_image_stats(
-    source: Source, parse: ParseRecord, cache_dir: Path, threads: int = 1
-) -> tuple[list[float], list[float]]:
+def compute_image_stats(source: Source, parse: ParseRecord, threads: int = 1) -> tuple[list[float], list[float]]:
     """Return (mean, standard deviation) per channel over all pixels, in 0..1; cached.
 
     Raises DataError if the source has no readable image.
     """
     found = _find_images(source, parse)
-    key = {"images": [*found], "most": MAX_IMAGES, "format": 2}
-    path = cache_dir / "colours" / f"{hash_key(key)}.json"
-    if path.is_file():
-        cached = json.loads(path.read_text())
-        return cached["mean"], cached["std"]
-    with ThreadPoolExecutor(threads) as pool:
-        counts = sum(pool.map(partial(_channel_histogram, source, parse), found.values()), np.zeros((3, 256)))
-    # Bad images count as zeros; only a source without any good image is an error.
-    if not counts.any():
-        raise DataError(
-            "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
-        )
-    mean, std = _mean_and_std(counts)
-    stats = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(stats))
-    return stats["mean"], stats["std"]
+
+    def build(folder: Path) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            counts = sum(pool.map(partial(_channel_histogram, source, parse), found.values()), np.zeros((3, 256)))
+        # Bad images count as zeros; only a source without any good image is an error.
+        if not counts.any():
+            raise DataError(
+                "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
+            )
+        mean, std = _mean_and_std(counts)
+        (folder / STATISTICS).write_text(json.dumps([mean.round(6).tolist(), std.round(6).tolist()]))
+
+    def load(folder: Path) -> tuple[list[float], list[float]]:
+        mean, std = json.loads((folder / STATISTICS).read_text())
+        return mean, std
+
+    return get_or_build("image_statistics", {"images": [*found], "most": MAX_IMAGES, "format": 2}, build, load)
 
 
 def _find_images(source: Source, parse: ParseRecord) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from dstrain.cache_dir import file_digest, file_state
+from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.cache_dir import cache_root
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.launch.threads import count_available_cores
@@ -236,7 +235,7 @@ class ModelSource:
         if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
             return None, None
         records = self.records
-        return compute_image_stats(records.open(), records.parse, cache_root(), count_available_cores())
+        return compute_image_stats(records.open(), records.parse, count_available_cores())
 
     @cached_property
     def base_tokenizer(self) -> Any:
@@ -253,9 +252,7 @@ class ModelSource:
             wanted = TokenizerConfig.model_construct(vocab_size=size)
         if isinstance(wanted, TokenizerConfig):
             records = self.records
-            return load_or_train_tokenizer(
-                records.open(), records.iter_texts, wanted.vocab_size, cache_root(), wanted.alphabet
-            )
+            return load_or_train_tokenizer(records.open(), records.iter_texts, wanted.vocab_size, wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
         folder = wanted or find_tokenizer_folder(model.path) or ""
         tokenizer = read_tokenizer(folder, key, model.trust_remote_code)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.errors import TaskError
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.tasks.common.task import Task

@@ -151,8 +151,12 @@ class TextData:
         self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
     ) -> list[Image]:
         """Return the images of a batch in the order of its rows."""
+        processor = self.model_source.vision_processor
+        downscale = None if processor is None else processor.downscale
         images = [
-            image.load() if positions is None else self.augment_image(image.load(), positions[row], index)
+            image.load(downscale)
+            if positions is None
+            else self.augment_image(image.load(downscale), positions[row], index)
             for row, example in enumerate(examples)
             for index, image in enumerate(example["images"])
         ]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.dataset import Dataset

@@ -92,7 +92,7 @@ def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
 def test_records_are_looked_at_once(
     launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.cache_dir.RACY_WINDOW_NS", -1_000_000_000_000)
+    monkeypatch.setattr("dstrain.cache.RACY_WINDOW_NS", -1_000_000_000_000)
     looked: list[int] = []
     monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
     for _ in range(2):

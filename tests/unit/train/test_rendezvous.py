@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dstrain.data.cache import load_or_build as stores
+from dstrain import cache
 from dstrain.errors import DataError, PeerFailureError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.train import rendezvous
@@ -167,7 +167,7 @@ def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
 
     def act(rank: int, together: Rendezvous) -> None:
         with together.local_main_process_first():
-            checked = stores._checked_stores.get()
+            checked = cache._checked_folders.get()
             assert checked is not None
             order.append((rank, sorted(checked)))
             if rank == 0:
@@ -194,7 +194,7 @@ def test_a_failure_that_was_heard_of_counts_more_than_the_store_that_went_with_i
 def test_a_process_alone_meets_nobody() -> None:
     together = Rendezvous(Worker(0, 0, 1, "tests", 1), timedelta(seconds=1))
     with together, together.local_main_process_first():
-        assert stores._checked_stores.get() == set()
+        assert cache._checked_folders.get() == set()
     assert together.store is None
     with pytest.raises(DataError), together:
         raise DataError("bad; mend")

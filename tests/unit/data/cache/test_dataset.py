@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dstrain.data.cache.dataset import align_store, split_examples
-from dstrain.data.cache.load_or_build import load_or_build_store
-from dstrain.data.cache.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore
+from dstrain.data.cache.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.loading.loader import StepSampler
 from dstrain.errors import DataError
 

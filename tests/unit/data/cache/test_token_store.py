@@ -1,32 +1,23 @@
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dstrain.cache_dir import cache_root, hash_key
 from dstrain.config import RunConfig
 from dstrain.data.cache.bad_record_summary import format_bad_rows
 from dstrain.data.cache.build import ExampleSettings, PreparePolicy, check_bad_records, iter_encoded, prepare
 from dstrain.data.cache.check import check_file
-from dstrain.data.cache.load_or_build import load_or_build_store
-from dstrain.data.cache.token_store import BuildReport
+from dstrain.data.cache.token_store import BuildReport, load_or_build_store
 from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, TaskError
-from dstrain.files import partial_path, remove_stale_partials
 from dstrain.tasks import make_task
 
 KEY = {"what": "test", "n": 1}
@@ -87,188 +78,6 @@ def test_a_damaged_store_is_built_again(tmp_path, harm):
     else:
         (place / "meta.json").write_text('{"count": 7')
     assert [row["score"] for row in load_or_build_store(tmp_path, KEY, build)] == [i / 2 for i in range(7)]
-
-
-def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
-    def broken(report):
-        yield rows(3)
-        raise KeyError("boom")
-
-    with pytest.raises(KeyError):
-        load_or_build_store(tmp_path, KEY, broken)
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert len(load_or_build_store(tmp_path, KEY, build)) == 7
-
-
-CHILD = """
-import sys, time
-from pathlib import Path
-from dstrain.data.cache.load_or_build import load_or_build_store
-folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-def build(report):
-    with (folder / "built").open("a") as file:
-        file.write("x")
-    yield [{"ids": [1, 2], "sample": 0}]
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not (folder / "go on").exists():
-        time.sleep(0.01)
-    yield [{"ids": [3], "sample": 1}]
-store = load_or_build_store(folder, {"what": "race"}, build, log_interval=0.2)
-print(len(store), store[1]["ids"].tolist(), "torch" in sys.modules)
-"""
-
-
-def child(folder: Path, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", CHILD, str(folder), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_of_processes_that_race_one_builds(tmp_path):
-    racers = [child(tmp_path, 0.5) for _ in range(3)]
-    assert [racer.communicate(timeout=30)[0] for racer in racers] == ["2 [3] False\n"] * 3
-    assert (tmp_path / "built").read_text() == "x"
-
-
-def test_who_waits_says_for_whom_and_how_long(tmp_path):
-    builder, lines = child(tmp_path, 60.0), []
-    wait_for(tmp_path / "built")
-
-    def echo(line: str) -> None:
-        lines.append(line)
-        if "has been building for" in line:
-            (tmp_path / "go on").touch()
-
-    store = load_or_build_store(tmp_path, {"what": "race"}, build, echo=echo, log_interval=0.2)
-    builder.communicate(timeout=30)
-    assert len(store) == 2
-    assert any(f"process {builder.pid} on " in line and "has been building for" in line for line in lines)
-
-
-def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path):
-    first = child(tmp_path, 30.0)
-    wait_for(tmp_path / "built")
-    while not (tmp_path / "built").read_text():  # made, and not written yet
-        time.sleep(0.01)
-    assert [path.name.split(".")[0] for path in tmp_path.glob("*.partial")] == [hash_key({"what": "race"})]
-    first.send_signal(signal.SIGKILL)
-    first.wait(timeout=10)
-    first.communicate()
-    out, _ = child(tmp_path, 0.0).communicate(timeout=30)
-    assert out == "2 [3] False\n"
-    assert (tmp_path / "built").read_text() == "xx"
-    assert not list(tmp_path.glob("*.partial"))
-
-
-WITHOUT_LOCK = """
-import filelock, contextlib
-class Local:
-    "A lock of another host's: it keeps nobody out."
-    def __init__(self, path): pass
-    def acquire(self, **options): pass
-    def release(self): pass
-filelock.FileLock = Local
-"""
-
-
-def test_where_the_lock_keeps_nobody_out_each_builds_and_all_take_the_first(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_LOCK + CHILD, str(tmp_path), "60"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
-    wait_for(tmp_path / "built")
-    deadline = time.monotonic() + 20
-    while (tmp_path / "built").read_text() != "xxx":  # none may be done before the last one has begun
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (tmp_path / "go on").touch()
-    assert [racer.communicate(timeout=30) for racer in racers] == [("2 [3] False\n", "")] * 3
-    assert (tmp_path / "built").read_text() == "xxx"
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [hash_key({"what": "race"})]
-
-
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_locks_is_no_fault(tmp_path, monkeypatch, code):
-    def refuse(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    told = []
-    assert len(load_or_build_store(tmp_path, KEY, build, told.append)) == 7
-    assert len(load_or_build_store(tmp_path, KEY, build, told.append)) == 7
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == [hash_key(KEY)]
-    assert len(told) == 1
-    assert "has no file locks" in told[0]
-
-
-def test_a_lock_that_cannot_be_given_back_does_not_spoil_what_was_built(tmp_path, monkeypatch):
-    flock = fcntl.flock
-
-    def refuse(descriptor, operation):
-        if operation == fcntl.LOCK_UN:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        flock(descriptor, operation)
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    assert len(load_or_build_store(tmp_path, KEY, build)) == 7
-
-
-def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path):
-    place = tmp_path / hash_key(KEY)
-    mine, dead = partial_path(place), subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    gone, far, old = (
-        mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-")),
-        place.with_name(f"{place.name}.{'0' * 12}-{dead.pid}-01234567.partial"),
-        place.with_name(f"{place.name}.partial"),  # as an earlier version named it
-    )
-    for folder in (mine, gone, far, old):
-        folder.mkdir()
-        (folder / "ids.npy").write_bytes(b"")
-    for path in (old / "ids.npy", old):
-        os.utime(path, (0, time.time() - 25 * 3600))
-    remove_stale_partials(place, include_old_names=True)
-    assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
-
-
-def test_a_store_that_another_process_finished_first_is_taken(tmp_path):
-    def slow(report):
-        yield rows(3)
-        cached_elsewhere = tmp_path / "elsewhere"
-        load_or_build_store(cached_elsewhere, KEY, build).folder.rename(tmp_path / hash_key(KEY))
-        yield rows(2, 3)
-
-    assert len(load_or_build_store(tmp_path, KEY, slow)) == 7
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_cache_folder_that_cannot_be_written_is_said_so(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="set DSTRAIN_CACHE"):
-        load_or_build_store(tmp_path / "file", KEY, build)
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("DSTRAIN_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_root() == Path("/a")
-    monkeypatch.delenv("DSTRAIN_CACHE")
-    assert cache_root() == Path("/b/dstrain")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_root() == Path.home() / ".cache" / "dstrain"
-
-
-@pytest.mark.parametrize("name", ["DSTRAIN_CACHE", "XDG_CACHE_HOME"])
-def test_a_cache_in_a_home_that_nobody_has_is_refused_with_the_variable_to_set(monkeypatch, name):
-    monkeypatch.delenv("DSTRAIN_CACHE")
-    monkeypatch.setenv(name, "~nosuchuser/cache")
-    with pytest.raises(DataError, match=r"~nosuchuser/cache.* begins with ~, .*; set DSTRAIN_CACHE to"):
-        cache_root()
 
 
 def encode(pairs):
@@ -383,9 +192,9 @@ def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
     assert store.column_lengths("chosen").max() <= 256
     assert store.report.cuts["prompt_cut"] > 0
     prepared(256)
-    assert len(list(tmp_path.glob("*/meta.json"))) == 1
+    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 1
     prepared(255)
-    assert len(list(tmp_path.glob("*/meta.json"))) == 2
+    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 2
 
 
 def stored_columns(folder: Path, *examples: dict) -> list[dict]:

@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dstrain import cache_dir
+from dstrain import cache
+from dstrain.cache import check_once
 from dstrain.config import RunConfig
-from dstrain.data.cache.load_or_build import check_images_once
 from dstrain.data.sources import open, parquet
 from dstrain.data.sources.base import LazySource
 from dstrain.data.sources.open import open_source
@@ -32,7 +32,7 @@ ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and files that need not be two seconds old to be known again."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_dir, "RACY_WINDOW_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache, "RACY_WINDOW_NS", -1_000_000_000_000)
 
 
 @pytest.fixture
@@ -195,15 +195,15 @@ def test_the_images_of_a_store_are_looked_at_once(tmp_path: Path, monkeypatch: p
     for _ in range(2):
         make_task(config).examples("train")
     assert len(looks) == 2, "each time where nobody says that it is one start"
-    with check_images_once() as checked:
+    with check_once() as checked:
         for _ in range(2):
             make_task(config).examples("train")
     assert len(looks) == 3
-    with check_images_once(checked):  # another process of the host, which is told
+    with check_once(checked):  # another process of the host, which is told
         make_task(config).examples("train")
     assert len(looks) == 3
     image = next(path for path in tmp_path.iterdir() if path.suffix == ".png")
     image.write_bytes(image.read_bytes() + b" ")
-    with check_images_once() as checked:
+    with check_once() as checked:
         make_task(config).examples("train")
     assert len(looks) == 4

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from dstrain import cache_dir
+from dstrain import cache
 from dstrain.batch import Progress
-from dstrain.cache_dir import file_digest
+from dstrain.cache import file_digest
 from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
@@ -148,7 +148,7 @@ def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_pa
 
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file were old enough for its state to tell a change."""
-    monkeypatch.setattr(cache_dir, "RACY_WINDOW_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache, "RACY_WINDOW_NS", -1_000_000_000_000)
 
 
 def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: 
     first = module.weights_fingerprint(made, 0)
     for again in (False, True):
         module._cached_digest.cache_clear()  # another process
-        with mock.patch.object(cache_dir.hashlib, "file_digest", side_effect=AssertionError("read again")):
+        with mock.patch.object(cache.hashlib, "file_digest", side_effect=AssertionError("read again")):
             assert module.weights_fingerprint(made, 0) == first
         if not again:
             times = (tmp_path / "base/model.safetensors").stat()

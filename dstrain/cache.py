@@ -118,7 +118,6 @@ def write_entry(kind: str, key: Mapping[str, Any], build: Callable[[Path], objec
     """Write the entry that `load_entry` did not find; without a lock. Raises DataError."""
     folder = entry_path(kind, key, root)
     with _explain_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
         _build(folder, key, build, lambda: find_damage(folder, key) is None)
 
 
@@ -219,6 +218,7 @@ def _build(
 
     A lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     remove_stale_partials(folder)
     with atomic_folder(folder, lambda partial, final: _publish(partial, final, is_current)) as partial:
         partial.mkdir()
@@ -321,10 +321,9 @@ def _explain_errors(folder: Path) -> Iterator[None]:
     """Raise DataError for an OSError while an entry is built."""
     try:
         yield
-    except FileNotFoundError as fault:
-        problem = f"{fault.filename or folder} was removed from the cache while it was written"
-        raise DataError(f"{problem}; start again") from fault
     except OSError as fault:
+        if isinstance(fault, FileNotFoundError) and str(fault.filename or folder).startswith(str(folder)):
+            raise DataError(f"{folder} was removed from the cache while it was written; start again") from fault
         fix = "if that folder is full or read-only, set DSTRAIN_CACHE to another"
         raise DataError(f"{folder} cannot be written into the cache: {fault}; {fix}") from fault
 

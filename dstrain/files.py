@@ -221,10 +221,8 @@ class WatchedFile:
 
     def find_change(self) -> str | None:
         """Return that the file has changed, as a clause without the fix; None if it has not."""
-        return None if type(self).from_path(Path(self.path)) == self else self._describe_change()
-
-    def _describe_change(self) -> str:
-        return f"{display_path(Path(self.path))} has changed"
+        path = Path(self.path)
+        return None if type(self).from_path(path) == self else f"{display_path(path)} has changed"
 
 
 def stat_or_none(path: Path) -> os.stat_result | None:

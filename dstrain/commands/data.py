@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_bad_rows
+from dstrain.data.cache.build import MAX_ROWS_PER_REASON, format_bad_rows
 from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.conservation import describe_lost

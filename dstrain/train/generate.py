@@ -15,7 +15,7 @@ from dstrain.batch import Batch
 from dstrain.data.encoding.prompts import EncodedPrompt, stop_token_ids
 from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.series.patches import stack_patches
-from dstrain.data.vision.image_index import LazyImage
+from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
@@ -176,7 +176,7 @@ def _collate_prompts(
     """
     downscale = None if vision_processor is None else vision_processor.downscale
     images = [
-        image.load(downscale) if isinstance(image, LazyImage) else read_image(image)
+        image.load(downscale) if isinstance(image, ImageEntry) else read_image(image)
         for prompt in prompts
         for image in prompt.images
     ]

@@ -10,6 +10,6 @@ from tests.resume.cases import run
 
 
 def go_on(folder: str, task: str) -> dict[str, Any]:
-    """Continue the run of a task in a folder that an earlier version wrote, with the token cache in it."""
+    """Continue the run of a task in a folder that an earlier version wrote, with a token cache in it."""
     with mock.patch.dict(os.environ, DSTRAIN_CACHE=f"{folder}/cache"):
         return run(recipe=f"{folder}/{task}/recipe.yaml", run_dir=f"{folder}/{task}/run")

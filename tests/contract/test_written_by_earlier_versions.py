@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,21 +27,12 @@ Resumed = Callable[[str], list[int]]
 
 
 def put(fixture: Path, folder: Path) -> Path:
-    """Copies a fixture into a folder, and does what its user would do who moves it: the paths in it name the new place.
-
-    Git keeps no times, and a store knows its images by them: they get those that the store wrote down.
-    """
+    """Copies a fixture into a folder, and does what its user would do who moves it: the paths in it name the new place."""
     shutil.copytree(fixture, folder, symlinks=True, dirs_exist_ok=True)
     for path in [path for path in folder.rglob("*") if path.suffix in (".yaml", ".json")]:
         text = path.read_text(encoding="utf-8")
         if MARK in text:
             path.write_text(text.replace(MARK, str(folder)), encoding="utf-8")
-    for path in folder.glob("cache/*/images.json"):
-        meta = read(path.with_name("meta.json"))
-        meta["files"]["images.json"] = path.stat().st_size
-        path.with_name("meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        for row in read(path)["images"]:
-            os.utime(row["path"], ns=(row["mtime_ns"], row["mtime_ns"]))
     return folder
 
 
@@ -110,14 +100,6 @@ def test_a_run_goes_on_from_an_old_checkpoint(task: str, moved: Path, resumed: R
     for one, other in zip(found, wanted, strict=True):
         assert learnt(one) == pytest.approx(learnt(other), **CLOSE), one["step"]
     assert (moved / task / f"run/checkpoints/step-{wanted[-1]['step']:08d}/MANIFEST.json").is_file()
-
-
-@pytest.mark.parametrize("task", CUT_AT)
-def test_an_old_tokenizer_and_old_copies_of_images_are_used(task: str, moved: Path, resumed: Resumed) -> None:
-    """This version builds token stores of its own, for its format is another."""
-    assert resumed(task) == [0, 0]
-    for kept in ("tokenizers", "images"):
-        assert content(moved / "cache" / kept) == content(EARLIER / "cache" / kept)
 
 
 def test_old_checkpoints_are_whole(untouched: Path) -> None:

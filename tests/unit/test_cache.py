@@ -136,13 +136,13 @@ def images(folder: Path, which: int) -> Any:
     index = folder / "index"
     loaded = []
     if (index / f"{which}").exists():  # as a run that goes on
-        loaded.append(ImageIndex(index / f"{which}").load(0, halve).tobytes())
+        loaded.append(ImageIndex(index / f"{which}")[0].load(halve).tobytes())
         shutil.rmtree(index / f"{which}")
     (index / f"{which}").mkdir(parents=True)
     writer = ImageIndexWriter(halve, cache_root() / "images" / "processor")
     writer.assign_position(writer.get_entry(path.name, folder))
     writer.write(index / f"{which}")
-    loaded.append(ImageIndex(index / f"{which}").load(0).tobytes())
+    loaded.append(ImageIndex(index / f"{which}")[0].load().tobytes())
     assert len({*loaded}) == 1
     return loaded[0]
 
@@ -508,11 +508,11 @@ def test_an_image_whose_copy_is_removed_is_read_from_its_file(tmp_path: Path) ->
     first = images(tmp_path, 0)
     index = ImageIndex(tmp_path / "index" / "0")
     shutil.rmtree(cache_root())
-    assert index.load(0, halve).tobytes() == first
+    assert index[0].load(halve).tobytes() == first
     with pytest.raises(
         DataError, match=r"the copy of .*photo-0.png, .* is gone or damaged; run `dstrain prepare` again"
     ):
-        index.load(0)
+        index[0].load()
 
 
 def test_an_image_inside_the_data_without_its_copy_is_refused_by_name(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_an_image_inside_the_data_without_its_copy_is_refused_by_name(tmp_path: 
     (copy,) = cache_root().rglob("*.png")
     flip_bit(copy, copy)
     with pytest.raises(DataError, match=r"the copy of an image of \d+ bytes within the data, .* is gone or damaged"):
-        index.load(0)
+        index[0].load()
     assert index.find_change() is not None, "so that the next start makes it again"
 
 

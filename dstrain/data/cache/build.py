@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dstrain.cache import cache_root
-from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
 from dstrain.data.cache.token_store import (
     GROUP,
     BuildReport,
     TokenColumns,
     TokenStore,
-    WithExtraFiles,
     load_or_build_store,
 )
 from dstrain.data.encoding.rendering import PlaceholderExpansion
@@ -42,6 +40,12 @@ MAX_IMAGE_THREADS = 8
 """Threads that decode at once, each with one image in memory; Pillow releases the GIL while it decodes."""
 MAX_BAD_FRACTION = 0.01
 """Share of bad records that is skipped where `data.on_error` is not set."""
+MAX_ROWS_PER_REASON = 10
+"""Records listed for each reason."""
+MAX_REASONS = 10
+"""Reasons listed in an error message."""
+_VARIABLE_WORD = re.compile(r"\('.*?'\)|\S*[\d/\\.]\S*")
+"""What differs from record to record: values in brackets, numbers, keys, paths."""
 EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
 """Parsed records -> the example or the fault of each, or a list of them."""
 EncodeParsed = Callable[[list[Any], PlaceholderExpansion | None], Sequence[EncodeResult]]
@@ -111,8 +115,10 @@ class ImageRecordEncoder:
         writer = ImageIndexWriter(vision_processor.downscale, cache_root() / "images" / fingerprint)
         return cls(vision_processor, writer, min(max_threads, MAX_IMAGE_THREADS))
 
-    def make_encode(self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed) -> Encode:
-        """Return an `Encode` whose examples have a column `images`: positions in the image index next to them."""
+    def make_encode(
+        self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed
+    ) -> tuple[Encode, Callable[[Path], None]]:
+        """Return an `Encode` whose examples have a column `images`, positions in an image index, and its writer."""
         load = partial(self._load_record, source, parse)
         # One pool for all chunks: each thread copies the processor, which is slow.
         pool = ThreadPoolExecutor(self.threads)
@@ -121,13 +127,12 @@ class ImageRecordEncoder:
             return encode_valid(list(pool.map(load, rows)), partial(self._encode_loaded, encode))
 
         def write_index(folder: Path) -> None:
-            # All records are encoded when the extra files are written.
             pool.shutdown()
             if isinstance(source, DerivedSource):
                 self.index_writer.watch(source.watched_files())
             self.index_writer.write(folder)
 
-        return WithExtraFiles(encode_rows, write_index)
+        return encode_rows, write_index
 
     def _encode_loaded(self, encode: EncodeParsed, items: list[LoadedRecord]) -> list[EncodeResult]:
         images = PlaceholderExpansion(self.vision_processor, [item.image_texts for item in items])
@@ -199,13 +204,13 @@ def prepare(
     policy: PreparePolicy,
     folder: Path | None = None,
     settings: ExampleSettings = PLAIN_COLUMNS,
+    write_extra: Callable[[Path], object] | None = None,
 ) -> TokenStore:
     """Return the store of a source's examples, built first where it is not in the cache.
 
     `key` holds everything that `encode` depends on; the data, the format and the code of a user's task are added to
-    it. `on_error` is not part of the key: another value needs no new tokens. An `encode` that is a `WithExtraFiles`
-    writes its files into the store. Raises DataError for too many bad records, TaskError for a value that no column
-    holds.
+    it. `on_error` is not part of the key: another value needs no new tokens. `write_extra` writes the image index of
+    examples with images. Raises DataError for too many bad records, TaskError for a value that no column holds.
     """
     full = {"format": CACHE_FORMAT, "data": source.digest, **key}
     full |= {"code": policy.code} if policy.code else {}
@@ -213,13 +218,12 @@ def prepare(
     full |= {"group": settings.group_key} if settings.get_group else {}
 
     def build(report: BuildReport) -> Iterator[list[Mapping[str, Any]]]:
-        if isinstance(encode, WithExtraFiles):
+        if write_extra is not None:
             return iter_encoded(source, encode, report, IMAGE_CHUNK_SIZE, settings=settings)
         return iter_encoded(source, encode, report, CHUNK_SIZE, policy.processes, settings)
 
-    whole = WithExtraFiles(build, encode.write_extra_files) if isinstance(encode, WithExtraFiles) else build
     try:
-        store = load_or_build_store(folder, full, whole)
+        store = load_or_build_store(folder, full, build, write_extra or (lambda folder: None))
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault
@@ -311,6 +315,38 @@ def _describe_value(value: Any) -> str:
     """Return text that differs where values do that JSON does not have: bytes, arrays, dates."""
     content = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
     return repr(value) if content is None else hashlib.sha256(content).hexdigest()
+
+
+def group_by_reason(rows: Sequence[BadRow]) -> dict[str, list[BadRow]]:
+    """Return the rows by reason, ignoring numbers and paths in it; their order stays."""
+    kinds: dict[str, list[BadRow]] = {}
+    for row in rows:
+        kinds.setdefault(_VARIABLE_WORD.sub("*", row.reason), []).append(row)
+    return kinds
+
+
+def format_bad_rows(
+    rows: Sequence[BadRow], max_per_reason: int | None = MAX_ROWS_PER_REASON, max_reasons: int | None = MAX_REASONS
+) -> list[str]:
+    """Return a line for each row, shortened to the first rows of the first reasons.
+
+    A line "… and N more" stands for the rest. None: no limit.
+    """
+    kinds = [*group_by_reason(rows).values()]
+    if len(kinds[:max_reasons]) == len(kinds) and (
+        max_per_reason is None or all(len(of_kind) <= max_per_reason for of_kind in kinds)
+    ):
+        return [f"{row.location}: {row.reason}" for row in rows]
+    lines = []
+    for of_kind in kinds[:max_reasons]:
+        shown = of_kind[:max_per_reason]
+        lines += [f"{row.location}: {row.reason}" for row in shown]
+        if more := len(of_kind) - len(shown):
+            lines.append(f"… and {more} more like {shown[-1].location}")
+    if others := kinds[len(kinds[:max_reasons]) :]:
+        count = len(others)
+        lines.append(f"… and {sum(map(len, others))} more of {count} other kind{'s' * (count != 1)}")
+    return lines
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:

@@ -17,9 +17,9 @@ from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.records import BadRecord, BadRow, as_record, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.image_io import (
     UPRIGHT_TRANSPOSE,
+    DeferredImage,
     count_bits,
     count_frames,
     decode_frame,

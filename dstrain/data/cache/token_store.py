@@ -138,19 +138,6 @@ class BuildReport:
     """File -> `ColumnReport.to_json` of its records: images, columns that were read, columns that were not."""
 
 
-@dataclass(frozen=True)
-class WithExtraFiles:
-    """A `Build`, or an `Encode` for `prepare`, that also writes files of its own into the store's folder."""
-
-    function: Callable[..., Any]
-    """The build or the encoder itself."""
-    write_extra_files: Callable[[Path], object]
-    """Writes the files once all examples are written."""
-
-    def __call__(self, argument: Any) -> Any:
-        return self.function(argument)
-
-
 def describe_report(report: BuildReport) -> dict[str, Any]:
     """Return the counts of a report and its first bad records, for events.jsonl."""
     counts = asdict(report)
@@ -200,7 +187,7 @@ class TokenStore:
         for name, (values, ends) in self._ragged.items():
             example[name] = values[ends[index - 1] if index else 0 : ends[index]]
         if self.image_index is not None:
-            shown = self.image_index.select(example.pop("images"))
+            shown = [self.image_index[int(position)] for position in example.pop("images")]
             example |= {"images": shown} if len(self.image_index) else {}
         return example | {name: values[index].item() for name, values in self._scalars.items()}
 
@@ -277,27 +264,33 @@ def load_or_build_store(
     root: Path | None,
     key: Mapping[str, Any],
     build: Build,
+    write_extra: Callable[[Path], object] = lambda folder: None,
     echo: Callable[[str], None] = log_stderr,
     log_interval: float = 30.0,
 ) -> TokenStore:
-    """Return the store under this key, built first where it is not in the cache `root`, or its images have changed."""
-    write = partial(_write_store, build=build)
-    options: dict[str, Any] = {"root": root, "echo": echo, "log_interval": log_interval}
-    return get_or_build("tokens", key, write, TokenStore, find_change=_find_image_change, **options)
+    """Return the store under this key, built first where it is not in the cache `root`, or its images have changed.
+
+    `write_extra` writes other files into the store's folder, once all examples are written.
+    """
+    return get_or_build(
+        "tokens",
+        key,
+        partial(_write_store, build=build, write_extra=write_extra),
+        TokenStore,
+        find_change=lambda store: None if store.image_index is None else store.image_index.find_change(),
+        root=root,
+        echo=echo,
+        log_interval=log_interval,
+    )
 
 
-def _find_image_change(store: TokenStore) -> str | None:
-    return None if store.image_index is None else store.image_index.find_change()
-
-
-def _write_store(folder: Path, build: Build) -> None:
+def _write_store(folder: Path, build: Build, write_extra: Callable[[Path], object]) -> None:
     """Write the examples of `build` into an empty folder."""
     report, columns = BuildReport(), ColumnWriter(folder)
     for chunk in build(report):
         columns.append(chunk)
     meta = {**columns.close(), "report": asdict(report)}
-    if isinstance(build, WithExtraFiles):
-        build.write_extra_files(folder)
+    write_extra(folder)
     (folder / META).write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 

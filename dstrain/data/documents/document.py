@@ -1,18 +1,83 @@
-"""Documents by kind: PDF, image, multi-page TIFF, folder of page images, list of page images."""
+"""Documents by kind: PDF, image, multi-page TIFF, folder of page images; what is read of them is cached."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from dstrain.cache import file_digest, get_or_build
 from dstrain.data.documents import pdfium
-from dstrain.data.documents.page_cache import DocumentCache
 from dstrain.data.documents.retrieval import PageIndex
 from dstrain.data.documents.sidecar_text import read_sidecar
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import decode_image, read_content
-from dstrain.files import atomic_write
+from dstrain.files import atomic_write, display_path
+
+Write = Callable[[Path, Path], object]
+"""(document, file of the cache): writes that file. Raises BadRecord."""
+_faults: dict[tuple[Path, str], str] = {}
+"""Reasons of failed writes of this process: a page that runs into a time limit is tried once, not per question."""
+
+
+@dataclass(frozen=True)
+class DocumentCache:
+    """What a reader makes of a document's present content."""
+
+    document: Path
+    digest: str
+    reader: str
+    """Library with its version."""
+
+    @classmethod
+    def of_file(cls, path: Path, reader: str) -> DocumentCache:
+        """Return the cache for a file. Raises BadRecord if the file cannot be read."""
+        try:
+            return cls(path, file_digest(path), reader)
+        except OSError as fault:
+            problem = f"{display_path(path)} cannot be read ({fault.strerror or fault})"
+            raise BadRecord(f"{problem}; check the path and its permissions") from fault
+
+    def load_json(self, name: str, write: Write) -> Any:
+        """Return the value of a JSON file, which `write` writes first where it is not cached. Raises BadRecord."""
+        return json.loads(self.get_file(name, write).read_text(encoding="utf-8"))
+
+    def get_page(self, name: str, write: Write) -> CachedPage:
+        """Return the page whose PNG `write` writes when it is first needed."""
+        return CachedPage(self, name, write)
+
+    def get_file(self, name: str, write: Write) -> Path:
+        if (self.document, name) in _faults:
+            raise BadRecord(_faults[self.document, name])
+        key = {"document": self.digest, "reader": self.reader, "name": name}
+        file_name = Path(name).name
+        try:
+            return get_or_build(
+                "documents",
+                key,
+                lambda folder: write(self.document, folder / file_name),
+                lambda folder: folder / file_name,
+            )
+        except BadRecord as fault:
+            _faults[self.document, name] = fault.reason
+            raise
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    """A page that becomes an image file of the cache when it is first needed, a `DeferredImage`."""
+
+    cache: DocumentCache
+    name: str
+    """`144dpi/00001.png`."""
+    write: Write
+
+    def get_file(self) -> Path:
+        """Return the page's PNG, written first where it is not cached. Thread-safe. Raises BadRecord."""
+        return self.cache.get_file(self.name, self.write)
 
 
 class Document:

@@ -28,7 +28,7 @@ class EncodedPrompt:
     """The text before truncation; each image is its image token."""
     ids: list[int]
     images: tuple[Any, ...] = ()
-    """Arguments for `dstrain.data.vision.image_io.read_image`, or `LazyImage`s, in the order of the image tokens."""
+    """Arguments for `dstrain.data.vision.image_io.read_image`, or `ImageEntry`s, in the order of the image tokens."""
     series: Patches | None = None
     """Time series whose soft tokens are in the ids."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ _CHECK_THREADS, _CHECK_CHUNK_SIZE = 16, 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageEntry:
-    """An image of the index, a row of images.json."""
+    """An image of a sample, a row of images.json. It is decoded by `load`."""
 
     path: str | None
     """Its file; None if its bytes are in the data, so that only the copy is a file."""
@@ -51,6 +51,11 @@ class ImageEntry:
     @property
     def size(self) -> tuple[int, int]:
         return self.width, self.height
+
+    @property
+    def has_copy(self) -> bool:
+        """True if the image is loaded from the cache: smaller, or because it has no file outside of it."""
+        return self.copy is not None
 
     @property
     def name(self) -> str:
@@ -97,43 +102,10 @@ def _read_if_unchanged(path: str, sha256: str) -> bytes | None:
     return None
 
 
-class RejectedImage(WatchedFile):
-    """An image file that a record names but no example uses, because the file or the record is bad.
-
-    If it changes, the cache is rebuilt.
-    """
-
-    __slots__ = ()
-
-    def _describe_change(self) -> str:
-        return f"{display_path(Path(self.path))}, which could not be used, has changed"
-
-
 def size_and_mtime(path: Path) -> tuple[int, int] | None:
     """Return the size and mtime of a file; None if it does not exist."""
     found = stat_or_none(path)
     return None if found is None else (found.st_size, found.st_mtime_ns)
-
-
-@dataclass(frozen=True)
-class LazyImage:
-    """An image of a sample, decoded on `load`."""
-
-    image_index: ImageIndex
-    position: int
-
-    def load(self, downscale: Callable[[Image], Image | None] | None = None) -> Image:
-        """Return the image as RGB, as `ImageEntry.load` does. Raises DataError if its file has changed."""
-        return self.image_index.load(self.position, downscale)
-
-    @property
-    def has_copy(self) -> bool:
-        """True if the image is loaded from a copy in the cache."""
-        return self.image_index.has_copy(self.position)
-
-
-def _find_first_change(entries: Iterable[ImageEntry | WatchedFile]) -> str | None:
-    return next(filter(None, (file.find_change() for file in entries)), None)
 
 
 class ImageIndex:
@@ -146,7 +118,7 @@ class ImageIndex:
         """
         rows = json.loads((folder / IMAGE_INDEX_FILE).read_text(encoding="utf-8"))
         self._entries = [ImageEntry(**row) for row in rows["images"]]
-        self._rejected = [RejectedImage(**row) for row in rows["unused"]]
+        self._rejected = [WatchedFile(**row) for row in rows["unused"]]
         self._watched = [WatchedFile(**row) for row in rows.get("watched", ())]
         self.digest = hashlib.sha256(" ".join(entry.sha256 for entry in self._entries).encode()).hexdigest()
         """Equal for equal images in the same order."""
@@ -154,17 +126,8 @@ class ImageIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def has_copy(self, position: int) -> bool:
-        """Return whether the image is in the cache, smaller or because its bytes are in the data."""
-        return self._entries[position].copy is not None
-
-    def load(self, position: int, downscale: Callable[[Image], Image | None] | None = None) -> Image:
-        """Return the image as RGB, as `ImageEntry.load` does. Raises DataError if its file has changed."""
-        return self._entries[position].load(downscale)
-
-    def select(self, positions: Iterable[int]) -> list[LazyImage]:
-        """Return the images at these positions."""
-        return [LazyImage(self, int(index)) for index in positions]
+    def __getitem__(self, position: int) -> ImageEntry:
+        return self._entries[position]
 
     def find_change(self) -> str | None:
         """Return the first image that is gone or has changed, as a clause without the fix.
@@ -175,4 +138,5 @@ class ImageIndex:
         files = [*self._entries, *self._rejected, *self._watched]
         parts = [files[start : start + _CHECK_CHUNK_SIZE] for start in range(0, len(files), _CHECK_CHUNK_SIZE)]
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:  # a file server answers many requests at once
-            return next(filter(None, pool.map(_find_first_change, parts)), None)
+            changes = pool.map(lambda part: next(filter(None, (file.find_change() for file in part)), None), parts)
+            return next(filter(None, changes), None)

@@ -8,7 +8,6 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from copy import copy as shallow_copy
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.data.records import BadRecord
-from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.image_index import (
     IMAGE_INDEX_FILE,
     ImageEntry,
-    RejectedImage,
     size_and_mtime,
 )
-from dstrain.data.vision.image_io import decode_image, read_content, resolve_image
+from dstrain.data.vision.image_io import DeferredImage, decode_image, read_content, resolve_image
 from dstrain.errors import DataError
 from dstrain.files import WatchedFile, atomic_write
 
@@ -42,13 +39,14 @@ class ImageIndexWriter:
     def __init__(self, downscale: Callable[[Image], Image | None], cache_dir: Path) -> None:
         """Take a function that returns an equivalent smaller image or None, and a folder for its results only."""
         self._downscale, self._cache_dir = downscale, cache_dir
-        self._entry_by_source: dict[str, ImageEntry | str | Future[ImageEntry | str]] = {}
-        """Absolute path, or hash of the bytes -> entry, reason of a BadRecord, or Future while a thread works on it."""
+        self._entries: dict[str, ImageEntry | str] = {}
+        """Absolute path, or hash of the bytes -> entry, or reason of a BadRecord."""
+        self._locks: dict[str, threading.Lock] = {}
         self._copies: dict[Path, dict[str, str]] = {}
         """Folder of copies -> beginning of the image's hash -> name of its copy, as they were at first use."""
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
-        self._rejected: dict[str, RejectedImage] = {}
+        self._rejected: dict[str, WatchedFile] = {}
         self._watched: dict[str, WatchedFile] = {}
 
     def get_entry(self, value: Any, folder: Path) -> ImageEntry:
@@ -60,14 +58,15 @@ class ImageIndexWriter:
         # Links are not resolved in the key: one that later leads to another file gives another image.
         key = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else str(source.absolute())
         with self._lock:
-            known = self._entry_by_source.get(key)
-            if known is None:
-                self._entry_by_source[key] = pending = Future[ImageEntry | str]()
-        if known is None:
-            # Outside the lock: other threads decode other images meanwhile.
-            known = self._resolve_entry(source, key, isinstance(value, DeferredImage), pending)
-        elif isinstance(known, Future):
-            known = known.result()
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:  # other threads decode other images meanwhile
+            if key not in self._entries:
+                try:
+                    self._entries[key] = self._build_entry(source, key, isinstance(value, DeferredImage))
+                except BadRecord as fault:
+                    # Not the exception itself, whose traceback would keep the file's content in memory.
+                    self._entries[key] = fault.reason
+        known = self._entries[key]
         if isinstance(known, str):
             raise BadRecord(known)
         return known
@@ -81,39 +80,19 @@ class ImageIndexWriter:
         self._watched |= {file.path: file for file in files}
 
     def write(self, folder: Path) -> None:
-        """Write the images that have a position into a store's folder, one per line."""
+        """Write the images that have a position into a store's folder."""
         used = {entry.path for entry in self._positions}
         unused = [asdict(self._rejected[path]) for path in sorted(self._rejected) if path not in used]
         lists = {"images": [asdict(entry) for entry in self._positions], "unused": unused}
         lists["watched"] = [asdict(self._watched[path]) for path in sorted(self._watched)]
-        parts = (f"{json.dumps(name)}: [{_format_rows(rows)}]" for name, rows in lists.items())
-        (folder / IMAGE_INDEX_FILE).write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
-
-    def _resolve_entry(
-        self, source: Path | bytes, key: str, is_cached: bool, pending: Future[ImageEntry | str]
-    ) -> ImageEntry | str:
-        """Build the entry for all threads that wait for it; return it, or the reason of a BadRecord.
-
-        The exception itself is not stored, because its traceback would keep the file's content in memory.
-        """
-        try:
-            known: ImageEntry | str = self._build_entry(source, key, is_cached)
-        except BadRecord as fault:
-            known = fault.reason
-        # Threads that wait for the Future must not wait forever.
-        except BaseException as fault:
-            pending.set_exception(fault)
-            raise
-        self._entry_by_source[key] = known
-        pending.set_result(known)
-        return known
+        (folder / IMAGE_INDEX_FILE).write_text(json.dumps(lists, ensure_ascii=False), encoding="utf-8")
 
     def _build_entry(self, source: Path | bytes, key: str, is_cached: bool) -> ImageEntry:
         """Return the entry of an image. `is_cached`: its file is in the cache, such as a page of a document."""
         path = None if isinstance(source, bytes) or is_cached else Path(key)
         state = None
         if path:  # before the file is read, so that a change in between is noticed later
-            self._rejected[key], state = RejectedImage.from_path(path), size_and_mtime(path)
+            self._rejected[key], state = WatchedFile.from_path(path), size_and_mtime(path)
         content, name = read_content(source)
         sha256 = hashlib.sha256(content).hexdigest()
         copy, png = self._find_copy(sha256)
@@ -175,10 +154,6 @@ class ImageIndexWriter:
             cause = f"{type(fault).__name__}: {fault}"
             problem = f"the model's image processor cannot use {name}, {image.width}x{image.height} pixels ({cause})"
             raise BadRecord(f"{problem}; change the image, or remove the record") from fault
-
-
-def _format_rows(rows: Iterable[dict[str, Any]]) -> str:
-    return ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
 
 def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:

@@ -10,11 +10,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dstrain.data.formats.messages import json_type_name
 from dstrain.data.records import BadRecord
-from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.file_type import accepts_signature, describe_content, suggest_fix
 from dstrain.errors import DataError
 from dstrain.files import NOT_REGULAR, display_path, open_regular_file
@@ -42,6 +41,14 @@ _TIFF_BITS_PER_SAMPLE_TAG = 258
 TESTED_PILLOW = ("10", "14")
 """First version of Pillow tested, and the first one not tested."""
 _switch_lock, _num_readers, _value_before = threading.Lock(), 0, False
+
+
+@runtime_checkable
+class DeferredImage(Protocol):
+    """An image of a record without a file yet, such as a page of a PDF."""
+
+    def get_file(self) -> Path:
+        """Return the image's file, written first where it is missing. Thread-safe. Raises BadRecord."""
 
 
 def read_image(source: Path | bytes) -> Image:

@@ -68,8 +68,8 @@ class StoreBuilder:
         # Relative image paths mean other files in another folder.
         key = {**self.key, "processor": processor.fingerprint, "folders": folders}
         assert not isinstance(self.encode, SequentialEncoder), "no such task takes images"
-        encode = encoder.make_encode(source, self.parse, self.encode)
-        return prepare(source, encode, key, policy_of(self.recipe), settings=self.settings)
+        encode, write_index = encoder.make_encode(source, self.parse, self.encode)
+        return prepare(source, encode, key, policy_of(self.recipe), settings=self.settings, write_extra=write_index)
 
     def _text_encode(self) -> Encode:
         if isinstance(self.encode, SequentialEncoder):

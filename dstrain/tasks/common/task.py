@@ -125,7 +125,7 @@ class GenerationMetrics:
     names: tuple[str, ...]
     """Names of the metrics."""
     get_prompt: Callable[[Any], EncodedPrompt]
-    """Sample -> its prompt; the images may be `LazyImage`s."""
+    """Sample -> its prompt; the images may be `ImageEntry`s."""
     score: Callable[[Any, str], Mapping[str, float]]
     """(sample, text of the answer) -> name -> score. A metric is the mean over the samples."""
     tokenizer: Any

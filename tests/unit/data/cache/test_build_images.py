@@ -86,7 +86,6 @@ def test_any_number_of_threads_makes_the_same_album_and_the_same_columns(
     assert again.store.image_index is not None
     assert first.store.image_index.digest == again.store.image_index.digest
     shown = [image for row in range(len(first)) for image in first[row].get("images", ())]
-    assert [image.position for image in shown][:1] == [0]
     assert shown
 
 

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from dstrain.config import RunConfig
-from dstrain.data.cache.bad_record_summary import format_bad_rows
-from dstrain.data.cache.build import ExampleSettings, PreparePolicy, check_bad_records, iter_encoded, prepare
+from dstrain.data.cache.build import (
+    ExampleSettings,
+    PreparePolicy,
+    check_bad_records,
+    format_bad_rows,
+    iter_encoded,
+    prepare,
+)
 from dstrain.data.cache.check import check_file
 from dstrain.data.cache.token_store import BuildReport, load_or_build_store
 from dstrain.data.fingerprint import tokenizer_fingerprint

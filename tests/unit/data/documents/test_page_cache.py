@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.documents import document, page_cache, pdfium
-from dstrain.data.documents.document import PdfDocument
+from dstrain.data.documents import document, pdfium
+from dstrain.data.documents.document import DocumentCache, PdfDocument
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError
@@ -116,4 +116,4 @@ def test_a_cache_below_a_file_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_document_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRecord, match=r"gone.pdf cannot be read"):
-        page_cache.digest_document(tmp_path / "gone.pdf")
+        DocumentCache.of_file(tmp_path / "gone.pdf", "pypdfium2-5")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,8 +169,25 @@ _MUTABLE_NESTED_KEYS = {
 }
 
 
+_PATH_KEYS = (
+    "task",
+    "model.path",
+    "model.init",
+    "model.tokenizer",
+    "model.processor",
+    "model.chat_template",
+    "data.train",
+    "options.ref_model",
+    "options.safety",
+)
+"""Keys with paths of files whose content is compared instead (train/resume): a run may be moved to another machine."""
+
+
 def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
-    """Return a fault for each key that changes the training result between two recipes; `allowed` names exceptions."""
+    """Return a fault for each key that changes the training result between two recipes; `allowed` names exceptions.
+
+    Another absolute path in one of `_PATH_KEYS` is no fault.
+    """
     return [
         Fault(
             key,
@@ -179,7 +196,18 @@ def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collect
         )
         for key, (old, new) in find_learning_changes(before, after).items()
         if not any(key == name or key.startswith(name + ".") for name in allowed)
+        and not (key in _PATH_KEYS and _differ_in_paths_alone(old, new))
     ]
+
+
+def _differ_in_paths_alone(old: Any, new: Any) -> bool:
+    if isinstance(old, str) and isinstance(new, str) and old.startswith("/") and new.startswith("/"):
+        return True
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_differ_in_paths_alone(old[key], new[key]) for key in old)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_differ_in_paths_alone, old, new))
+    return bool(old == new)
 
 
 def find_learning_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ _faults: dict[tuple[Path, str], str] = {}
 class DocumentCache:
     """What a reader makes of a document's present content."""
 
-    document: Path
+    document: Path = field(repr=False)  # the repr of a page is in the group of its record, wherever the file is
     digest: str
-    reader: str
+    reader: str = field(repr=False)
     """Library with its version."""
 
     @classmethod
@@ -73,7 +73,7 @@ class CachedPage:
     cache: DocumentCache
     name: str
     """`144dpi/00001.png`."""
-    write: Write
+    write: Write = field(repr=False)
 
     def get_file(self) -> Path:
         """Return the page's PNG, written first where it is not cached. Thread-safe. Raises BadRecord."""

@@ -19,6 +19,7 @@ from dstrain.models.weights.files import WEIGHT_PATTERNS, find_init_files
 
 CONFIG_FILES = ("config.json", ADAPTER_CONFIG)
 """Other files of a folder that affect the model's outputs."""
+_CONFIG_ORIGINS = ("_name_or_path", "base_model_name_or_path", "transformers_version")
 HASH_THREADS = 8
 
 BASE_CHANGED_MESSAGE = (
@@ -47,14 +48,32 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
     return hashlib.sha256(f"{base}\n{start}".encode()).hexdigest()
 
 
+def config_fingerprint(name_or_path: str) -> str | None:
+    """Return a hash of a folder's config, or of that of an adapter's base model; None for a Hub id."""
+    folder = Path(name_or_path).expanduser()
+    if (adapter := read_adapter(name_or_path)) is not None:
+        return config_fingerprint(adapter.base_model)
+    return _hash_config(folder / CONFIG_FILES[0]) if (folder / CONFIG_FILES[0]).is_file() else None
+
+
+def _hash_config(file: Path) -> str:
+    """Return a hash of a config without the path and the library version that it was written with."""
+    try:
+        values = json.loads(file.read_bytes())
+    except ValueError:  # refused by its reader, which names the line
+        return _hash_file(file)
+    values = {name: value for name, value in values.items() if name not in _CONFIG_ORIGINS}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def _hash_model(name_or_path: str, with_code: bool) -> str:
     """Return the hashes of a folder's files, or the current revision of a Hub id."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         return f"{name_or_path} {_get_hub_revision(name_or_path)}"
     weights = next((found for pattern in WEIGHT_PATTERNS if (found := [*folder.glob(pattern)])), [])
-    patterns = (*CONFIG_FILES, *(("*.py",) if with_code else ()))
-    own = _hash_files([*weights, *(file for pattern in patterns for file in folder.glob(pattern))])
+    own = _hash_files([*weights, *(folder.glob("*.py") if with_code else ())])
+    own += "".join(f"\n{name} {_hash_config(folder / name)}" for name in CONFIG_FILES if (folder / name).is_file())
     # The outputs of an adapter depend on its base model too.
     adapter = read_adapter(name_or_path)
     return own if adapter is None else f"{own}\n{_hash_model(adapter.base_model, with_code)}"

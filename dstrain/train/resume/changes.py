@@ -66,7 +66,8 @@ def iter_resume_changes(
     for key, what in iter_input_changes(recorded, inputs):
         yield ResumeChange("changed", {"key": key, "what": what}, f"{key}: {at} {what}")
     old, new = (digests.get("data.eval", {}).get("path") for digests in (recorded, inputs))
-    if recorded and old != new:
+    before_digest, now_digest = (digests.get("data.eval", {}).get("digest") for digests in (recorded, inputs))
+    if recorded and old != new and before_digest != now_digest:
         line = (
             f"data.eval: {new} {at}, {old} before; "
             f"evaluation metrics before and after are not comparable, nor is `best`"

@@ -15,6 +15,7 @@ from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.folder import find_structure_files
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
+from dstrain.models.weights.fingerprint import config_fingerprint
 from dstrain.tasks import Task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.task_files import digest_task_files
@@ -27,8 +28,9 @@ from dstrain.train.state.manifest import CheckpointInfo
 InputDigests = Mapping[str, Mapping[str, Any]]
 """Key -> content, as run.json has it under `inputs`:
 
-    data.train        {digest, samples, images}    data.eval    {path, digest, samples, images}
-    model.tokenizer   {digest}                     task         {digest}, for a task file of the user
+    data.train        {digest, samples, images, tokens}    data.eval    {path, digest, samples, images, tokens}
+    model.tokenizer   {digest}                             task         {digest}, for a task file of the user
+    model.path        {digest}: of the model's config; of its weights, where they count, see fingerprints.py
     options.safety.harmless_rm  {digest}: of the tokenizer or processor of a reward model; others likewise
                      {kept}: of the training samples that its precomputed scores leave
 """
@@ -36,12 +38,14 @@ InputDigests = Mapping[str, Mapping[str, Any]]
 _CHANGE_MESSAGES = {
     "digest": "its content is not what the run was trained on",
     "images": "its images are not those that the run was trained on",
+    "tokens": "gives other tokens than the run was trained on",
     "kept": "its scores, computed again, leave other training samples than the run was trained on",
 }
 _FIX_MESSAGES = {
     "data.train": "restore the old file",
     "data.eval": "restore the old file",
     "model.tokenizer": "restore the old tokenizer",
+    "model.path": "restore the old model",
     "task": "restore the old task file, and the modules beside it that it imports",
 }
 
@@ -65,8 +69,11 @@ def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | No
         if examples is not None and key in found:
             found[key] |= {"samples": len(examples)}
             found[key] |= {"images": examples.image_digest} if examples.image_digest else {}
+            found[key] |= {"tokens": examples.store.digest} if isinstance(examples, TokenizedDataset) else {}
     if "data.train" not in found:
         found["data.train"] = {"samples": len(train_dataset)}
+    if task.recipe.model.path and (digest := config_fingerprint(task.recipe.model.path)):
+        found["model.path"] = {"digest": digest}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():
         if isinstance(one, TextTask) and one.model_source.reads_text:
@@ -98,16 +105,16 @@ def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, al
 
     A checkpoint of an old version that recorded no inputs is accepted.
     """
-    faults = [
-        Fault(
-            key,
-            f"{what} (step {checkpoint.step})",
-            f"{_FIX_MESSAGES.get(key, 'restore the old folder')}, choose another --run-dir, or pass --allow-change {key}",
-        )
-        for key, what in iter_input_changes(checkpoint.read_run_info().get("inputs", {}), current)
-        if not is_change_allowed(key, allowed_keys)
-        and not (what.startswith("gives") and allowed_keys)  # an allowed key may change the number of samples
-    ]
+    faults = []
+    for key, what in iter_input_changes(checkpoint.read_run_info().get("inputs", {}), current):
+        # A key that is allowed to change may change the number of samples, and the tokens.
+        if is_change_allowed(key, allowed_keys) or (what.startswith("gives") and allowed_keys):
+            continue
+        fix = _FIX_MESSAGES.get(key, "restore the old folder")
+        if what == _CHANGE_MESSAGES["tokens"]:
+            fix = "use the library versions of the run's environment.json"
+        fix = f"{fix}, choose another --run-dir, or pass --allow-change {key}"
+        faults.append(Fault(key, f"{what} (step {checkpoint.step})", fix))
     if faults:
         raise ResumeError(faults)
 

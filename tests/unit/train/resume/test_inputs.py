@@ -18,10 +18,11 @@ from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
+from dstrain.models.weights.fingerprint import config_fingerprint
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.resume.changes import iter_resume_changes
-from dstrain.train.resume.inputs import check_inputs_unchanged
+from dstrain.train.resume.inputs import check_inputs_unchanged, iter_input_changes
 from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
 from dstrain.train.setup.build_run import with_frozen_outputs
 from dstrain.train.setup.plan import RunPlan, make_plan
@@ -96,6 +97,70 @@ def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> 
     assert not list(iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
 
 
+def move(folder: Path, kind: str) -> Path:
+    """Return a copy of a run with its recipe, data and model in another folder, as on another machine."""
+    values = begun(folder / "old", kind)
+    shutil.copytree(folder / "old", folder / "new")
+    for name in ("old/cache", "cache"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    text = yaml.safe_dump(values).replace(str(folder / "old"), str(folder / "new"))
+    (folder / "old").rename(folder / "gone")
+    (folder / "new" / "recipe.yaml").write_text(text)
+    return folder / "new"
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", "protein"])
+def test_a_run_that_was_moved_goes_on_without_an_option(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    new = move(tmp_path, kind)
+    made = plan(new)
+    changes = list(iter_resume_changes(save_info(new), made, made.fingerprints["inputs"]))
+    assert {change.event_fields["key"] for change in changes} <= {"data.train", "task"}
+    for change in changes:
+        assert str(tmp_path / "old") in str(change.event_fields["before"])
+        assert str(new) in str(change.event_fields["now"])
+
+
+@pytest.mark.parametrize("kind", ["rm", "vlm", "protein"])
+def test_data_that_changed_on_the_way_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    new = move(tmp_path, kind)
+    data = new / "train" / "000.pdb" if kind == "protein" else Path(yaml.safe_load((new / "recipe.yaml").read_text())["data"]["train"])  # fmt: skip
+    data.write_text(data.read_text().replace("1.00", "0.90") if kind == "protein" else data.read_text() * 2)
+    for allowed in ((), ("model.path",), ("data.eval",)):
+        with pytest.raises(ResumeError, match=r"^data\.train: its content is not"):
+            plan(new, (), *allowed)
+
+
+def test_a_model_with_another_config_is_refused(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    from dstrain.tasks import make_task
+
+    task = make_task(plan(tmp_path).config)
+    (tmp_path / "model").mkdir()
+    task.model_source.config.save_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
+    one = config_fingerprint(str(tmp_path / "model"))
+    shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    config = json.loads((tmp_path / "moved" / "config.json").read_text())
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(config | {"_name_or_path": "/elsewhere"}))
+    assert config_fingerprint(str(tmp_path / "moved")) == one
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    assert config_fingerprint(str(tmp_path / "moved")) != one
+    assert values
+    was, now = {"model.path": {"digest": one}}, {"model.path": {"digest": "other"}}
+    assert [key for key, _ in iter_input_changes(was, now)] == ["model.path"]
+
+
+def test_other_tokens_of_the_same_data_are_refused(tmp_path: Path) -> None:
+    begun(tmp_path)
+    made = plan(tmp_path)
+    inputs = made.fingerprints["inputs"]
+    assert inputs["data.train"]["tokens"] == made.train_dataset.store.digest  # type: ignore[attr-defined]
+    changed = {**inputs, "data.train": {**inputs["data.train"], "tokens": "other"}}
+    with pytest.raises(ResumeError, match=r"^data\.train: gives other tokens .* use the library versions"):
+        check_inputs_unchanged(save_info(tmp_path), changed, ())
+
+
 def save_info(folder: Path) -> CheckpointInfo:
     return find_checkpoints(folder / "run/checkpoints")[0]
 
@@ -134,6 +199,7 @@ def test_another_evaluation_file_is_the_users_word_and_told(tmp_path: Path) -> N
     values = begun(tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_text(file_of(values).read_text())
+    shuffled(other)
     made = plan(tmp_path, [f"data.eval={other}"])
     (told,) = iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])
     assert "evaluation metrics before and after are not comparable" in told.message

@@ -159,8 +159,9 @@ class TokenStore:
         manifest, meta = read_manifest(folder), json.loads((folder / META).read_text(encoding="utf-8"))
         self.folder = folder
         self._sizes = {name: int(file["size"]) for name, file in manifest["files"].items()}
-        hashes = [f"{name} {file['sha256']}" for name, file in manifest["files"].items() if name.endswith(".npy")]
-        self.digest = hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
+        columns = {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".npy")}
+        columns.pop(f"{GROUP}.npy", None)  # hashes of prompts and image paths, of which only their equality counts
+        self.digest = hashlib.sha256(json.dumps(columns, sort_keys=True).encode()).hexdigest()
         """Equal for equal columns, wherever the data and its images are."""
         self.report = BuildReport(**{**meta["report"], "bad": [BadRow(*row) for row in meta["report"]["bad"]]})
         self._count = int(meta["count"])

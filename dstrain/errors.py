@@ -172,6 +172,17 @@ def mask_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
     return text
 
 
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def escape_controls(text: str) -> str:
+    """Return the text with control characters other than line breaks and tabs escaped as in Python.
+
+    For texts from files, models and other processes: a terminal would run the sequences in them.
+    """
+    return text.translate(_CONTROLS)
+
+
 def one_line(text: str) -> str:
     """Return the text with line breaks and control characters escaped as in Python."""
     return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)

@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from dstrain.errors import escape_controls
+
 NEVER_MAP = (-4, 0)
 """M_MMAP_MAX of malloc.h: no allocation gets pages of its own, which go back to the kernel with it."""
 NEVER_TRIM = (-1, -1)
@@ -90,7 +92,7 @@ def keep_freed_memory() -> bool:
 
 def log_stderr(message: str) -> None:
     """Print a message to stderr and flush it; stdout is reserved for a command's result."""
-    print(message, file=sys.stderr, flush=True)
+    print(escape_controls(message), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup"),
+    ("errors",),
+    ("files", "old_paths", "patching", "units", "resources", "process_setup"),
     ("distributed", "source_map", "host_memory"),
     ("batch", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "launch"),

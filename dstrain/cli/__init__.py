@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.cli.command_group import CommandGroup, SubcommandGroup
+from dstrain.cli.command_group import CommandGroup, SubcommandGroup, echo
 from dstrain.cli.completion import complete_names, step_names, task_names
 from dstrain.cli.lists import completion, init, plan, presets, recipes, tasks
 from dstrain.cli.options import (
@@ -31,7 +31,7 @@ from dstrain.cli.options import (
 )
 from dstrain.cli.runs import report, status
 from dstrain.cli.selftest import selftest
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, escape_controls
 
 if TYPE_CHECKING:
     from dstrain.commands.job.run_job import Job
@@ -165,7 +165,8 @@ def run_and_exit(
 
     result = run_job(job, launch_options, scratch)
     if result.value is not None:
-        click.echo(show(result.value))
+        text = show(result.value)
+        click.echo(escape_controls(text) if is_terminal() else text)  # a file gets what the model wrote
     sys.exit(result.exit_code)
 
 
@@ -191,7 +192,7 @@ def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[st
 
     named = [f"task={json.dumps(task)}"] if task else []
     report = export_model(run, step, to, [*named, *overrides], merge_lora)
-    click.echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
+    echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
 
 
 def is_terminal() -> bool:
@@ -240,8 +241,8 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
     progress.clear()
     lines, total = show_validation(report, every, is_terminal())
     if lines:
-        click.echo(lines)
-    click.echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))
+        echo(lines)
+    echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))
     sys.exit(EXIT_USAGE if report.bad else EXIT_DONE)
 
 
@@ -259,5 +260,5 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
     from dstrain.commands.lists.checkpoints import list_checkpoints
 
     lines, all_complete = list_checkpoints(run, read_all, as_json)
-    click.echo(lines)
+    echo(lines)
     sys.exit(EXIT_FAILED if read_all and not all_complete else EXIT_DONE)

@@ -18,6 +18,7 @@ from dstrain.errors import (
     DstrainError,
     UsageError,
     describe_unexpected,
+    escape_controls,
     explain_system_error,
     find_user_frame,
     format_traceback,
@@ -71,7 +72,7 @@ class CommandGroup(SubcommandGroup):
         except OSError as error:  # of the group's own --help; other commands end in `invoke`
             if (known := explain_system_error(error)) is None:
                 raise
-            click.echo(f"error: {known}", err=True)
+            echo(f"error: {known}", err=True)
             sys.exit(known.exit_code)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -103,6 +104,11 @@ class CommandGroup(SubcommandGroup):
         return super().invoke(ctx)
 
 
+def echo(text: str, err: bool = False) -> None:
+    """Print a text that may hold parts of files; a terminal does not run the control sequences in it."""
+    click.echo(escape_controls(text), err=err)
+
+
 def write_examples(ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """Write the examples of a command, each on a line of its own, however narrow the terminal is."""
     # The name by which it was started may be a path.
@@ -122,7 +128,7 @@ def _exit_with_error(ctx: click.Context, error: Exception, known: DstrainError |
     with contextlib.suppress(UsageError):  # of DSTRAIN_DEBUG, which may be the error to print
         text = format_traceback(error) + text if is_debug() else text
     try:
-        click.echo(text, err=True)
+        echo(text, err=True)
     except BrokenPipeError:
         discard_closed_output()
     ctx.exit(EXIT_FAILED if known is None else known.exit_code)

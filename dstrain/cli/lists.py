@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dstrain.cli.command_group import GroupedCommand
+from dstrain.cli.command_group import GroupedCommand, echo
 from dstrain.cli.completion import complete_names, completion_script, preset_names, recipe_names, task_names
 from dstrain.cli.options import MACHINE_OPTIONS, PLAN_OPTIONS, RECIPE_OPTIONS, with_options
 from dstrain.errors import UsageError
@@ -50,7 +50,7 @@ def presets(name: str | None, adopt: Path | None) -> None:
         return
     text, notes = convert_preset_file(adopt)
     click.echo(text, nl=False)
-    click.echo("\n".join(notes), err=True)
+    echo("\n".join(notes), err=True)
 
 
 @click.command(cls=GroupedCommand)

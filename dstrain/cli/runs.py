@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dstrain.cli.command_group import GroupedCommand
+from dstrain.cli.command_group import GroupedCommand, echo
 
 
 @click.command(cls=GroupedCommand)
@@ -26,7 +26,7 @@ def report(runs: tuple[Path, ...], to: Path | None) -> None:
     """
     from dstrain.commands.runs.report import make_report
 
-    click.echo(str(make_report(runs, to)))
+    echo(str(make_report(runs, to)))
 
 
 @click.command(cls=GroupedCommand)
@@ -40,4 +40,4 @@ def status(run: Path, as_json: bool) -> None:
     from dstrain.commands.runs.status import read_status, show_status
 
     found = read_status(run)
-    click.echo(json.dumps(found) if as_json else show_status(found))
+    echo(json.dumps(found) if as_json else show_status(found))

@@ -243,7 +243,7 @@ def _abort_process(reason: str) -> None:
 
     The other ranks end without rank 0.
     """
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+    log_stderr(f"error: {reason}")
     os._exit(EXIT_FAILED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ from dstrain.errors import (
     describe_decode_error,
     describe_key_diff,
     describe_unexpected,
+    escape_controls,
     explain_system_error,
     first_names,
     format_traceback,
@@ -290,3 +292,15 @@ def test_names_in_messages() -> None:
     assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
     assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
     assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"
+
+
+def test_control_characters_of_files_do_not_reach_a_terminal(tmp_path: Path) -> None:
+    name = "e\x1b]0;PWN\x07\x9b8m.yaml"
+    (tmp_path / name).write_text("task: [")
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
+    manifest = {"files": {"state/\x1b]0;PWN\x07evil": {"bytes": 1, "sha256": "0"}}, "step": 1}
+    (tmp_path / "run/checkpoints/step-00000001/MANIFEST.json").write_text(json.dumps(manifest))
+    for arguments in (["train", str(tmp_path / name)], ["checkpoints", str(tmp_path / "run")]):
+        result = CliRunner().invoke(main, arguments)
+        assert not {*"\x1b\x07\x9b"} & {*result.output}, result.output
+    assert escape_controls("a\tb\nc\rd\x1be\x9bf\u200dg\xa0") == "a\tb\nc\\rd\\x1be\\x9bf\u200dg\xa0"

@@ -34,7 +34,9 @@ _EXIF_ORIENTATION_TAG = 0x0112
 UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> the Pillow Transpose that reverses it."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-_PNG_SIGNATURE = b"\x89PNG"
+_PNG_SIGNATURE, _JPEG_SIGNATURE, _JPEG_SCAN = b"\x89PNG", b"\xff\xd8\xff", b"\xff\xda"
+MAX_JPEG_SCANS = 100
+"""Maximum number of SOS markers in a file, those of its thumbnails included; a normal one has about 10."""
 _UNSUPPORTED = re.compile(r"unsupported|not supported|too large|bitfields|cannot handle|not available", re.I)
 """Words of Pillow's errors for whole files of a form that it cannot decode."""
 _TIFF_BITS_PER_SAMPLE_TAG = 258
@@ -151,6 +153,9 @@ def decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int]
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
+    if content.startswith(_JPEG_SIGNATURE) and content.count(_JPEG_SCAN) > MAX_JPEG_SCANS:
+        # Each scan of a progressive file goes over all pixels, and takes only some bytes.
+        raise BadRecord(f"{name} has more than {MAX_JPEG_SCANS} scans, which take long to decode; save it again")
     with raise_on_truncated_images():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):

@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrain.errors import mask_secrets
+from dstrain.errors import escape_controls, mask_secrets
 from dstrain.report.page.compare import describe_value
 from dstrain.report.page.verdict import RunSummary, Verdict, format_number, format_share
 from dstrain.report.run_history import RunHistory, is_number
@@ -34,8 +34,7 @@ EVENT_LEVELS = {
 
 def escape(value: object) -> str:
     """Return a text for HTML, without passwords in URLs. Control characters become visible."""
-    text = mask_secrets(str(value))
-    return html.escape("".join(a if a.isprintable() or a in "\n\t" else repr(a)[1:-1] for a in text))
+    return html.escape(escape_controls(mask_secrets(str(value))))
 
 
 def render_table(

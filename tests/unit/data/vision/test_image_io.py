@@ -374,3 +374,13 @@ def test_an_image_without_a_file_yet_is_written_when_it_is_resolved(tmp_path):
     assert not (tmp_path / "made.png").exists()
     assert resolve_image(Deferred(), tmp_path / "elsewhere") == tmp_path / "made.png"
     assert (tmp_path / "made.png").exists()
+
+
+def test_a_jpeg_that_repeats_its_scans_is_refused_before_it_is_decoded():
+    buffer = io.BytesIO()
+    Image.new("L", (64, 64), 128).save(buffer, "JPEG", progressive=True)
+    content = buffer.getvalue()[:-2]
+    decode_image(content + b"\xff\xd9", "normal.jpg")
+    scan = content[content.rindex(b"\xff\xc4") :]
+    with pytest.raises(BadRecord, match=r"scans\.jpg has more than 100 scans, which take long to decode"):
+        decode_image(content + scan * 200 + b"\xff\xd9", "scans.jpg")

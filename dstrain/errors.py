@@ -225,7 +225,9 @@ def explain_system_error(error: Exception) -> DstrainError | None:
         return UsageError(f"{one_line(str(error.filename))}: is too long for the file system; choose a shorter one")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = one_line(str(error.filename)) if error.filename else "the disk that the output is written to"
-        return RunError(f"{place}: {error.strerror}; free some space, or write to another disk")
+        return RunError(
+            f"{place}: {error.strerror}; free some space or inodes (`df -h`, `df -i`), or write to another disk"
+        )
     # EAGAIN of fork(2) and pthread_create(3), not that of a non-blocking stream that is full.
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"

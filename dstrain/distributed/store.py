@@ -15,6 +15,8 @@ from dstrain.distributed.connection_errors import find_connection_error
 from dstrain.errors import PeerFailureError, RunError
 from dstrain.files import atomic_write
 
+RANK_KEY_ENV = "DSTRAIN_RANK_KEY"
+"""Environment variable with a secret of the ranks of a run; dstrain's launcher sets it."""
 _HOST_ERROR_FIXES = {
     "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or set "
     "GLOO_SOCKET_IFNAME to another one",
@@ -40,9 +42,12 @@ def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | No
     from torch.distributed import rendezvous
 
     with rendezvous_errors(timeout):
-        store, rank, size = (
-            _open_local_store(port_file, timeout) if port_file else next(rendezvous("env://", timeout=timeout))
-        )
+        if port_file:
+            store, rank, size = _open_local_store(port_file, timeout)
+        elif (own := _listen_on_master_address(timeout)) is not None:
+            store, rank, size = own
+        else:
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         store.set(f"dstrain/word/{rank}", message)
         messages = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
@@ -59,7 +64,7 @@ def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, in
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
         # Without waiting: the others learn the port from the file that is written next.
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = _listen_on("127.0.0.1", 0, size, timeout)
         port_file.parent.mkdir(parents=True, exist_ok=True)
         # The others read the file as soon as it exists, so it must exist with its whole content.
         atomic_write(port_file, str(store.port))
@@ -72,6 +77,50 @@ def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, in
         store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
     os.environ["MASTER_PORT"] = str(store.port)
     return store, rank, size
+
+
+def _listen_on_master_address(timeout: timedelta) -> tuple[Any, int, int] | None:
+    """Return rank 0's store, the rank and the number of ranks, with the store on the interface of MASTER_ADDR alone.
+
+    torch's own store listens on all interfaces, and has no authentication. None where torch has to open it: on the other
+    ranks, under torchrun, and where MASTER_ADDR is no address of this host that the others can reach, as behind NAT.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if (
+        os.environ.get("RANK") != "0"
+        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not port.isdecimal()
+    ):
+        return None
+    try:
+        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        # A host's own name often leads to 127.0.1.1, which other hosts cannot reach.
+        if str(found).startswith("127.") and address not in ("127.0.0.1", "localhost"):
+            return None
+        size = int(os.environ["WORLD_SIZE"])
+        return _listen_on(str(found), int(port), size, timeout), 0, size
+    except OSError:
+        return None
+
+
+def _listen_on(address: str, port: int, size: int, timeout: timedelta) -> Any:
+    """Return a store that listens on one address. `port` 0: any free one. Raises OSError."""
+    from torch.distributed import TCPStore
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        port = listener.getsockname()[1]
+        # Without waiting: torch waits for all when the process group starts.
+        return TCPStore(
+            address,
+            port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +14,8 @@ import numpy as np
 
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.patches import CollectivePatches
-from dstrain.distributed.store import rendezvous_errors
+from dstrain.distributed.store import RANK_KEY_ENV, rendezvous_errors
+from dstrain.errors import RunError
 
 if TYPE_CHECKING:
     import torch
@@ -140,21 +143,52 @@ class TorchWorld:
         dist.barrier(group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
+        import torch
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        content = _sign(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
+        width = int(max(sizes))
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+        parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [_verify(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
+        import torch
         import torch.distributed as dist
 
-        values = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        content = _sign(value) if self.rank == 0 else bytearray()
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self._group)
+        part = torch.frombuffer(content, dtype=torch.uint8) if content else torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(part, src=0, group=self._group)
+        return _verify(part.numpy().tobytes())
 
     def new_group(self) -> World:
         return TorchWorld(self.device, self._timeout, self.patches)
+
+
+def _sign(value: Any) -> bytearray:
+    """Return the pickled value after its HMAC-SHA256 with the key that the launcher gave the ranks."""
+    content = pickle.dumps(value)
+    return bytearray(_digest(content) + content)
+
+
+def _verify(signed: bytes) -> Any:
+    """Return the value of `_sign`; nothing is unpickled that a process without the key sent. Raises RunError."""
+    if not hmac.compare_digest(_digest(signed[32:]), signed[:32]):
+        raise RunError(
+            f"a value of another process is not signed with this run's {RANK_KEY_ENV}; start all ranks with one command, "
+            f"or set the same {RANK_KEY_ENV} for all"
+        )
+    return pickle.loads(signed[32:])  # noqa: S301  # signed by a rank of this run
+
+
+def _digest(content: bytes) -> bytes:
+    return hmac.digest(os.environ.get(RANK_KEY_ENV, "").encode(), content, "sha256")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from dstrain.errors import (
     DstrainError,
     OutOfMemoryError,
     describe_unexpected,
+    explain_system_error,
     format_traceback,
     is_debug,
 )
@@ -116,12 +117,14 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]
     try:
         code = fn()
-    except DstrainError as fault:
-        code, error = fault.exit_code, fault
-        print((format_traceback(fault) if is_debug() else "") + f"error: {fault}", file=sys.stderr, flush=True)
     except Exception as fault:
-        error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
-        _log_traceback(fault, rank, error)
+        known = fault if isinstance(fault, DstrainError) else explain_system_error(fault)
+        if known is not None:
+            code, error = known.exit_code, known
+            print((format_traceback(fault) if is_debug() else "") + f"error: {known}", file=sys.stderr, flush=True)
+        else:
+            error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
+            _log_traceback(fault, rank, error)
     record_end(run_dir, rank, code, error)
     return exit_code_for_launcher(code)
 

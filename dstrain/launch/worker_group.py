@@ -13,6 +13,7 @@ from typing import IO, Protocol
 
 import psutil
 
+from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
 from dstrain.launch.processes import descendants, find_workers, kill_descendants
 from dstrain.launch.rank_monitor import RankMonitor
@@ -88,6 +89,7 @@ def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
     environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
     if launch.allow_any_port:
         environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
+        environment[RANK_KEY_ENV] = secrets.token_hex(16)
     return LocalWorkerGroup(LauncherSpec(launch.argv, environment), run_dir, launch.ranks)
 
 

@@ -17,7 +17,16 @@ from typing import Any, Self
 from dstrain.cache import cache_root, check_once
 from dstrain.distributed.connection_errors import find_connection_error
 from dstrain.distributed.store import rendezvous_over_store
-from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
+from dstrain.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    DstrainError,
+    PeerFailureError,
+    UsageError,
+    escape_controls,
+    first_names,
+    one_line,
+)
 from dstrain.files import get_host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
 from dstrain.launch.multihost.versions import hash_source_tree, iter_version_diffs, read_package_versions
@@ -77,7 +86,13 @@ class Rendezvous:
         }
         own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
         self._store, words = self._exchange_info(json.dumps(own))
-        self._members = [json.loads(word) for word in words]
+        try:
+            self._members = [json.loads(word) for word in words]
+            for member in self._members:
+                member |= {"host": one_line(member["host"])}
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
+            problem = "the rendezvous store holds a value that no rank wrote"
+            raise PeerFailureError(ACTION, problem, "see docs/launch.md, Trust") from fault
         self._heartbeat_thread.start()
         try:
             self._check_versions()
@@ -175,7 +190,7 @@ class Rendezvous:
             try:
                 self._set_key(f"beat/{self.rank}", str(count))
                 if self._failure is None and self._store.add(_store_key("failures"), 0):
-                    self._failure = json.loads(self._store.get(_store_key("failed")))
+                    self._failure = _read_failure(self._store.get(_store_key("failed")))
                     self._store.add(_store_key("heard"), 1)
             except RuntimeError:  # rank 0 has ended, and the store with it: the main thread raises on its next request
                 return
@@ -249,7 +264,7 @@ class Rendezvous:
         return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _describe_rank(self, rank: int) -> str:
-        return f"rank {rank} on {self._members[rank]['host']}"
+        return f"rank {rank} on {self._members[rank]['host']}" if rank < self.size else f"rank {rank}"
 
     def _rank_keys(self, kind: str) -> list[str]:
         return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
@@ -269,6 +284,21 @@ class Rendezvous:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
             raise PeerFailureError(ACTION, f"rank 0 at {at} does not answer ({why}); see its log", FIX_HINT) from error
+
+
+def _read_failure(content: bytes) -> dict[str, Any]:
+    """Return {"rank", "exit", "error", ...} of a rank's failure; the store has no authentication."""
+    try:
+        found = json.loads(content)
+        texts = {name: escape_controls(found[name]) for name in ("error", "stopped") if name in found}
+        return {**found, **texts, "rank": int(found["rank"]), "exit": int(found["exit"]), "error": texts["error"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {
+            "rank": 0,
+            "exit": EXIT_FAILED,
+            "error": "the rendezvous store holds a value that no rank wrote",
+            "lost": True,
+        }
 
 
 def _store_key(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import sys
@@ -13,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from dstrain.config.schema import LaunchConfig
+from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import Fault, UsageError
 from dstrain.launch.command import (
     LaunchOptions,
@@ -94,7 +96,10 @@ def plan_launch(
         hosts=tuple(hosts),
         options=options,
         arguments=tuple(arguments),
-        environment=build_remote_env(env, config.env, list_deepspeed_env_files(env)),
+        environment={
+            RANK_KEY_ENV: secrets.token_hex(16),
+            **build_remote_env(env, config.env, list_deepspeed_env_files(env)),
+        },
         use_cpu=is_cpu_requested(env),
         heartbeat_timeout=config.heartbeat_timeout_seconds,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.config.schema import LaunchConfig
+from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.multihost import plan as several
@@ -95,6 +96,7 @@ def test_no_secret_stands_on_a_command_line(plan):
     for launcher in ("deepspeed", "openmpi", "ssh", "torchrun"):
         launch = plan(secrets, LaunchConfig(env=["OWN=o-secret"]), launcher=launcher)
         assert "secret" not in show_launch(launch, Path("/runs/a"))
+        assert launch.environment.pop(RANK_KEY_ENV) not in show_launch(launch, Path("/runs/a"))
         assert launch.environment == secrets | {"OWN": "o-secret"}
         # DeepSpeed's runner exports these by writing them into the command for pdsh.
         assert not {"MLFLOW_TRACKING_PASSWORD", "NCCL_X", "PYTHONX"} & set(runner_environment(launch, secrets))

@@ -77,8 +77,8 @@ def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_pat
 def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
     said = refused(launch("denied slots=1\nmute slots=1\n"), tmp_path)
     assert "denied: cannot be reached by ssh (me@denied: Permission denied (publickey).)" in said[0]
-    assert "mute: cannot be reached by ssh (ssh ended with code 255 without a message)" in said[1]
-    assert "the network (also its MTU)" in said[1]
+    assert "the network (also its MTU)" in said[0]
+    assert "mute: its agent was ended by a signal there (ssh ended with code 255 without a message)" in said[1]
 
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):

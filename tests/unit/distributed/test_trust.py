@@ -1,0 +1,86 @@
+"""What other users of the network can do to a run: nothing that they send is unpickled or run by a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dstrain.distributed import world
+from dstrain.distributed.store import RANK_KEY_ENV, rendezvous_over_store
+from dstrain.errors import EXIT_FAILED, RunError
+from dstrain.train.rendezvous import _read_failure
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Return the addresses on which this process listens at a port."""
+    found = psutil.Process().net_connections("tcp")
+    return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+
+
+@pytest.mark.parametrize("with_port_file", [True, False])
+def test_the_store_listens_on_one_address_alone(
+    with_port_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    place = tmp_path / "port" if with_port_file else None
+    store, messages = rendezvous_over_store(timedelta(seconds=20), "{}", place)
+    assert messages == ["{}"]
+    assert listening_addresses(store.port) == {"127.0.0.1"}
+
+
+def test_a_master_address_that_leads_to_the_loopback_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's own name is 127.0.1.1 on Debian, where no other host could connect."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    from dstrain.distributed.store import _listen_on_master_address
+
+    assert _listen_on_master_address(timedelta(seconds=5)) is None
+
+
+class Payload:
+    """A pickle that makes a folder where it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_value_that_no_rank_signed_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_KEY_ENV, "of this run")
+    assert world._verify(bytes(world._sign({"a": [1.5]}))) == {"a": [1.5]}
+    monkeypatch.setenv(RANK_KEY_ENV, "of another run")
+    foreign = bytes(world._sign(Payload(tmp_path / "made")))
+    monkeypatch.setenv(RANK_KEY_ENV, "of this run")
+    for content in (foreign, pickle.dumps(Payload(tmp_path / "made")), b"", foreign[:20]):
+        with pytest.raises(RunError, match=f"is not signed with this run's {RANK_KEY_ENV}"):
+            world._verify(content)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[", b"[]", b'{"rank": "x"}', json.dumps({"rank": 0, "exit": 1, "error": 5}).encode(), b"7"]
+)
+def test_a_failure_that_no_rank_wrote_is_named(content: bytes) -> None:
+    found = _read_failure(content)
+    assert (found["exit"], found["error"]) == (EXIT_FAILED, "the rendezvous store holds a value that no rank wrote")
+
+
+def test_control_characters_of_a_failure_are_escaped() -> None:
+    content = json.dumps({"rank": 1, "exit": 2, "error": "\x1b]0;pwned\x07 disk full"}).encode()
+    assert _read_failure(content)["error"] == "\\x1b]0;pwned\\x07 disk full"

@@ -180,6 +180,26 @@ def open_regular_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for a file of more than `max_bytes`."""
+    with open_regular_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            limit = f"{max_bytes >> 20} MiB" if max_bytes >= 1 << 20 else f"{max_bytes >> 10} KiB"
+            raise OSError(errno.EFBIG, f"is larger than {limit}", str(path))
+        return file.read()
+
+
+def list_folder(folder: Path) -> list[str]:
+    """Return the names in a folder, none if it does not exist. Raises OSError if it cannot be read.
+
+    Path.glob returns no names for a folder that cannot be read.
+    """
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
 def _check_regular_file(mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder")

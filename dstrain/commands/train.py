@@ -32,6 +32,7 @@ from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.setup.auto_preset import resolve_auto
 from dstrain.train.setup.run_dir import check_run_dir_writable
+from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
@@ -84,7 +85,7 @@ def _plan_request(
 
 def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
     """Return the request of a restart: it continues from this run's own checkpoint where there is one."""
-    if request.resume == "never" or any((run_dir / "checkpoints").glob("step-*/MANIFEST.json")):
+    if request.resume == "never" or find_latest_complete(run_dir / "checkpoints"):
         return replace(request, resume="auto")
     return request
 
@@ -170,7 +171,7 @@ def describe_start(launch: LocalLaunch | MultiHostLaunch) -> str:
 def has_progress(run_dir: Path) -> bool:
     """Return True if the run has written a checkpoint or metrics."""
     metrics = run_dir / "metrics.jsonl"
-    return any((run_dir / "checkpoints").glob("step-*")) or (metrics.is_file() and metrics.stat().st_size > 0)
+    return bool(list_checkpoint_names(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def show_dry_run(

@@ -28,7 +28,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError
-from dstrain.files import sync_folder
+from dstrain.files import list_folder, sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
 from dstrain.train.checkpoint.select import clear_best, read_best_name, restore_best_copy, set_best
@@ -237,7 +237,8 @@ class CheckpointStore:
 
 def list_old_versions(folder: Path) -> list[Path]:
     """Return the checkpoints that were renamed because the run continued from an older one."""
-    return [path for path in sorted(folder.glob("superseded-*")) if REMOVABLE_NAME_PATTERN.fullmatch(path.name)]
+    names = (name for name in sorted(list_folder(folder)) if name.startswith("superseded-"))
+    return [folder / name for name in names if REMOVABLE_NAME_PATTERN.fullmatch(name)]
 
 
 REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
@@ -271,7 +272,8 @@ def remove_checkpoint(path: Path) -> None:
 
 def _remove_incomplete(folder: Path) -> list[str]:
     removed = []
-    for path in sorted(folder.glob("*")):
+    for name in sorted(list_folder(folder)):
+        path = folder / name
         successor = path.with_suffix("")
         if path.suffix not in (".partial", ".old") or not REMOVABLE_NAME_PATTERN.fullmatch(successor.name):
             continue  # a folder of the user

@@ -146,8 +146,6 @@ def _rename_with_timestamp(folder: Path) -> None:
 
 def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, Any]]:
     """Return the checkpoints of a folder, newest first, as `dstrain checkpoints --json` prints them."""
-    if not folder.is_dir():
-        return []
     best = read_best_name(folder)
     return [
         {

@@ -7,14 +7,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError
-from dstrain.files import sync_folder
+from dstrain.errors import CheckpointError, UsageError
+from dstrain.files import list_folder, stat_or_none, sync_folder
 from dstrain.report.run_log import replace_nonfinite
 from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileReader, write_hashed_file
 
@@ -211,9 +212,19 @@ def parse_step(name: str) -> int:
 
 
 def list_checkpoint_names(folder: Path) -> list[str]:
-    """Return names of possible checkpoints, newest first; `.old` only if its successor does not exist."""
-    found = {path.name for path in folder.glob("step-*") if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)}
-    last = (name for name in found if name.removesuffix(".old") == name or name.removesuffix(".old") not in found)
+    """Return names of possible checkpoints, newest first; `.old` only if its successor does not exist.
+
+    Raises UsageError if the folder exists and cannot be read.
+    """
+    try:
+        return _sort_names({name for name in list_folder(folder) if CHECKPOINT_NAME_PATTERN.fullmatch(name)})
+    except OSError as error:
+        fix = "check its permissions and that the disk is mounted"
+        raise UsageError(f"{folder}: cannot be read ({error.strerror}); {fix}") from None
+
+
+def _sort_names(names: Collection[str]) -> list[str]:
+    last = (name for name in names if name.removesuffix(".old") == name or name.removesuffix(".old") not in names)
     return sorted(last, key=parse_step, reverse=True)
 
 

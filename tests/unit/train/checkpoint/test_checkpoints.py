@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,18 @@ import pytest
 
 import dstrain
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, RunFolderLockedError
+from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
 from dstrain.train.checkpoint import checkpoints as module
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state import manifest
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
-from dstrain.train.state.manifest import find_checkpoints, find_fault, read_checkpoint_info, read_file_entries
+from dstrain.train.state.manifest import (
+    find_checkpoints,
+    find_fault,
+    find_latest_complete,
+    read_checkpoint_info,
+    read_file_entries,
+)
 from tests.unit.distributed.thread_world import ThreadWorld, on_ranks
 
 
@@ -145,6 +152,19 @@ def test_a_file_without_its_hashes_is_not_whole(tmp_path: Path) -> None:
     manifest["files"]["rank-00000.dat"]["sha256"] = []
     path.write_text(json.dumps(manifest))
     assert "names 0 hashes of rank-00000.dat" in (find_fault(path.parent, check_hashes=False) or "")
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(solo(tmp_path), 1)
+
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(UsageError, match=f"{re.escape(str(tmp_path))}: cannot be read"):
+        find_checkpoints(tmp_path)
+    with pytest.raises(UsageError, match=f"{re.escape(str(tmp_path))}: cannot be read"):
+        find_latest_complete(tmp_path)
 
 
 def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None:

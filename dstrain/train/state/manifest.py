@@ -24,6 +24,8 @@ MANIFEST_FORMAT = 1
 """Version of the format; early manifests of version 1 have no such field."""
 MANIFEST_FIELDS = ("step", "samples", "metric", "world_size", "zero_stage")
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}(\.old)?")
+MAX_LISTINGS = 10
+"""Listings of a folder whose checkpoints are renamed while they are read."""
 MAX_NUMBER = 1e300
 """Limit of counters and metrics; a number in JSON may be larger than a float."""
 _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
@@ -60,13 +62,30 @@ class CheckpointInfo:
 
 
 def find_checkpoints(folder: Path, check_hashes: bool = False) -> list[CheckpointInfo]:
-    """Return the checkpoints in a folder, newest first, complete and damaged."""
-    return list(iter_checkpoints(folder, check_hashes))
+    """Return the checkpoints in a folder, newest first, complete and damaged.
+
+    A run that is training removes and replaces checkpoints: where a fault is found in a folder that was renamed
+    meanwhile, all names are listed again.
+    """
+    found: dict[str, CheckpointInfo] = {}
+    for attempt in range(1, MAX_LISTINGS + 1):
+        names = [name for name in list_checkpoint_names(folder) if name not in found]
+        for name in names:
+            before = stat_or_none(folder / name)
+            info = inspect_checkpoint(folder / name, check_hashes)
+            after = stat_or_none(folder / name)
+            # A rename changes the folder's ctime.
+            is_same = before and after and (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns)
+            if info.is_complete or is_same or (after and attempt == MAX_LISTINGS):
+                found[name] = info
+        if all(name in found for name in names):
+            break
+    return [found[name] for name in _sort_names(found)]
 
 
-def iter_checkpoints(folder: Path, check_hashes: bool = False) -> Iterator[CheckpointInfo]:
+def iter_checkpoints(folder: Path) -> Iterator[CheckpointInfo]:
     """Yield the checkpoints one by one: a folder may have thousands, and most callers need the newest."""
-    return (inspect_checkpoint(folder / name, check_hashes) for name in list_checkpoint_names(folder))
+    return (inspect_checkpoint(folder / name) for name in list_checkpoint_names(folder))
 
 
 def find_latest_complete(folder: Path) -> CheckpointInfo | None:
@@ -187,7 +206,9 @@ def _make_info(path: Path, manifest: Mapping[str, Any], fault: str | None) -> Ch
     if fault is not None:
         state = fault if fault.startswith(_OTHER_VERSION_PREFIXES) else f"damaged: {fault}"
         return CheckpointInfo(step=_step_from_path(path) or 0, path=path, status=state, size=get_folder_size(path))
-    size = sum(entry["size"] for entry in manifest["files"].values()) + (path / MANIFEST_FILE).stat().st_size
+    size = sum(entry["size"] for entry in manifest["files"].values())
+    if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
+        size += file.st_size
     return CheckpointInfo(path=path, status="whole", size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 

@@ -167,6 +167,40 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, monkey
         find_latest_complete(tmp_path)
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run prunes step 1 after it has saved step 3."""
+    save(solo(tmp_path), 1, 2)
+    inspect = manifest.inspect_checkpoint
+
+    def prune(path: Path, check_hashes: bool = False) -> Any:
+        if path.name == "step-00000001":
+            monkeypatch.setattr(manifest, "inspect_checkpoint", inspect)
+            save(solo(tmp_path, keep=2), 3)
+        return inspect(path, check_hashes)
+
+    monkeypatch.setattr(manifest, "inspect_checkpoint", prune)
+    assert [(info.step, info.status) for info in find_checkpoints(tmp_path)] == [(3, "whole"), (2, "whole")]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(solo(tmp_path), 1)
+    inspect, folder = manifest.inspect_checkpoint, tmp_path / "step-00000001"
+
+    def rename(path: Path, check_hashes: bool = False) -> Any:
+        monkeypatch.setattr(manifest, "inspect_checkpoint", inspect)
+        folder.rename(tmp_path / "moved")
+        info = inspect(path, check_hashes)
+        (tmp_path / "moved").rename(folder)
+        return info
+
+    monkeypatch.setattr(manifest, "inspect_checkpoint", rename)
+    assert [(info.step, info.status) for info in find_checkpoints(tmp_path)] == [(1, "whole")]
+
+
 def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None:
     save(solo(tmp_path), 99_999_999, 100_000_000)
     assert steps(tmp_path) == [100_000_000, 99_999_999]

@@ -149,6 +149,9 @@ def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool
         return f"{MANIFEST_FILE} is of step {step}"
     if wrong := next((name for name in MANIFEST_FIELDS if not _is_valid_field(name, manifest[name])), None):
         return f"{MANIFEST_FILE} names {str(manifest[wrong])[:40]!r} as {wrong}"
+    per_rank = manifest["files_per_rank"]
+    if len(per_rank) != manifest["world_size"] or per_rank != _count_files_per_rank(files, len(per_rank)):
+        return f"{MANIFEST_FILE} does not name all files of each rank"
     if fault := _find_size_mismatch(path, files):
         return fault
     # The manifest has no hash of its own: run.json, which has one, repeats its fields.
@@ -167,6 +170,11 @@ def _is_valid_field(name: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < MAX_NUMBER if name == "metric" else isinstance(value, int) and 0 <= value < MAX_NUMBER
+
+
+def _count_files_per_rank(files: Collection[str], world_size: int) -> list[int]:
+    counts = Counter(int(found[1]) for found in map(_RANK_PATTERN.search, files) if found)
+    return [counts[rank] for rank in range(world_size)]
 
 
 def _find_size_mismatch(path: Path, files: Mapping[str, FileEntry]) -> str | None:
@@ -266,8 +274,7 @@ def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Ma
         files[name] = write_hashed_file(partial / name, _to_json(held))
     if fault := _find_size_mismatch(partial, files):
         raise CheckpointError(f"{partial}: {fault}, though a process wrote it; is the folder shared by all hosts?")
-    ranks = [int(found[1]) for found in map(_RANK_PATTERN.search, files) if found]
-    per_rank = [ranks.count(rank) for rank in range(run_info["world_size"])]
+    per_rank = _count_files_per_rank(files, run_info["world_size"])
     manifest = (
         {"format": MANIFEST_FORMAT} | {name: run_info[name] for name in MANIFEST_FIELDS} | {"files_per_rank": per_rank}
     )

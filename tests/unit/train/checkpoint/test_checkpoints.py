@@ -154,6 +154,16 @@ def test_a_file_without_its_hashes_is_not_whole(tmp_path: Path) -> None:
     assert "names 0 hashes of rank-00000.dat" in (find_fault(path.parent, check_hashes=False) or "")
 
 
+@pytest.mark.parametrize("per_rank", [[1, 1], [0], [], "1"])
+def test_a_manifest_without_the_files_of_a_rank_is_damaged(tmp_path: Path, per_rank: object) -> None:
+    save(solo(tmp_path), 1, 2)
+    rewrite(tmp_path / "step-00000002", lambda manifest: manifest.update(files_per_rank=per_rank))
+    info, passed_over = solo(tmp_path).find_latest_valid()
+    assert info is not None
+    assert info.step == 1
+    assert passed_over[0].status.startswith("damaged: MANIFEST.json does not name all files of each rank")
+
+
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(solo(tmp_path), 1)
 

@@ -467,6 +467,33 @@ def test_deep_json_in_a_checkpoint_is_damage(name: str, folder: Path) -> None:
     assert "MANIFEST.json is missing" in dstrain("checkpoints", folder / "run").output
 
 
+@pytest.mark.parametrize("command", ["evaluate", "export"])
+def test_a_run_with_another_tokenizer_is_refused(command: str, folder: Path) -> None:
+    file = folder / "run/tokenizer/tokenizer.json"
+    values = json.loads(file.read_text())
+    vocab = values["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(values))
+    words = COMMANDS[command](folder, folder / "run")
+    refused = dstrain(*words)
+    assert refused.exit_code == 2, refused.output
+    assert f"{file.parent}: its content is not what the run was trained on (step " in refused.output
+    assert "name a tokenizer: --set model.tokenizer=FOLDER" in refused.output
+    named = dstrain(*words, "--set", f"model.tokenizer={folder}/exported")
+    assert named.exit_code == 0, named.output
+
+
+def test_a_run_with_another_model_config_is_refused(folder: Path) -> None:
+    """The weights fit, and mean something else."""
+    change(recipe_of(folder, "run"), model__config__rms_norm_eps=0.5)
+    words = COMMANDS["evaluate"](folder, folder / "run")
+    refused = dstrain(*words)
+    assert refused.exit_code == 2, refused.output
+    assert "recipe.yaml model.config: is not what the run was trained with (step " in refused.output
+    assert dstrain(*words, "--set", "model.config.rms_norm_eps=0.5").exit_code == 0
+
+
 def test_a_run_without_its_tokenizer_gets_no_other_one(folder: Path) -> None:
     """One would be trained on whatever data.train holds now, or be fetched."""
     shutil.rmtree(folder / "run/tokenizer")

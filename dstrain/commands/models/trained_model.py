@@ -24,7 +24,7 @@ from dstrain.commands.checks.untrusted_recipe import (
 )
 from dstrain.commands.models.uninitialized_model import build_uninitialized, has_tie_conflict
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
-from dstrain.errors import CheckpointError, UsageError
+from dstrain.errors import CheckpointError, Fault, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
@@ -106,12 +106,28 @@ class SavedModel:
         return self.task.recipe.batch.micro or DEFAULT_MICRO_BATCH_SIZE
 
     def check_loadable(self) -> None:
-        """Raise UsageError for an export that cannot be loaded; a checkpoint has all it needs."""
-        if self.checkpoint is None:
-            check_no_pickles(self.folder, EXPORT_RECIPE)
-            self.task.checks.run()
-            self.task.checks.device()
-            check_head(self.task, self.folder)
+        """Raise UsageError for an export that cannot be loaded, and for a run whose tokenizer has changed."""
+        if self.checkpoint is not None:
+            self._check_tokenizer(self.checkpoint)
+            return
+        check_no_pickles(self.folder, EXPORT_RECIPE)
+        self.task.checks.run()
+        self.task.checks.device()
+        check_head(self.task, self.folder)
+
+    def _check_tokenizer(self, checkpoint: CheckpointInfo) -> None:
+        """Raise UsageError if the run folder's tokenizer or processor is not the one that the checkpoint records."""
+        from dstrain.train.resume.inputs import digest_tokenizer, iter_input_changes
+
+        own, model = self.folder / "tokenizer", self.task.recipe.model
+        if not isinstance(self.task, TextTask) or str(own.resolve()) not in (model.tokenizer, model.processor):
+            return
+        if self.task.has_own_tokenizer or model.chat_template is not None:
+            return
+        recorded = checkpoint.read_run_info().get("inputs", {})
+        for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": digest_tokenizer(self.task)}}):
+            fix = f"copy the folder from the run again, or name a tokenizer: --set {key}=FOLDER"
+            raise UsageError(Fault(str(own), f"{what} (step {checkpoint.step})", fix))
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:
         """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises
@@ -224,12 +240,32 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
     own += saved_config_overrides(run_dir, overrides)
     made = make_task(load_folder_recipe(run_dir / "recipe.yaml", own, overrides, task))
     model = made.recipe.model
+    _check_model_config(run_dir, info, model.config, overrides)
     is_saved = model.path is not None or isinstance(model.tokenizer or model.processor, str)
     if isinstance(made, TextTask) and made.model_source.reads_text and not is_saved:
         # A tokenizer trained on data.train again would differ if that has changed.
         problem = "does not exist, and only that tokenizer fits the weights"
         raise UsageError(f"{run_dir / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")
     return SavedModel(run_dir, made, info)
+
+
+def _check_model_config(
+    run_dir: Path, checkpoint: CheckpointInfo, config: Mapping[str, Any] | None, overrides: Sequence[str]
+) -> None:
+    """Raise UsageError if model.config of the run's recipe.yaml is not the one that the checkpoint records.
+
+    Weights of the same shapes would be loaded into another model.
+    """
+    from dstrain.train.resume.recorded import read_recorded_recipe
+
+    named = {text.partition("=")[0].strip() for text in overrides}
+    if config is None or any(name == "model" or f"{name}.".startswith("model.config.") for name in named):
+        return
+    recorded = read_recorded_recipe(checkpoint)
+    if recorded is not None and recorded.model.config != config:
+        problem = f"is not what the run was trained with (step {checkpoint.step})"
+        fix = "restore the old file, or name the config: --set model.config={...}"
+        raise UsageError(Fault(f"{run_dir / 'recipe.yaml'} model.config", problem, fix))
 
 
 def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:

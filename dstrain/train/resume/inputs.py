@@ -77,7 +77,7 @@ def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | No
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():
         if isinstance(one, TextTask) and one.model_source.reads_text:
-            found[key] = {"digest": _digest_tokenizer(one)}
+            found[key] = {"digest": digest_tokenizer(one)}
     return found
 
 
@@ -95,7 +95,8 @@ def with_selected_samples(inputs: InputDigests, task: Task, dataset: Dataset) ->
     return {**inputs, key: {**inputs.get(key, {}), "kept": digest}}
 
 
-def _digest_tokenizer(task: TextTask) -> str:
+def digest_tokenizer(task: TextTask) -> str:
+    """Return the fingerprint of the tokenizer, or of the processor with its tokenizer."""
     processor = task.model_source.vision_processor
     return tokenizer_fingerprint(task.tokenizer) if processor is None else processor.fingerprint
 

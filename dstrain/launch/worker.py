@@ -27,7 +27,7 @@ from dstrain.errors import (
     format_traceback,
     is_debug,
 )
-from dstrain.files import atomic_write
+from dstrain.files import atomic_write, read_limited
 from dstrain.launch.heartbeat import watch_heartbeat
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
@@ -48,6 +48,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 TRACEBACK_HINT = "; the full traceback is in "
 """Words before the path of the log in the message of an unexpected error."""
+
+MAX_RECORD_BYTES = 1 << 20
+"""Largest record that is read."""
+MAX_ERROR_CHARS = 80_000
+"""Characters of an error that are recorded: as JSON, each takes at most 12 bytes."""
 
 _close_log_copy: Callable[[], None] | None = None
 
@@ -93,7 +98,7 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
         is_memory = isinstance(error, OutOfMemoryError)
         restart = error.restart if isinstance(error, OutOfMemoryError) else ""
-        text = None if error is None else str(error)
+        text = None if error is None else str(error)[:MAX_ERROR_CHARS]
         _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory, restart))
 
 
@@ -164,7 +169,7 @@ def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecor
         if path.name.count(".") != ending.count("."):
             continue
         with contextlib.suppress(OSError, ValueError, TypeError):
-            record = RankRecord(**json.loads(path.read_text()))
+            record = RankRecord(**json.loads(read_limited(path, MAX_RECORD_BYTES)))
             records[record.rank] = record
     return records
 

@@ -57,6 +57,20 @@ def test_a_torn_record_is_no_record(tmp_path):
     assert read_rank_records(tmp_path) == {}
 
 
+def test_a_record_that_is_not_a_small_file_is_no_record(tmp_path):
+    get_workers_dir(tmp_path).mkdir()
+    os.mkfifo(get_workers_dir(tmp_path) / "rank-00000.json")
+    assert read_rank_records(tmp_path) == {}
+    record_start(tmp_path, 1)
+    os.truncate(get_workers_dir(tmp_path) / "rank-00001.json", 1 << 33)
+    assert read_rank_records(tmp_path) == {}
+
+
+def test_a_long_error_is_recorded_in_part(tmp_path):
+    record_end(tmp_path, 0, 1, "\U0001f600" * 10**6)
+    assert set(read_rank_records(tmp_path)[0].error) == {"\U0001f600"}
+
+
 def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
     script = (
         "redirect_output(Path('logs/a.log'), copy_to_terminal=True)\n"

@@ -24,6 +24,8 @@ from typing import IO, BinaryIO, Self
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
 NOT_REGULAR = "is not a regular file"
+MAX_JSON_BYTES = 64 << 20
+"""Largest config that is read; one has some thousand bytes."""
 STALE_PARTIAL_SECONDS = 24 * 3600.0
 """A partial file of another host counts as a dead process's after this many seconds without a write."""
 _OWNER = r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}"

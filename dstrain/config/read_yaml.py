@@ -10,11 +10,13 @@ from typing import Any
 import yaml
 
 from dstrain.errors import Fault, RecipeError, describe_decode_error, one_line
-from dstrain.files import not_file_reason
+from dstrain.files import not_file_reason, read_limited
 from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 COMMAND_LINE = "--set"
 """Location of a key that --set wrote."""
+MAX_RECIPE_BYTES = 1 << 20
+"""Largest recipe that is read: PyYAML takes seconds for a megabyte."""
 MAX_VALUES = 10_000
 """Limit on the values of a recipe: an alias (*) inside the block that it names would otherwise be followed forever."""
 
@@ -49,7 +51,7 @@ def read_yaml(path: Path) -> SourceMap:
 def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
     """Return the nodes of a YAML file, which know their lines, and its value. Raises RecipeError."""
     try:
-        content = path.read_bytes()
+        content = read_limited(path, MAX_RECIPE_BYTES)
         text = content.decode("utf-8")
         # Twice: only the nodes have line numbers, and safe_load runs no code.
         return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,18 @@ def recipe_of(folder: Path, kind: str) -> Path:
 
 def dstrain(*words: Any) -> Result:
     return CliRunner().invoke(main, [*map(str, words)])
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Limit this process to its present size and 2 GiB more."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
@@ -464,7 +478,32 @@ def test_deep_json_in_a_checkpoint_is_damage(name: str, folder: Path) -> None:
     assert isinstance(said.exception, SystemExit), said.exception
     (checkpoint / "MANIFEST.json").unlink()
     os.mkfifo(checkpoint / "MANIFEST.json")
-    assert "MANIFEST.json is missing" in dstrain("checkpoints", folder / "run").output
+    assert "damaged: it cannot be read: is not a regular file" in dstrain("checkpoints", folder / "run").output
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "run.json"])
+def test_a_huge_file_of_a_checkpoint_is_damage(name: str, folder: Path) -> None:
+    checkpoint = folder / "run/checkpoints/step-00000001"
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    manifest["files"]["run.json"] = {
+        "size": 1 << 33,
+        "sha256": [hashlib.sha256(bytes(4 << 20)).hexdigest()] * (1 << 11),
+    }
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+    os.truncate(checkpoint / name, 1 << 33)
+    os.truncate(checkpoint / "run.json", 1 << 33)
+    with limited_memory():
+        said = dstrain("checkpoints", folder / "run")
+    assert "larger than" in said.output
+
+
+def test_a_huge_recipe_is_refused(folder: Path) -> None:
+    os.truncate(folder / "run/recipe.yaml", 1 << 33)
+    with limited_memory():
+        for command in ("evaluate", "export"):
+            said = dstrain(*COMMANDS[command](folder, folder / "run"))
+            assert said.exit_code == 2, said.output
+            assert "recipe.yaml: cannot be read (is larger than 1 MiB)" in said.output
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export"])

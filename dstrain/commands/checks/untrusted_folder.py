@@ -13,6 +13,7 @@ from typing import Any
 
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import PresetError, RecipeError, UsageError
+from dstrain.files import MAX_JSON_BYTES, read_limited
 from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.preset import Preset, check_ds_config
 
@@ -20,8 +21,6 @@ FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "commu
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
 WEIGHT_SUFFIXES = (".safetensors",)
 NO_CODE_REASON = "code that only the folder names is not run"
-MAX_JSON_BYTES = 64 << 20
-"""Largest JSON file that is read; a config has some thousand bytes."""
 PATTERN_TIMEOUT_SECONDS = 5
 """Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
 microsecond."""
@@ -52,11 +51,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         if (problem := _find_file_fault(file)) is not None:
             raise UsageError(f"{file}: {problem}; copy the folder again")
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise UsageError(
-                f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB, so it is not a config; copy the folder again"
-            )
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_limited(file, MAX_JSON_BYTES))
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror}); copy the folder again") from None
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import CheckpointError, UsageError
+from dstrain.files import MAX_JSON_BYTES, read_limited
 from dstrain.train.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FILE,
@@ -60,7 +61,7 @@ def read_best_name(folder: Path) -> str | None:
         if best.is_symlink():
             name = os.path.basename(os.path.realpath(best))
         elif (best / "run.json").is_file():
-            name = f"step-{int(json.loads((best / 'run.json').read_bytes())['step']):08d}"
+            name = f"step-{int(json.loads(read_limited(best / 'run.json', MAX_JSON_BYTES))['step']):08d}"
         elif best.is_file() and best.stat().st_size <= MAX_LINK_TEXT_BYTES:
             name = os.path.basename(best.read_text(encoding="utf-8").strip())
         else:

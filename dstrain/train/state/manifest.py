@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.files import list_folder, stat_or_none, sync_folder
+from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, stat_or_none, sync_folder
 from dstrain.report.run_log import replace_nonfinite
 from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileReader, write_hashed_file
 
@@ -26,6 +26,8 @@ MANIFEST_FIELDS = ("step", "samples", "metric", "world_size", "zero_stage")
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}(\.old)?")
 MAX_LISTINGS = 10
 """Listings of a folder whose checkpoints are renamed while they are read."""
+MAX_MANIFEST_BYTES = 512 << 20
+"""Largest manifest that is read: 72 bytes for each block, so that of a checkpoint of 28 TiB."""
 MAX_NUMBER = 1e300
 """Limit of counters and metrics; a number in JSON may be larger than a float."""
 _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
@@ -58,7 +60,7 @@ class CheckpointInfo:
 
     def read_run_info(self) -> dict[str, Any]:
         """Return run.json: the recipe, versions and preset of the run that wrote the checkpoint."""
-        return json.loads((self.path / "run.json").read_bytes())
+        return json.loads(read_limited(self.path / "run.json", MAX_JSON_BYTES))
 
 
 def find_checkpoints(folder: Path, check_hashes: bool = False) -> list[CheckpointInfo]:
@@ -108,15 +110,17 @@ def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (
     return _read_and_check_manifest(path, check_hashes, share)[1]
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    return json.loads(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+
+
 def _read_and_check_manifest(
     path: Path, check_hashes: bool, share: tuple[int, int]
 ) -> tuple[dict[str, Any], str | None]:
     """Return (manifest, fault); the manifest is empty if it cannot be read, the fault None if there is none."""
     manifest: dict[str, Any] = {}
-    if not (path / MANIFEST_FILE).is_file():  # reading a FIFO would block forever
-        return {}, f"{MANIFEST_FILE} is missing"
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        manifest = _read_manifest(path)
         return manifest, find_version_mismatch(manifest) or _find_content_fault(path, manifest, check_hashes, share)
     except FileNotFoundError:
         return {}, f"{MANIFEST_FILE} is missing"
@@ -154,6 +158,8 @@ def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool
         return f"{MANIFEST_FILE} does not name all files of each rank"
     if fault := _find_size_mismatch(path, files):
         return fault
+    if files["run.json"]["size"] > MAX_JSON_BYTES:
+        return f"run.json is larger than {MAX_JSON_BYTES >> 20} MiB"
     # The manifest has no hash of its own: run.json, which has one, repeats its fields.
     record = json.loads(_read_small_file(path, files, "run.json"))
     if any(record[name] != manifest[name] for name in MANIFEST_FIELDS):
@@ -207,7 +213,7 @@ def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple
 
 def read_checkpoint_info(path: Path, fault: str | None) -> CheckpointInfo:
     """Return the info of a checkpoint with a known fault, or None."""
-    return _make_info(path, json.loads((path / MANIFEST_FILE).read_bytes()) if fault is None else {}, fault)
+    return _make_info(path, _read_manifest(path) if fault is None else {}, fault)
 
 
 def _make_info(path: Path, manifest: Mapping[str, Any], fault: str | None) -> CheckpointInfo:
@@ -259,7 +265,7 @@ def _sort_names(names: Collection[str]) -> list[str]:
 
 def read_file_entries(path: Path) -> dict[str, FileEntry]:
     """Return name -> size and hashes of the files in a checkpoint's manifest."""
-    return json.loads((path / MANIFEST_FILE).read_bytes())["files"]
+    return _read_manifest(path)["files"]
 
 
 def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Mapping[str, Any]) -> None:

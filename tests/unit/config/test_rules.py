@@ -72,7 +72,7 @@ def test_an_unknown_key_with_the_name_of_a_class_is_named(block: str, wanted: st
 
 
 def test_a_folder_is_not_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(RecipeError, match=r"cannot be read \(is a folder\)"):
         read_recipe(tmp_path, [])
 
 

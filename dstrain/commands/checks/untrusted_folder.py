@@ -14,6 +14,7 @@ from typing import Any
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import PresetError, RecipeError, UsageError
 from dstrain.files import MAX_JSON_BYTES, read_limited
+from dstrain.models.folder.config_sizes import wrong_size_fault
 from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.preset import Preset, check_ds_config
 
@@ -88,14 +89,17 @@ def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | 
                 f"if you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and use the copy"
             )
     if not trust_remote_code:
-        check_imports(folder)
+        check_configs(folder)
 
 
-def check_imports(folder: Path) -> None:
-    """Raise UsageError for JSON files that make a library import or fetch a module."""
+def check_configs(folder: Path) -> None:
+    """Raise UsageError for JSON files that make a library import or fetch a module, and for sizes that no model has."""
     for name, check in _CONFIG_CHECKS.items():
         if (folder / name).is_file() and (fault := check(read_json_object(folder / name))):
             raise UsageError(f"{folder / name}: {fault}; remove the key")
+    file = folder / "config.json"
+    if file.is_file() and (wrong := wrong_size_fault(read_json_object(file), str(file))) is not None:
+        raise UsageError(wrong)
 
 
 def check_no_pickles(folder: Path, recipe_name: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dstrain.commands.checks.untrusted_folder import (
     NO_CODE_REASON,
+    check_configs,
     check_folder,
-    check_imports,
     config_fault,
     pattern_fault,
 )
@@ -75,7 +75,7 @@ def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> It
     for _, name in _iter_model_references(config, named_keys):
         # A folder that the recipe names may be from the same person.
         if Path(name).expanduser().is_dir():
-            check_imports(Path(name).expanduser())
+            check_configs(Path(name).expanduser())
 
 
 def _custom_task_fault(file: Path, task: str) -> Fault:

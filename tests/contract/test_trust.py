@@ -18,11 +18,13 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
+from dstrain.commands.checks import untrusted_folder
 from dstrain.commands.checks.untrusted_folder import pattern_fault, read_forward_preset
 from dstrain.commands.checks.untrusted_recipe import load_folder_recipe
 from dstrain.commands.export import export_model
 from dstrain.commands.models.trained_model import find_saved_model
 from dstrain.config.schema import RunConfig
+from dstrain.data.limited_process import ResourceLimits
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
 from dstrain.train.checkpoint.select import find_best, read_best_name
@@ -507,6 +509,21 @@ def test_an_exported_config_with_layers_that_its_files_lack_is_refused(layers: i
     assert (
         "config.json: num_hidden_layers is 1000000000" if layers > 1000 else "does not hold all weights"
     ) in said.output
+
+
+def test_a_tokenizer_that_makes_texts_endless_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(untrusted_folder, "TOKENIZER_LIMITS", ResourceLimits(64 << 20, 10, 60.0))
+    file = folder / "exported/tokenizer.json"
+    replace = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
+    normalizer = {"type": "Sequence", "normalizers": [replace] * 8}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    with limited_memory():
+        said = dstrain(*COMMANDS["evaluate"](folder, folder / "exported"))
+    assert said.exit_code == 2, said.output
+    assert f"{folder}/exported: its tokenizer does not encode a text of 600 characters within 64 MiB" in said.output
+    assert "memory allocation" not in capfd.readouterr().err
 
 
 def test_a_huge_recipe_is_refused(folder: Path) -> None:

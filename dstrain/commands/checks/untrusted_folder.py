@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import stat
+import string
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "commu
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
 WEIGHT_SUFFIXES = (".safetensors",)
 NO_CODE_REASON = "code that only the folder names is not run"
+TOKENIZER_LIMITS = ResourceLimits(1 << 30, 10, 60.0)
+"""Limits for encoding a text of 600 characters; it usually takes a millisecond and some kilobytes."""
+TOKENIZER_ATTEMPTS = 2
+"""Attempts while the result is unknown: the fork may have copied a lock that another thread held."""
 PATTERN_TIMEOUT_SECONDS = 5
 """Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
 microsecond."""
@@ -117,6 +123,31 @@ def check_no_pickles(folder: Path, recipe_name: str) -> None:
         open_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
     except RecipeError as error:
         raise UsageError("\n".join(f"{fault.problem}; {fault.fix}" for fault in error.faults)) from error
+
+
+def check_tokenizer_terminates(tokenizer: Any, folder: Path) -> None:
+    """Raise UsageError if the tokenizer of a folder does not encode a short text within limits.
+
+    A normalizer may replace a character by many, again and again. It is tried with one text; a fault that occurs only
+    with other texts is not found.
+    """
+    for _ in range(TOKENIZER_ATTEMPTS):
+        tried = run_limited(lambda: _encode_probe(tokenizer), TOKENIZER_LIMITS)
+        if tried.status != "lost":
+            break
+    if tried.status in ("lost", "time", "memory"):
+        limits = f"{TOKENIZER_LIMITS.memory_bytes >> 20} MiB and {TOKENIZER_LIMITS.cpu_seconds} seconds"
+        problem = f"its tokenizer does not encode a text of {len(_PROBE_TEXT)} characters within {limits}"
+        raise UsageError(f"{folder}: {problem}; name a tokenizer that you trust: --set model.tokenizer=FOLDER")
+
+
+_PROBE_TEXT = string.printable * 6
+
+
+def _encode_probe(tokenizer: Any) -> None:
+    if sys.platform == "linux":  # in a process of its own: a failed allocation in Rust prints a backtrace
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    tokenizer(_PROBE_TEXT)
 
 
 def _find_file_fault(path: Path) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.commands.checks.untrusted_folder import (
     check_folder,
     check_no_pickles,
+    check_tokenizer_terminates,
     is_precision_enabled,
     read_forward_preset,
 )
@@ -107,6 +108,8 @@ class SavedModel:
 
     def check_loadable(self) -> None:
         """Raise UsageError for an export that cannot be loaded, and for a run whose tokenizer has changed."""
+        if isinstance(self.task, TextTask) and self.task.model_source.reads_text:
+            check_tokenizer_terminates(self.task.tokenizer, self.folder)
         if self.checkpoint is not None:
             self._check_tokenizer(self.checkpoint)
             return

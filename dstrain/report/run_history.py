@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -95,26 +96,23 @@ class RunHistory:
         """Return the events with these names."""
         return [event for event in self.events if event["event"] in names]
 
-    def _read_lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows that were appended to a file since the last call.
+    def _read_lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows that were appended to a file since the last call.
 
-        A line without its end is being written: the next call returns it.
+        A line without its end is being written: the next call yields it.
         """
-        rows: list[dict[str, Any]] = []
-        try:
-            with open_regular_file(self.run_dir / name) as file:
-                file.seek(self._offsets.get(name, 0))
-                rest = b""
-                while len(rest) < MAX_LINE_BYTES and (chunk := file.read(READ_BYTES)):
-                    complete, newline, rest = (rest + chunk).rpartition(b"\n")
-                    self._offsets[name] = self._offsets.get(name, 0) + len(complete) + len(newline)
-                    for line in complete.splitlines():
-                        row = parse_row(line)
-                        self.damaged_lines += row is None
-                        rows += [] if row is None else [row]
-        except OSError:  # missing, or not readable for this user: the run has no rows to show
-            return rows
-        return rows
+        # Missing, or not readable for this user: the run has no rows to show.
+        with contextlib.suppress(OSError), open_regular_file(self.run_dir / name) as file:
+            file.seek(self._offsets.get(name, 0))
+            rest = b""
+            while len(rest) < MAX_LINE_BYTES and (chunk := file.read(READ_BYTES)):
+                complete, newline, rest = (rest + chunk).rpartition(b"\n")
+                self._offsets[name] = self._offsets.get(name, 0) + len(complete) + len(newline)
+                for line in complete.splitlines():
+                    row = parse_row(line)
+                    self.damaged_lines += row is None
+                    if row is not None:
+                        yield row
 
 
 def open_run(run_dir: Path) -> RunHistory:

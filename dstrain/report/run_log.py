@@ -7,18 +7,20 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError
-from dstrain.files import atomic_write, remove_stale_partials
 
 Row = Mapping[str, Any]
 """Metrics of a log or evaluation: name -> number, text or None."""
 
 LEADING_COLUMNS = ("time", "step", "samples", "epoch", "split", "loss")
+READ_BYTES = 1 << 20
+"""Bytes of a file that are read at a time."""
 TRAILING_COLUMNS = (
     "lr",
     "grad_norm",
@@ -88,17 +90,8 @@ class RunLog:
             self._events.sync()
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows after `step`, which a resumed run writes again; return their number.
-
-        Damaged lines are removed too, and their numbers logged as an event.
-        """
-        if not self._is_writer:
-            return 0
-        dropped, damaged = self._metrics.filter_rows(lambda row: row.get("step", 0) <= step)
-        if damaged:
-            what = "not valid JSON, such as after a flipped byte; removed"
-            self.log_event("rows_damaged", file="metrics.jsonl", lines=damaged[:100], count=len(damaged), what=what)
-        return dropped
+        """Remove the lines after the last row up to `step`, which a resumed run writes again; return their number."""
+        return self._metrics.truncate_after(lambda row: row.get("step", 0) <= step) if self._is_writer else 0
 
     def close(self) -> None:
         """Close both files."""
@@ -112,8 +105,10 @@ class _JsonLinesFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._truncate_partial_line()
-        self._open()
+        if path.exists():  # a kill -9 or a power cut may have left an incomplete last line
+            self.truncate_after(lambda row: True)
+        with _wrap_os_errors(path):
+            self._file = path.open("ab", buffering=0)
 
     def append(self, row: Row) -> None:
         text = json.dumps(replace_nonfinite(row), ensure_ascii=False, allow_nan=False)
@@ -127,44 +122,17 @@ class _JsonLinesFile:
         with _wrap_os_errors(self._path):
             os.fsync(self._file.fileno())
 
-    def filter_rows(self, predicate: Callable[[Row], bool]) -> tuple[int, list[int]]:
-        """Rewrite the file atomically with the rows that match; return (rows removed, numbers of damaged lines)."""
+    def truncate_after(self, predicate: Callable[[Row], bool]) -> int:
+        """Remove all lines after the last row that matches; return their number."""
         with _wrap_os_errors(self._path, "read"):
-            lines = self._path.read_bytes().splitlines(keepends=True)
-        rows = [parse_row(line) for line in lines]
-        remaining = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
-        if len(remaining) < len(lines):
-            self._rewrite(remaining)
-        return len(lines) - len(remaining), [number for number, row in enumerate(rows, 1) if row is None]
-
-    def _rewrite(self, lines: list[bytes]) -> None:
-        with _wrap_os_errors(self._path):
-            remove_stale_partials(self._path)
-            atomic_write(self._path, b"".join(lines), sync=True)
-            self._file.close()
-        self._open()
+            found = find_last_row(self._path, predicate)
+        if found.later_lines:
+            with _wrap_os_errors(self._path):
+                os.truncate(self._path, found.end)
+        return found.later_lines
 
     def close(self) -> None:
         self._file.close()
-
-    def _open(self) -> None:
-        with _wrap_os_errors(self._path):
-            self._file = self._path.open("ab", buffering=0)
-
-    def _truncate_partial_line(self) -> None:
-        """Remove a last line that a kill -9 or a power cut left incomplete."""
-        if not self._path.exists():
-            return
-        with _wrap_os_errors(self._path, "read"):
-            content = self._path.read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
-        last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
-        # After a power cut the last line may end in a newline and still hold zero bytes.
-        if last and parse_row(last) is None:
-            complete = complete[: -len(last)]
-        if len(complete) < len(content):
-            with _wrap_os_errors(self._path):
-                os.truncate(self._path, len(complete))
 
 
 @contextlib.contextmanager
@@ -202,6 +170,44 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
     return [with_present_event(row) for row in map(parse_row, lines) if row is not None]
+
+
+class LastRow(NamedTuple):
+    """Last row of a file that matches; None if there is none."""
+
+    row: dict[str, Any] | None
+    end: int
+    """Offset of the byte after the row; 0 if there is none."""
+    later_lines: int
+    """Number of lines after it, damaged ones included."""
+
+
+def find_last_row(path: Path, predicate: Callable[[Row], bool]) -> LastRow:
+    """Find the last row that matches, reading from the end of the file. Raises OSError."""
+    later = 0
+    with path.open("rb") as file:
+        for end, line in _iter_lines_from_end(file):
+            row = parse_row(line) if line.endswith(b"\n") else None
+            if row is not None and predicate(row):
+                return LastRow(row, end, later)
+            later += 1
+    return LastRow(None, 0, later)
+
+
+def _iter_lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset of the byte after the line, line), the last line first."""
+    start, first_line = file.seek(0, os.SEEK_END), b""
+    while start:
+        length = min(start, max(READ_BYTES, len(first_line)))
+        start = file.seek(start - length)
+        block = file.read(length) + first_line
+        end = start + len(block)
+        first_line, *lines = re.findall(rb"[^\n]*\n|[^\n]+", block)
+        for line in reversed(lines):
+            yield end, line
+            end -= len(line)
+    if first_line:
+        yield len(first_line), first_line
 
 
 def with_present_event(row: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ EVENT_LEVELS = {
     "stalled": "warning",
     "step_skipped": "warning",
     "parameters_without_update": "warning",
-    "rows_damaged": "warning",
     "checkpoint_skipped": "warning",
     "micro_batch_reduced": "warning",
 }

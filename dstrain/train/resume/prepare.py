@@ -20,7 +20,7 @@ def prepare_start(
     removed = checkpoints.remove_incomplete()
     start = start.after_cleanup(checkpoints)
     checkpoint = start.checkpoint
-    if checkpoint is not None and prune_when_full:  # metrics.jsonl is about to be rewritten, which takes room
+    if checkpoint is not None and prune_when_full:  # the events below take room
         ensure_disk_space(checkpoints, checkpoint.size, True, run_log.log_event)
     for name in removed:
         run_log.log_event("partial_checkpoint_removed", checkpoint=name)

@@ -14,7 +14,7 @@ from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.report.console import ConsoleSink, format_row
-from dstrain.report.run_log import RunLog, read_rows
+from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink
 from dstrain.report.wandb import WandbSink
 from dstrain.tasks import Task
@@ -233,6 +233,8 @@ def report_failure(run: Run, error: Exception) -> None:
 
 def format_last_eval(run_dir: Path, total_steps: int) -> str:
     """Return the last evaluation metrics as a line; empty without any, or if metrics.jsonl cannot be read."""
-    rows = read_rows(run_dir / "metrics.jsonl")  # never raises: a summary must not fail a run that is done
-    evaluations = [row for row in rows if row.get("split") == "eval" and "step" in row]
-    return f"held-out: {format_row(evaluations[-1], total_steps)}" if evaluations else ""
+    try:
+        row = find_last_row(run_dir / "metrics.jsonl", lambda row: row.get("split") == "eval" and "step" in row).row
+    except OSError:  # a summary must not fail a run that is done
+        return ""
+    return f"held-out: {format_row(row, total_steps)}" if row is not None else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_a_damaged_line_is_counted_and_left_out(tmp_path: Path, line: bytes) -> 
     assert list(run.train.columns["step"]) == [1, 4]
     assert [one["event"] for one in run.events] == ["started"]
     assert run.damaged_lines == 2
+
+
+def test_rows_are_not_collected_while_they_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train_row(1)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(train_row(step, text="x" * 5000)) + "\n" for step in range(2, 5000))
+    tracemalloc.start()
+    try:
+        assert len(open_run(folder).train) == 4999
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_odd_values_in_whole_rows_do_no_harm(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrain.errors import RunError
+from dstrain.report import run_log
 from dstrain.report.run_log import RunLog, read_rows
 
 
@@ -101,7 +103,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         journal.log_metrics({"step": 1})
 
 
-def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
+def test_a_disk_that_fails_where_rows_are_cut_back_is_named_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = RunLog(tmp_path, 0)
@@ -109,14 +111,13 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
         journal.log_metrics({"step": step})
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(path: Path, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some"):
+    monkeypatch.setattr(os, "truncate", fail)
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: Input/output error; the disk or network"):
         journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
@@ -137,28 +138,49 @@ def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.
         journal.log_event("saved")
 
 
-def test_a_row_that_a_changed_byte_broke_is_named(tmp_path: Path) -> None:
+def test_a_damaged_row_before_the_kept_ones_stays_and_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 2}\n{"step": 3}\n')
     journal = RunLog(tmp_path)
-    assert journal.truncate_after(2) == 2
-    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
-    [event] = rows(tmp_path / "events.jsonl")
-    assert (event["event"], event["file"], event["lines"], event["count"]) == ("rows_damaged", "metrics.jsonl", [2], 1)
+    assert journal.truncate_after(2) == 1
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     assert journal.truncate_after(2) == 0
-    assert len(rows(tmp_path / "events.jsonl")) == 1
 
 
 @pytest.mark.parametrize(
-    "row", ['{"step": "x"}', '{"step": null}', '{"step": true}', '{"step": NaN}', "[" * 5000, "7", "\udcff"]
+    "row", ['{"step": "x"}', '{"step": null}', '{"step": true}', '{"step": NaN}', "[" * 5000, "7", "\udcff", "\0"]
 )
-def test_a_row_that_cannot_be_read_is_dropped_and_named(row: str, tmp_path: Path) -> None:
-    text = '{"step": 1}\n' + row + '\n{"step": 2}\n{"step": 9}\n'
+@pytest.mark.parametrize("later", ["", '{"step": 9}\n'])
+def test_damaged_rows_after_the_kept_ones_are_removed(row: str, later: str, tmp_path: Path) -> None:
+    text = '{"step": 1}\n{"step": 2}\n' + f"{row}\n{later}{row}\n"
     (tmp_path / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    RunLog(tmp_path).truncate_after(2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("step", range(13))
+def test_rows_are_cut_back_wherever_a_block_of_the_file_ends(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "READ_BYTES", 7 + step)
     journal = RunLog(tmp_path)
-    assert journal.truncate_after(2) == 2
-    journal.close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [(row["event"], row["lines"]) for row in read_rows(tmp_path / "events.jsonl")] == [("rows_damaged", [2])]
+    for number in range(1, 13):
+        journal.log_metrics({"step": number, "text": "\n" * number})
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert journal.truncate_after(step) == 12 - step
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:step])
+    journal.log_metrics({"step": 99})
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [*range(1, step + 1), 99]
+
+
+def test_a_long_file_is_cut_back_with_little_memory(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "text": "x" * 1000}).encode() + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(line * 20_000 + b'{"step": 2}\n')
+    tracemalloc.start()
+    try:
+        assert RunLog(tmp_path).truncate_after(1) == 1
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_events_of_an_older_version_are_read_by_their_present_names(tmp_path: Path) -> None:

@@ -192,7 +192,8 @@ def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[st
 
     named = [f"task={json.dumps(task)}"] if task else []
     report = export_model(run, step, to, [*named, *overrides], merge_lora)
-    echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
+    step_text = "" if report.step is None else f"step {report.step}, "
+    echo(f"{to}: {step_text}{report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
 
 
 def is_terminal() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -123,10 +124,17 @@ def _fp16_overrides(run_dir: Path) -> list[str]:
 
 
 def _rename_synced(partial: Path, output_dir: Path) -> None:
-    """Rename the folder once all its files are on the disk. Raises CheckpointError, UsageError."""
+    """Rename the folder once all its files are on the disk, with the permissions of new files.
+
+    Raises CheckpointError, UsageError.
+    """
     with _as_checkpoint_error(f"--to {output_dir}: cannot be written"):
+        # safetensors writes files that only their owner may read; the recipe has the permissions that the umask gives.
+        mode = stat.S_IMODE((partial / EXPORT_RECIPE).stat().st_mode)
         # The content before the name: an export that can be seen is complete after a power failure too.
         for path in (*partial.rglob("*"), partial):
+            if path.is_file():
+                path.chmod(mode)
             sync_folder(path)
         try:
             os.rename(partial, output_dir)

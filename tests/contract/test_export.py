@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from dstrain.cli import main
 from dstrain.commands import export as command
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
@@ -163,6 +166,37 @@ SABOTAGE: dict[str, tuple[Change, str]] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a policy in fp32; step 1 is its only checkpoint."""
     return make_run(tmp_path_factory.mktemp("it"), "sft")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_the_umask_says_who_may_read_an_export(umask: int, mode: int, run: Path, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        export_model(run, "last", tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == dict.fromkeys(modes, mode)
+    assert "model.safetensors" in modes
+
+
+@pytest.mark.parametrize("task", ["sft", "vlm"])
+def test_a_saved_tokenizer_does_not_say_where_it_was_loaded_from(task: str, tmp_path: Path) -> None:
+    export_model(make_run(tmp_path / "first", task), "last", tmp_path / "exported")
+    base = {"path": str(tmp_path / "exported"), "config": None}
+    trained = make_run(tmp_path / "second", task, {"model": base})
+    export_model(trained, "last", tmp_path / "again")
+    for folder in (tmp_path / "exported", trained / "tokenizer", tmp_path / "again"):
+        text = (folder / "tokenizer_config.json").read_text()
+        assert not {"is_local", "local_files_only", "name_or_path"} & json.loads(text).keys()
+        assert str(tmp_path) not in text
+
+
+def test_an_exported_folder_without_a_step_is_exported_again(run: Path, tmp_path: Path) -> None:
+    export_model(run, "last", tmp_path / "first")
+    said = CliRunner().invoke(main, ["export", str(tmp_path / "first"), "--to", str(tmp_path / "second")])
+    assert said.exit_code == 0, said.output
+    assert said.output.startswith(f"{tmp_path / 'second'}: float32; reloaded")
 
 
 def left_in(folder: Path) -> set[str]:

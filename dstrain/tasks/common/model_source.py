@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dstrain.data.sources.base import ConcatSource
     from dstrain.data.vision.processor import VisionProcessor
 
+LOADING_KEYS = ("is_local", "local_files_only")
+"""Keys that transformers adds to a tokenizer's settings when it loads one, and would save: how it was found here."""
 TEXTS_CACHE_NAMES = {
     "PairTask.iter_texts": "PairTask.texts",
     "SFT.iter_texts": "SupervisedFineTuning.texts",
@@ -175,10 +177,14 @@ class ModelSource:
         return load_adapters(base, folder)
 
     def save_processor(self, folder: Path) -> None:
-        """Write the tokenizer, or the processor with its tokenizer."""
+        """Write the tokenizer, or the processor with its tokenizer; nothing for a model without one."""
         processor = self.vision_processor
         saved = self.tokenizer if processor is None else processor.hf_processor
-        saved.save_pretrained(str(folder))
+        if saved is not None:
+            tokenizer = saved if processor is None else processor.tokenizer
+            for key in LOADING_KEYS:
+                getattr(tokenizer, "init_kwargs", {}).pop(key, None)
+            saved.save_pretrained(str(folder))
 
     @cached_property
     def tokenizer(self) -> Any:

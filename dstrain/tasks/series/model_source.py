@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
@@ -139,7 +138,3 @@ class TemporalModelSource(ModelSource):
     @cached_property
     def vision_processor(self) -> None:
         return None
-
-    def save_processor(self, folder: Path) -> None:
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(str(folder))

@@ -108,15 +108,15 @@ class SavedModel:
 
     def check_loadable(self) -> None:
         """Raise UsageError for an export that cannot be loaded, and for a run whose tokenizer has changed."""
+        if self.checkpoint is None:
+            check_no_pickles(self.folder, EXPORT_RECIPE)
+            self.task.checks.run()
+            self.task.checks.device()
+            check_head(self.task, self.folder)
+        else:
+            self._check_tokenizer(self.checkpoint)
         if isinstance(self.task, TextTask) and self.task.model_source.reads_text:
             check_tokenizer_terminates(self.task.tokenizer, self.folder)
-        if self.checkpoint is not None:
-            self._check_tokenizer(self.checkpoint)
-            return
-        check_no_pickles(self.folder, EXPORT_RECIPE)
-        self.task.checks.run()
-        self.task.checks.device()
-        check_head(self.task, self.folder)
 
     def _check_tokenizer(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer or processor is not the one that the checkpoint records."""

@@ -25,6 +25,7 @@ from dstrain.cli.options import (
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
     TRAIN_OPTIONS,
+    PathArgument,
     pop_options,
     set_option,
     with_options,
@@ -75,7 +76,7 @@ def train(
 
 @main.command()
 @with_options(MODEL_OPTIONS)
-@click.option("--data", required=True, help="Data file to evaluate on.")
+@click.option("--data", type=PathArgument(), required=True, help="Data file to evaluate on.")
 @with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
 def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Print metrics of a model on a data file.
@@ -95,9 +96,14 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
 @with_options(MODEL_OPTIONS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Prompt text; repeatable.")
 @click.option(
-    "--image", "images", multiple=True, metavar="FILE", help="Image for the prompts; repeatable, in their order."
+    "--image",
+    "images",
+    type=PathArgument(),
+    multiple=True,
+    metavar="FILE",
+    help="Image for the prompts; repeatable, in their order.",
 )
-@click.option("--data", help="Data file; its records are used as prompts.")
+@click.option("--data", type=PathArgument(), help="Data file; its records are used as prompts.")
 @with_options(SAMPLING_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
 def generate(
     run_or_model: Path, texts: tuple[str, ...], images: tuple[str, ...], data: str | None, as_json: bool,
@@ -171,7 +177,7 @@ def run_and_exit(
 
 
 @main.command()
-@click.argument("run", type=click.Path(exists=True, path_type=Path))
+@click.argument("run", type=PathArgument(exists=True, path_type=Path))
 @click.option(
     "--step",
     default="best",
@@ -179,7 +185,7 @@ def run_and_exit(
     shell_complete=complete_names(step_names),
     help="Checkpoint; last if there is no best.",
 )
-@click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--to", required=True, type=PathArgument(path_type=Path), help="Folder to write.")
 @with_options([FOLDER_TASK_OPTION])
 @set_option("Override a recipe key, such as data.eval=FILE for probes.")
 @click.option("--merge-lora", is_flag=True, help="Merge the adapters into the base and write one model.")
@@ -224,7 +230,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("file", type=click.Path())
+@click.argument("file", type=PathArgument())
 @click.option(
     "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
 )
@@ -248,7 +254,7 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
 
 
 @main.command()
-@click.argument("run", type=click.Path(exists=True, path_type=Path))
+@click.argument("run", type=PathArgument(exists=True, path_type=Path))
 @click.option("--verify", "read_all", is_flag=True, help="Read every file and compare its hash.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import click
 
 from dstrain.cli.command_group import GroupedCommand, echo
 from dstrain.cli.completion import complete_names, completion_script, preset_names, recipe_names, task_names
-from dstrain.cli.options import MACHINE_OPTIONS, PLAN_OPTIONS, RECIPE_OPTIONS, with_options
+from dstrain.cli.options import MACHINE_OPTIONS, PLAN_OPTIONS, RECIPE_OPTIONS, PathArgument, with_options
 from dstrain.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def plan(
 @click.command(cls=GroupedCommand)
 @click.argument("name", required=False, shell_complete=complete_names(preset_names))
 @click.option(
-    "--adopt", type=click.Path(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
+    "--adopt", type=PathArgument(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
 )
 def presets(name: str | None, adopt: Path | None) -> None:
     """List the presets, or print one."""
@@ -74,7 +74,7 @@ def recipes(name: str | None) -> None:
 @click.command(cls=GroupedCommand)
 @click.argument("task", shell_complete=complete_names(task_names, or_file=True))
 @with_options(MACHINE_OPTIONS)
-@click.option("--to", type=click.Path(path_type=Path), help="File to write; default: stdout.")
+@click.option("--to", type=PathArgument(path_type=Path), help="File to write; default: stdout.")
 def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -> None:
     """Write a commented starter recipe for TASK and this machine.
 

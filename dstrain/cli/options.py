@@ -35,6 +35,15 @@ def set_option(help_text: str) -> Callable[..., Any]:
     )
 
 
+class PathArgument(click.Path):
+    """Path of a file or folder. An empty one is refused: pathlib takes it for the working folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("is empty; give a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 COUNT = _Count(max=100_000)
 LAUNCH_OPTIONS = (
     click.option(
@@ -49,7 +58,7 @@ LAUNCH_OPTIONS = (
         type=COUNT,
         help="Number of hosts, from the top of the hostfile.",
     ),
-    click.option("--hostfile", type=click.Path(), help="File with one line per host: host1 slots=8"),
+    click.option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8"),
     click.option("--include", default="", show_default="all", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
     click.option("--exclude", default="", show_default="none", help="GPUs not to use: localhost:1 or host2"),
     click.option(
@@ -83,7 +92,9 @@ LAUNCH_OPTION_NAMES = frozenset(
     )
 )
 RECIPE_OPTIONS = (
-    click.argument("recipe", required=False, shell_complete=complete_names(recipe_names, or_file=True)),
+    click.argument(
+        "recipe", type=PathArgument(), required=False, shell_complete=complete_names(recipe_names, or_file=True)
+    ),
     click.option(
         "--task",
         help="Packaged task, path of a task file, or dotted module.",
@@ -145,7 +156,7 @@ FOLDER_TASK_OPTION = click.option(
     shell_complete=complete_names(task_names, or_file=True),
 )
 MODEL_OPTIONS = (
-    click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
+    click.argument("run_or_model", type=PathArgument(exists=True, path_type=Path)),
     FOLDER_TASK_OPTION,
     click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(step_names), help="Checkpoint of a run; last if there is no best."),
     set_option("Override a recipe key, such as batch.micro=8; repeatable."),

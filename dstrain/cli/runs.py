@@ -8,13 +8,14 @@ from pathlib import Path
 import click
 
 from dstrain.cli.command_group import GroupedCommand, echo
+from dstrain.cli.options import PathArgument
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", type=PathArgument(path_type=Path), nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--to",
-    type=click.Path(path_type=Path),
+    type=PathArgument(path_type=Path),
     metavar="FILE.html",
     help="File to write; default: report.html in the run folder, for several runs in the working folder.",
 )
@@ -30,7 +31,7 @@ def report(runs: tuple[Path, ...], to: Path | None) -> None:
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PathArgument(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(run: Path, as_json: bool) -> None:
     """Print whether a run is alive, where, how fast and until when.

@@ -10,7 +10,7 @@ import click
 
 from dstrain.cli.command_group import GroupedCommand
 from dstrain.cli.completion import complete_names, preset_names
-from dstrain.cli.options import SCRATCH_OPTION, with_options
+from dstrain.cli.options import SCRATCH_OPTION, PathArgument, with_options
 from dstrain.errors import EXIT_DONE, EXIT_FAILED
 
 DEFAULT = ("zero0", "zero1", "zero2", "zero3")
@@ -28,7 +28,7 @@ DEFAULT = ("zero0", "zero1", "zero2", "zero3")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--keep", type=click.Path(path_type=Path), help="New folder for runs and logs, kept; default: a temporary one."
+    "--keep", type=PathArgument(path_type=Path), help="New folder for runs and logs, kept; default: a temporary one."
 )
 @click.option("--phase", type=click.Choice(["stop", "resume"]), hidden=True, help="Set by dstrain for its processes.")
 @click.option("--batch", type=int, default=8, hidden=True, help="Set by dstrain for its processes.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -73,6 +74,41 @@ def hollow(folder: Path) -> None:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
     (folder / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("data check '' --task rm", "FILE"),
+        ("train ''", "[RECIPE]"),
+        ("train --hostfile ''", "--hostfile"),
+        ("prepare ''", "[RECIPE]"),
+        ("plan ''", "[RECIPE]"),
+        ("bench ''", "[RECIPE]"),
+        ("evaluate '' --data pairs.jsonl", "RUN_OR_MODEL"),
+        ("evaluate run --data ''", "--data"),
+        ("generate '' --prompt x", "RUN_OR_MODEL"),
+        ("generate run --data ''", "--data"),
+        ("generate run --prompt x --image ''", "--image"),
+        ("export '' --to out", "RUN"),
+        ("export run --to ''", "--to"),
+        ("checkpoints ''", "RUN"),
+        ("report ''", "RUN..."),
+        ("report run --to ''", "--to"),
+        ("status ''", "RUN"),
+        ("init rm --to ''", "--to"),
+        ("presets --adopt ''", "--adopt"),
+        ("selftest --keep ''", "--keep"),
+    ],
+)
+def test_an_empty_path_is_refused_by_the_arguments_name(
+    command: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hollow(tmp_path)
+    result = invoke(*shlex.split(command))
+    assert result.exit_code == 2, result.output
+    assert f"Invalid value for '{named}': is empty; give a path" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

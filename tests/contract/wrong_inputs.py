@@ -127,7 +127,7 @@ RECIPES: dict[str, Wrong] = {
     "a pipe": Wrong(["train", "b.yaml"], r"b\.yaml: is not a regular file.*; save the recipe as a file", {"b.yaml": os.mkfifo}),
     "a device": Wrong(["train", "/dev/null"], r"/dev/null: is not a regular file.*; save"),
     "a link to itself": Wrong(["train", "b.yaml"], r"b\.yaml: .*; check the path", {"b.yaml": link_to_itself}),
-    "a name with NUL": Wrong(["train", "a\0b.yaml"], r"RECIPE a\\x00b\.yaml: there is no such file.*; check the path"),
+    "a name with NUL": Wrong(["train", "a\0b.yaml"], r"a path holds a NUL character; remove it"),
     "no such file": Wrong(["train", "nowhere.yaml"], r"nowhere\.yaml: there is no such file.*; check the path"),
     "a negative seed": Wrong(sets("seed=-1"), r"--set seed: .*-1.*; raise it"),
     "a seed of 5000 digits": Wrong(sets(f"seed={MANY_DIGITS}"), r"--set seed"),

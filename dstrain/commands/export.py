@@ -124,17 +124,10 @@ def _fp16_overrides(run_dir: Path) -> list[str]:
 
 
 def _rename_synced(partial: Path, output_dir: Path) -> None:
-    """Rename the folder once all its files are on the disk, with the permissions of new files.
-
-    Raises CheckpointError, UsageError.
-    """
+    """Rename the folder once all its files are on the disk. Raises CheckpointError, UsageError."""
     with _as_checkpoint_error(f"--to {output_dir}: cannot be written"):
-        # safetensors writes files that only their owner may read; the recipe has the permissions that the umask gives.
-        mode = stat.S_IMODE((partial / EXPORT_RECIPE).stat().st_mode)
         # The content before the name: an export that can be seen is complete after a power failure too.
         for path in (*partial.rglob("*"), partial):
-            if path.is_file():
-                path.chmod(mode)
             sync_folder(path)
         try:
             os.rename(partial, output_dir)
@@ -210,7 +203,12 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
             save_module(model, folder)
         copy_task_files(task, folder)
         task.export.save_extras(folder)
-        (folder / EXPORT_RECIPE).write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
+        recipe = folder / EXPORT_RECIPE
+        recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
+        # safetensors writes files that only their owner may read; the recipe has the permissions that the umask gives.
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(stat.S_IMODE(recipe.stat().st_mode))
         if of_a_library:
             check_exported_files(folder, get_export_tensors(model))  # taken again: for some families it returns copies
 

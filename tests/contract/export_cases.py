@@ -33,13 +33,12 @@ from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.text import TextTask
 from dstrain.train import precompute_outputs
 from dstrain.train.build_model import build_model
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.resume.inputs import digest_tokenizer
+from dstrain.train.resume.inputs import digest_model_files
 from dstrain.train.resume.recorded import dump_training_recipe
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
@@ -95,8 +94,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     engine = TorchEngine(TrainModule(made, model), groups, made.recipe.optim, torch.device("cpu"))
     record: dict[str, Any] = {"recipe": dump_training_recipe(made.recipe)}
     record |= {"base": weights_fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
-    if isinstance(made, TextTask) and made.model_source.reads_text:
-        record["inputs"] = {"model.tokenizer": {"digest": digest_tokenizer(made)}}
+    record["inputs"] = digest_model_files(made)
     checkpoints = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     checkpoints.save(
         lambda path: write_state(path, engine.state_files(), engine.state_metadata()), Progress(1, 4), record

@@ -135,3 +135,16 @@ def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> No
         "There is no such option"
         not in invoke("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
     )
+
+
+def test_a_model_with_another_config_is_refused(tmp_path: Path) -> None:
+    run, base = run_from_base(tmp_path, "sft")
+    shutil.copytree(base, tmp_path / "old")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    words = ["evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl")]
+    refused = invoke(*words)
+    assert refused.exit_code == 2, refused.output
+    assert f"{base}: its content is not what the run was trained on (step " in refused.output
+    named = invoke(*words, "--set", f"model.path={tmp_path}/old")
+    assert named.exit_code == 0, named.output

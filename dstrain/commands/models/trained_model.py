@@ -114,20 +114,27 @@ class SavedModel:
             self.task.checks.device()
             check_head(self.task, self.folder)
         else:
-            self._check_tokenizer(self.checkpoint)
+            self._check_inputs(self.checkpoint)
         if isinstance(self.task, TextTask) and self.task.model_source.reads_text:
             check_tokenizer_terminates(self.task.tokenizer, self.folder)
 
-    def _check_tokenizer(self, checkpoint: CheckpointInfo) -> None:
-        """Raise UsageError if the run folder's tokenizer or processor is not the one that the checkpoint records."""
+    def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
+        """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
+        from dstrain.models.weights.fingerprint import config_fingerprint
         from dstrain.train.resume.inputs import digest_tokenizer, iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
+        recorded = checkpoint.read_run_info().get("inputs", {})
+        # Another path than the run's is the user's word.
+        if model.path and model.path == checkpoint.read_run_info().get("recipe", {}).get("model", {}).get("path"):
+            digest = config_fingerprint(model.path)
+            for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
+                fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
+                raise UsageError(Fault(model.path, f"{what} (step {checkpoint.step})", fix))
         if not isinstance(self.task, TextTask) or str(own.resolve()) not in (model.tokenizer, model.processor):
             return
         if self.task.has_own_tokenizer or model.chat_template is not None:
             return
-        recorded = checkpoint.read_run_info().get("inputs", {})
         for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": digest_tokenizer(self.task)}}):
             fix = f"copy the folder from the run again, or name a tokenizer: --set {key}=FOLDER"
             raise UsageError(Fault(str(own), f"{what} (step {checkpoint.step})", fix))

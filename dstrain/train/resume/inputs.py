@@ -72,6 +72,12 @@ def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | No
             found[key] |= {"tokens": examples.store.digest} if isinstance(examples, TokenizedDataset) else {}
     if "data.train" not in found:
         found["data.train"] = {"samples": len(train_dataset)}
+    return found | digest_model_files(task)
+
+
+def digest_model_files(task: Task) -> dict[str, dict[str, Any]]:
+    """Return the digests of the model's config, of its tokenizer and of those of reward models."""
+    found = {}
     if task.recipe.model.path and (digest := config_fingerprint(task.recipe.model.path)):
         found["model.path"] = {"digest": digest}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}

@@ -9,7 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 from dstrain.data.encoding.conservation import Span, Verdict, check_answers, judge, remove_turns
-from dstrain.data.encoding.rendering import has_chat_template, render_conversation, to_template_messages
+from dstrain.data.encoding.rendering import (
+    find_answer_end,
+    has_chat_template,
+    render_conversation,
+    to_template_messages,
+)
 from dstrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
@@ -93,20 +98,15 @@ def _locate(
         aligner = TemplateAligner(render_fn, messages, text, end_tokens)
         # One aligner for all turns, since neighbours share their renderings.
         spans = [aligner.find_span(turn) for turn in sample.trained_turns]
-    return text, [_trim_span(text, span, end_tokens) for span in spans]
+    turns = [messages[turn] for turn in sample.trained_turns]
+    return text, [
+        (start, find_answer_end(text, start, end, message, end_tokens))
+        for message, (start, end) in zip(turns, spans, strict=True)
+    ]
 
 
 def _uses_tools(sample: Conversation) -> bool:
     return bool(sample.tools) or any(get_message_field(message, "tool_calls") for message in sample.messages)
-
-
-def _trim_span(text: str, span: Span, end_tokens: tuple[str, ...]) -> Span:
-    """Return the span without whitespace after its end token.
-
-    Some templates write a line break there, which the model never has to generate.
-    """
-    end = span[0] + len(text[slice(*span)].rstrip())
-    return (span[0], end) if text.endswith(end_tokens, span[0], end) else span
 
 
 def _find_generation_spans(tokenizer: Any, sample: Conversation) -> list[Span] | None:

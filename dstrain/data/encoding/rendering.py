@@ -60,7 +60,7 @@ def render_prompt(
     """
     if has_chat_template(tokenizer):
         render_fn = partial(render_conversation, tokenizer, tools=tools or None)
-        rendered = _render_with_template(render_fn, prompt, answers)
+        rendered = _render_with_template(render_fn, prompt, answers, (tokenizer.eos_token,))
         verdicts = [_judge_answer(tokenizer, render_fn, prompt, answer, tools) for answer in answers]
         lost = {name: max((one.counts[name] for one in verdicts), default=0) for name in LOST_COLUMNS}
         return replace(rendered, lost=lost)
@@ -156,7 +156,9 @@ def _renders_probe(tokenizer: Any, message: Any) -> bool:
         return False
 
 
-def _render_with_template(render_fn: Callable[..., str], prompt: Prompt, answers: Sequence[Response]) -> RenderedPrompt:
+def _render_with_template(
+    render_fn: Callable[..., str], prompt: Prompt, answers: Sequence[Response], end_tokens: tuple[str, ...]
+) -> RenderedPrompt:
     messages = _to_messages(prompt, "user")
     if isinstance(prompt, str):  # the space between prompt and answer belongs to neither message
         answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
@@ -165,7 +167,41 @@ def _render_with_template(render_fn: Callable[..., str], prompt: Prompt, answers
     # Some templates open an answer with text that they omit where the answer is given, such as an
     # empty block of thoughts: the prompt ends where the texts diverge.
     start = common_prefix_length([opening, *full])
-    return RenderedPrompt(opening[:start], tuple(text[start:] for text in full), True, opening[start:])
+    turns = [_to_messages(answer, "assistant")[-1] for answer in answers]
+    # Only what follows an end token is cut: whitespace stays, as the template writes it.
+    ends = [
+        find_answer_end(text, start, len(text.rstrip()), turn, end_tokens)
+        for text, turn in zip(full, turns, strict=True)
+    ]
+    texts = tuple(
+        text[start:] if end == len(text.rstrip()) else text[start:end] for text, end in zip(full, ends, strict=True)
+    )
+    return RenderedPrompt(opening[:start], texts, True, opening[start:])
+
+
+def find_answer_end(text: str, start: int, end: int, message: Message, end_tokens: tuple[str, ...]) -> int:
+    """Return where the answer in `text[start:end]` ends: after its end token.
+
+    Some templates write a line break there, and some, such as Command R+'s, the prompt of the next answer, which the
+    model never has to generate.
+    """
+    end_tokens = tuple(filter(None, end_tokens))
+    stripped = start + len(text[start:end].rstrip())
+    content, at = message["content"].strip(), -1
+    if content and not message.get("tool_calls"):
+        at = text.rfind(content, start, end)
+    ends = [
+        found + len(token)
+        for token in end_tokens
+        if at >= 0 and (found := text.find(token, at + len(content), end)) >= 0
+    ]
+    if ends:
+        rest = text[min(ends) : end]
+        for token in end_tokens:
+            rest = rest.replace(token, "")
+        if rest.strip():
+            return min(ends)
+    return stripped if text.endswith(end_tokens, start, stripped) else end
 
 
 def _judge_answer(
@@ -176,7 +212,9 @@ def _judge_answer(
     count = len(before)
 
     def locate(sample: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        rendered = _render_with_template(render_fn, sample.messages[:count], [sample.messages[count:]])
+        rendered = _render_with_template(
+            render_fn, sample.messages[:count], [sample.messages[count:]], (tokenizer.eos_token,)
+        )
         return rendered.texts[1], [(len(rendered.prompt), len(rendered.texts[1]))]
 
     trained = tuple(turn for turn in range(count, count + len(after)) if after[turn - count]["role"] == "assistant")

@@ -263,3 +263,24 @@ def test_public_templates_keep_a_record_or_say_so() -> None:
         for name, record in CONVERSATIONS.items()
     }
     print(f"{len(templates)} templates; refused: {refused}")
+
+
+PROMPT_AT_THE_END = (  # as Command R+: whether or not it is asked for, the text of the next answer's prompt is written
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+    "<system>Write your plan.</s><assistant>"
+)
+
+
+def test_a_prompt_that_a_template_always_writes_is_not_learnt() -> None:
+    turns = {"messages": [message("user", "2+2?"), message("assistant", "4 </s> or so"), message("user", "Sure?")]}
+    turns["messages"].append(message("assistant", "Yes."))
+    found = encode(PROMPT_AT_THE_END, turns)
+    assert isinstance(found, tuple)
+    assert found[0].endswith("Yes.</s>")
+    assert "Write your plan" not in found[0]
+    tokenizer = with_template(PROMPT_AT_THE_END)
+    pair = read_preference({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    (row,) = encode_preferences(tokenizer, [pair], 20_000)
+    assert not isinstance(row, BadRecord)
+    for side, answer in (("chosen", "4"), ("rejected", "5")):
+        assert tokenizer.decode(row[side]).endswith(f"{answer}</s>")

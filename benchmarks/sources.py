@@ -27,7 +27,7 @@ import json, os, sys, time
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
 try:
-    from dstrain.data.cache.load_or_build import check_images_once as images_checked
+    from dstrain.cache import check_once as images_checked
 except ImportError:
     from contextlib import nullcontext as images_checked
 import pyarrow, pyarrow.parquet, PIL.Image, transformers

@@ -181,7 +181,7 @@ def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: py
 
 
 def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dstrain.train.precompute_outputs, "ROWS_PER_FILE", 10)
+    monkeypatch.setattr(dstrain.train.precompute_outputs, "ROWS_PER_ENTRY", 10)
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     asked: list[int] = []
     refer = DPO.reference_outputs
@@ -207,17 +207,6 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
     assert broken is not None
     assert kept.isdisjoint(asked)
     assert len(kept) + len(asked) == len(broken) == len(whole.examples("train") or ())
-
-
-def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
-    task = made(tmp_path, {"precompute_ref_log_probs": True})
-    first = add_frozen_outputs(asking(task), [task.examples("train")])[0]
-    (file,) = (dstrain.train.precompute_outputs.cache_root() / "references").glob("*/rows-*.npz")
-    file.write_bytes(file.read_bytes()[:100])
-    again = add_frozen_outputs(asking(task), [task.examples("train")])[0]
-    assert first is not None
-    assert again is not None
-    assert first[5]["ref_chosen_logps"] == again[5]["ref_chosen_logps"]
 
 
 def key(task: Task, **more: Any) -> str:

@@ -30,7 +30,7 @@ from dstrain.tasks.dpo import DPO
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.module import with_scores
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
+from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.contract.lora_cases import save_base
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe
@@ -195,18 +195,6 @@ def change(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["score.weight"] += 1.0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_the_cached_outputs_of_a_reference_keep_their_key(tmp_path: Path) -> None:
-    """Caches that were written before reward models existed are found again."""
-    values = find_task("dpo").tiny(tmp_path) | {"options": {"precompute_ref_log_probs": True}}
-    task: Any = make_task(RunConfig.model_validate(values))
-    store = task.examples("train").store
-    (job,) = iter_model_jobs(OutputsJob(task=task, ds_config=PLAIN, micro_batch_size=3, world=WORLD))
-    assert build_cache_key(job, store, "digest") == {
-        "what": "reference", "version": 1, "task": "dpo", "tokens": store.folder.name, "weights": "digest",
-        "dtype": "float32", "attention": "auto", "drawn_in_shards": False,
-    }  # fmt: skip
 
 
 def without(folder: Path, name: str) -> Path:

@@ -37,13 +37,14 @@ from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.token_store import load_or_build_store
 from dstrain.data.documents.document import PdfDocument
 from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.loading.loader import make_batch
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.structures.similarity import load_or_cluster
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.statistics import compute_image_stats
-from dstrain.errors import DataError
+from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
 from dstrain.train.precompute_outputs import read_columns, write_columns
 from tests.unit.data.documents.pdf_files import write_pdf
@@ -564,3 +565,19 @@ def test_a_file_that_changed_while_it_was_read_is_not_remembered(
     os.utime(file, (1, 1))
     save_file_result(file, "x", 1, time.time_ns(), state)
     assert load_file_result(file, "x") is None
+
+
+def test_a_store_that_is_cut_short_in_use_is_named(tmp_path: Path) -> None:
+    rows = [{"ids": [at] * 40, "sample": at} for at in range(300)]
+    store = load_or_build_store(None, KEY, lambda report: [rows])
+    os.truncate(store.folder / "ids.ends.npy", 200)
+
+    class Dataset:
+        def __init__(self) -> None:
+            self.store = store
+
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("shape mismatch")
+
+    with pytest.raises(RunError, match=r"ids\.ends\.npy was changed while it was in use, and samples 7 cannot be read"):
+        make_batch(Dataset(), lambda examples: None, [7], 0)  # type: ignore[arg-type, return-value]

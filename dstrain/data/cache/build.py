@@ -128,9 +128,7 @@ class ImageRecordEncoder:
 
         def write_index(folder: Path) -> None:
             pool.shutdown()
-            if isinstance(source, DerivedSource):
-                self.index_writer.watch(source.watched_files())
-            self.index_writer.write(folder)
+            self.index_writer.write(folder, source.watched_files() if isinstance(source, DerivedSource) else ())
 
         return encode_rows, write_index
 

@@ -18,7 +18,6 @@ from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
 from dstrain.files import stat_or_none
-from dstrain.process_setup import log_stderr
 
 META = "meta.json"
 """File of a store's folder with its columns and its report."""
@@ -266,12 +265,11 @@ def load_or_build_store(
     key: Mapping[str, Any],
     build: Build,
     write_extra: Callable[[Path], object] = lambda folder: None,
-    echo: Callable[[str], None] = log_stderr,
-    log_interval: float = 30.0,
+    **options: Any,
 ) -> TokenStore:
     """Return the store under this key, built first where it is not in the cache `root`, or its images have changed.
 
-    `write_extra` writes other files into the store's folder, once all examples are written.
+    `write_extra` writes other files into the store's folder, once all examples are written; `options` are those of `get_or_build`.
     """
     return get_or_build(
         "tokens",
@@ -280,8 +278,7 @@ def load_or_build_store(
         TokenStore,
         find_change=lambda store: None if store.image_index is None else store.image_index.find_change(),
         root=root,
-        echo=echo,
-        log_interval=log_interval,
+        **options,
     )
 
 
@@ -358,10 +355,6 @@ class TokenizedDataset:
     def report(self) -> dict[str, Any]:
         """Counts of records read, used and skipped, for events.jsonl."""
         return {**describe_report(self.store.report), **self.counts}
-
-    def find_change(self) -> str | None:
-        """Return that the store's files were changed while they were in use, as a clause; None if they were not."""
-        return self.store.find_change()
 
     def column(self, name: str) -> np.ndarray:
         """Return a number for each example, (N,)."""

@@ -256,8 +256,8 @@ def make_batch(
         names = [e["sample"] for e in chosen if isinstance(e, Mapping) and type(e.get("sample")) is int]
         samples = ", ".join(str(name) for name in names or ids or [filler_id])
         fix = "; fix or remove them" if isinstance(fault, BadRecord | OSError) else ""
-        find_change = getattr(examples, "find_change", None)
-        if find_change is not None and (change := find_change()):
+        store = getattr(examples, "store", None)
+        if store is not None and (change := store.find_change()):
             raise RunError(f"{change}, and samples {samples} cannot be read; start again") from fault
         raise RunError(f"samples {samples} could not be made into a batch: {describe_fault(fault)}{fix}") from fault
     # Ranks without a sample run a forward pass of weight 0: collectives in it need every rank.

@@ -47,7 +47,6 @@ class ImageIndexWriter:
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
         self._rejected: dict[str, WatchedFile] = {}
-        self._watched: dict[str, WatchedFile] = {}
 
     def get_entry(self, value: Any, folder: Path) -> ImageEntry:
         """Return the entry of an image in a record; decode, downscale and hash it if it is new.
@@ -75,16 +74,12 @@ class ImageIndexWriter:
         """Return the entry's position in the index, assigned in the order of calls. Not thread-safe."""
         return self._positions.setdefault(entry, len(self._positions))
 
-    def watch(self, files: Iterable[WatchedFile]) -> None:
-        """Add files that the examples depend on besides their images."""
-        self._watched |= {file.path: file for file in files}
-
-    def write(self, folder: Path) -> None:
-        """Write the images that have a position into a store's folder."""
+    def write(self, folder: Path, watched: Iterable[WatchedFile] = ()) -> None:
+        """Write the images that have a position into a store's folder, and other files that the examples depend on."""
         used = {entry.path for entry in self._positions}
         unused = [asdict(self._rejected[path]) for path in sorted(self._rejected) if path not in used]
         lists = {"images": [asdict(entry) for entry in self._positions], "unused": unused}
-        lists["watched"] = [asdict(self._watched[path]) for path in sorted(self._watched)]
+        lists["watched"] = [asdict(file) for file in sorted(watched, key=lambda file: file.path)]
         (folder / IMAGE_INDEX_FILE).write_text(json.dumps(lists, ensure_ascii=False), encoding="utf-8")
 
     def _build_entry(self, source: Path | bytes, key: str, is_cached: bool) -> ImageEntry:

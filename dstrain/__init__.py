@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrain import old_paths
-
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 __version__ = "0.1.0"
-
-old_paths.install()
 
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -1,11 +1,9 @@
-"""Key aliases of other frameworks, renamed options, and recipe keys that are not supported."""
+"""Key aliases of other frameworks, and recipe keys that are not supported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
-
-from dstrain.source_map import KeyPath
 
 KEY_ALIASES: dict[str, str] = {
     # HF Trainer and TRL
@@ -49,7 +47,10 @@ KEY_ALIASES: dict[str, str] = {
     "dataloader_pin_memory": "data.pin",
     "ddp_timeout": "timeout_minutes",
     "data_seed": "seed",
-    "torch_compile": "compile",
+    **dict.fromkeys(
+        ("torch_compile", "compile"),
+        "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)",
+    ),
     "full_determinism": "deterministic",
     "max_seq_length": "data.max_length",
     "model_max_length": "data.max_length",
@@ -111,56 +112,9 @@ KEY_ALIASES: dict[str, str] = {
 """Name in another framework -> the recipe key for it."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("compile", bool, "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.time", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.setup", bool, "write the lines into your sbatch file"),
 )
 """(key, condition on its value, fix): values of features that do not exist yet."""
-
-RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "vlm": {"one_sample_per_image": "group_by_image", "flip": "horizontal_flip", "shift": "random_translate"},
-}
-"""Task -> its renamed options, old name -> new name. The old names are accepted until version 2."""
-RENAMED_CHAT_TEMPLATES: Mapping[str, str] = {"turns": "human_assistant"}
-"""Renamed values of model.chat_template, old -> new."""
-RENAMED_LAUNCH_KEYS: Mapping[str, str] = {"silence_seconds": "heartbeat_timeout_seconds"}
-"""Renamed keys of `launch`, old -> new."""
-RENAMED_MODEL_KEYS: Mapping[str, str] = {"attention": "attn_implementation"}
-"""Renamed keys of `model`, old -> new."""
-
-
-def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's values with new key and option names. A key that is set under both names stays as it is."""
-    found = {**values}
-    for name, renamed in _deprecated_keys(values):
-        block = values.get(name)
-        if isinstance(block, dict) and renamed.keys() & block.keys():
-            new = {old: old if key in block else key for old, key in renamed.items()}
-            found[name] = {new.get(key, key): value for key, value in block.items()}
-    return found
-
-
-def _deprecated_keys(values: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, str]], ...]:
-    """Return (block, its renamed keys), with the options of the recipe's task."""
-    options = RENAMED_OPTIONS.get(str(values.get("task")), {})
-    return ("launch", RENAMED_LAUNCH_KEYS), ("model", RENAMED_MODEL_KEYS), ("options", options)
-
-
-def list_deprecated_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
-    """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
-    return [((block, old), (block, new)) for block, renamed in _deprecated_keys(values) for old, new in renamed.items()]
-
-
-def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each old name in the recipe's values."""
-    for (name, old), (_, new) in list_deprecated_keys(values):
-        block = values.get(str(name))
-        if isinstance(block, dict) and old in block:
-            yield f"{name}.{old} is deprecated; write {name}.{new}"
-    model = values.get("model")
-    template = model.get("chat_template") if isinstance(model, dict) else None
-    if isinstance(template, str) and template in RENAMED_CHAT_TEMPLATES:
-        new = RENAMED_CHAT_TEMPLATES[template]
-        yield f"model.chat_template: {template} is deprecated; write {new}"

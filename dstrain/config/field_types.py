@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from dstrain.config.aliases import RENAMED_CHAT_TEMPLATES
 from dstrain.errors import SECRET_NAME, URL_PASSWORD
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -23,13 +22,6 @@ def _check_split_name(value: Any) -> Any:
 
 
 SplitName = Annotated[str, BeforeValidator(_check_split_name)]
-
-
-def _rename_chat_template(value: Any) -> Any:
-    return RENAMED_CHAT_TEMPLATES.get(value, value) if isinstance(value, str) else value
-
-
-ChatTemplate = Annotated[str, BeforeValidator(_rename_chat_template)]
 
 
 ATTN_IMPLEMENTATIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dstrain.config.field_types import (
     AttnImplementation,
-    ChatTemplate,
     Fraction,
     NonNegativeFloat,
     PositiveInt,
@@ -66,7 +65,7 @@ class ModelConfig(Section):
     """Folder or Hub id, or {train: bpe, vocab_size: N}. Empty: the tokenizer of `path`; with `config`, one trained on data.train with the config's vocab_size."""
     processor: str | ProcessorConfig | None = None
     """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
-    chat_template: ChatTemplate | None = None
+    chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     init: str | None = None
     """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
@@ -86,8 +85,3 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5: in that share of the layers."""
     trust_remote_code: bool = False
     """Let transformers run Python code from the model's folder or repository."""
-
-    @property
-    def attention(self) -> str:
-        """`attn_implementation` under its old name, for task files. Until version 2."""
-        return self.attn_implementation

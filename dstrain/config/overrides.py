@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dstrain.config.aliases import list_deprecated_keys
 from dstrain.config.read_yaml import COMMAND_LINE
 from dstrain.source_map import KeyPath, SourceMap, lookup
 
@@ -22,7 +21,7 @@ step and its memory stay."""
 
 
 def resolve_overrides(source: SourceMap) -> None:
-    """Drop keys of the file that exclude a key of the command line, or are its old or new name.
+    """Drop keys of the file that exclude a key of the command line.
 
     Keys of the command line stay.
 
@@ -35,10 +34,6 @@ def resolve_overrides(source: SourceMap) -> None:
                 if key == ("model", "path"):
                     _drop_trained_tokenizer(source)
     _resolve_batch_override(source)
-    for names in list_deprecated_keys(source.values):
-        for key, other in (names, names[::-1]):
-            if source.locations.get(key) == COMMAND_LINE and not _is_from_command_line(source, other):
-                _drop_key(source, other)
 
 
 def _is_overridden(source: SourceMap, key: KeyPath, other: KeyPath) -> bool:

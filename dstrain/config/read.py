@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES, list_deprecated_keys
+from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
 from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
@@ -48,7 +48,7 @@ def read_recipe(
         if value is not None:
             source.values[key] = value
             source.locations[(key,)] = option
-    resolve_overrides(source)  # after the task, whose options may have old names
+    resolve_overrides(source)
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
@@ -95,9 +95,6 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
         loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
         loc = tuple(name for name in loc if name not in _UNION_BRANCHES)
         key = normalize_key(loc, source.values)
-        if not _has_key(source.values, key):  # written under its old name
-            old_names = {new: old for old, new in list_deprecated_keys(source.values) if _has_key(source.values, old)}
-            key = (*old_names.get(key[:2], key[:2]), *key[2:])
         while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
@@ -187,7 +184,8 @@ def _suggest_key(key: KeyPath) -> str:
     """Return a hint to the key that was probably meant."""
     name = str(key[-1])
     if name in KEY_ALIASES:
-        return f"here it is {KEY_ALIASES[name]}"
+        alias = KEY_ALIASES[name]
+        return alias if alias.startswith("leave it out") else f"here it is {alias}"
     siblings = list(_section_fields(RunConfig, key[:-1]))
     hint = suggest_name(name, siblings)
     if hint.startswith("did you mean"):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from dstrain.config.aliases import find_deprecations, rename_keys
 from dstrain.config.field_types import EnvVar, Fraction, NonNegativeFloat, PositiveInt, SplitName
 from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
@@ -282,8 +281,6 @@ class RunConfig(Section):
     """Random seed for data order, initial weights and dropout."""
     deterministic: bool = False
     """Bit-identical results also on a GPU, at some cost in speed."""
-    compile: bool = False
-    """torch.compile the model."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Steps with inf or nan are always skipped; stop: end the run after 3 in a row."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=1e6)] = 10.0
@@ -298,17 +295,3 @@ class RunConfig(Section):
     """Profile some steps: trace, DeepSpeed's FLOPs table, memory."""
     launch: LaunchConfig = LaunchConfig()
     """Launcher settings."""
-
-    _deprecations: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def deprecations(self) -> tuple[str, ...]:
-        """Messages about old names in the recipe as written."""
-        return self._deprecations
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _accept_old_names(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
-        config = handler(rename_keys(values) if isinstance(values, dict) else values)
-        config._deprecations = tuple(find_deprecations(values)) if isinstance(values, dict) else ()
-        return config

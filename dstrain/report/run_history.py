@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from dstrain.config.read_yaml import read_yaml
 from dstrain.errors import RecipeError, UsageError, mask_secrets
 from dstrain.files import open_regular_file
-from dstrain.report.run_log import parse_row, with_present_event
+from dstrain.report.run_log import parse_row
 
 READ_BYTES = 1 << 20
 """Bytes of metrics.jsonl that are read and parsed at a time."""
@@ -70,7 +70,7 @@ class RunHistory:
         for row in self._read_lines("metrics.jsonl"):
             if "step" in row and row.get("split") in ("train", "eval"):
                 (self.train if row["split"] == "train" else self.eval).append(row)
-        self.events += [with_present_event(row) for row in self._read_lines("events.jsonl") if _is_event(row)]
+        self.events += [row for row in self._read_lines("events.jsonl") if _is_event(row)]
         before = self.texts.get("recipe.yaml")
         for name in ("recipe.yaml", "ds_config.json", "environment.json"):
             self.texts[name] = read_text(self.run_dir / name)

@@ -149,19 +149,8 @@ def _wrap_os_errors(path: Path, action: str = "write") -> Iterator[None]:
         raise RunError(f"cannot {action} {path}: {error.strerror}; {fix}") from error
 
 
-RENAMED_EVENTS = {
-    "begins_anew": "optimizer_state_reset",
-    "reshaped": "resharded",
-    "checkpoint_passed_over": "checkpoint_skipped",
-    "checkpoint_set_aside": "checkpoint_superseded",
-    "save_waits": "async_save_unavailable",
-    "not_learning": "parameters_without_update",
-}
-"""Name of an event in files of dstrain 0.1 -> its name now."""
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl or events.jsonl without damaged lines; events get their present names.
+    """Return the rows of metrics.jsonl or events.jsonl without damaged lines.
 
     Returns no rows if the file cannot be read.
     """
@@ -169,7 +158,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
-    return [with_present_event(row) for row in map(parse_row, lines) if row is not None]
+    return [row for row in map(parse_row, lines) if row is not None]
 
 
 class LastRow(NamedTuple):
@@ -208,12 +197,6 @@ def _iter_lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             end -= len(line)
     if first_line:
         yield len(first_line), first_line
-
-
-def with_present_event(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of an event with the event's present name."""
-    name = row.get("event")
-    return row | {"event": RENAMED_EVENTS[name]} if isinstance(name, str) and name in RENAMED_EVENTS else row
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -1,6 +1,5 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
-from dstrain.old_paths import moved_names
 from dstrain.tasks.common.options import Option, task_options
 from dstrain.tasks.common.registry import (
     builtin_tasks,
@@ -32,5 +31,3 @@ __all__ = [
     "make_task",
     "task_options",
 ]
-
-__getattr__ = moved_names(__name__)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.field_types import check_limits
-from dstrain.old_paths import moved_names
 from dstrain.tasks.common.pairs import PairChecks, pair_metrics, tiny_pair_recipe
 from dstrain.tasks.common.reference import ReferenceChecks
 from dstrain.tasks.common.task import Loss, ReferenceKind
@@ -180,6 +179,3 @@ def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
     odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7))) for mean in (chosen, rejected)]  # finite at p = 1
     return -F.logsigmoid(odds[0] - odds[1])
-
-
-__getattr__ = moved_names(__name__)

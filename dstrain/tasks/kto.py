@@ -20,7 +20,6 @@ from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.sources.base import ConcatSource
-from dstrain.old_paths import moved_names
 from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
 from dstrain.tasks.common.task import Loss, LossInputs
 from dstrain.tasks.common.tiny import tiny_recipe
@@ -206,6 +205,3 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
         "completion": f" Gladly: {ways}." if wanted else f" No idea{', really' * draw.randint(0, 3)}, go away.",
         "label": wanted,
     }
-
-
-__getattr__ = moved_names(__name__)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.old_paths import moved_names
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextExport, TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
@@ -121,6 +120,3 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
     if index % 3 == 0:
         turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-
-__getattr__ = moved_names(__name__)

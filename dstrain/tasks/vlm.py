@@ -18,7 +18,6 @@ from dstrain.data.sources.base import Source
 from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError
 from dstrain.models.checks.preflight import text_only_fault
-from dstrain.old_paths import moved_names
 from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SFT
@@ -137,6 +136,3 @@ def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
         turns = [("user", "<image>" * count + "\nWhich colour?"), ("assistant", " and ".join(names) + ".")]
     messages = [{"role": role, "content": content} for role, content in turns]
     return {"messages": messages, "images": [place.name for place in places]}
-
-
-__getattr__ = moved_names(__name__)

@@ -24,7 +24,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
 from dstrain.train.setup.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
@@ -509,11 +509,11 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 def test_a_run_goes_on_only_as_it_was_begun(
     changes: list[str], resume: ResumeOptions, wanted: str, folder: Path
 ) -> None:
-    write_run_config(folder / "run", resolve_recipe(TrainRequest(recipe=RECIPE)).config, {}, {})
+    config = resolve_recipe(TrainRequest(recipe=RECIPE)).config
+    write_run_config(folder / "run", config, {}, {})
+    record = {"recipe": dump_training_recipe(config), "inputs": {}, "zero_stage": 2}
     kept = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
-    kept.save(
-        lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None
-    )
+    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     plan(folder, [])
     with pytest.raises(UsageError, match=wanted):
         plan(folder, changes, resume)

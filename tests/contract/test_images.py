@@ -170,7 +170,7 @@ def test_the_records_of_the_docs_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     Path("same.jsonl").write_text(blocks[0])
     values = recipe(tmp_path)
     values["data"] |= {"train": "same.jsonl", "max_length": 200}
-    values["model"] = {**values["model"], "chat_template": "turns"}
+    values["model"] = {**values["model"], "chat_template": "human_assistant"}
     first, *others = (examples(values)[row] for row in range(4))
     assert all(np.array_equal(first["input_ids"], other["input_ids"]) for other in others)
     assert [len(one["images"]) for one in (first, *others)] == [1] * 4

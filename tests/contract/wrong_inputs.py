@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FIXTURE = Path(__file__).parents[1] / "fixtures/8f49f80/rm"
+from tests.contract.export_cases import make_run
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
@@ -61,10 +63,9 @@ def link_to_itself(path: Path) -> None:
 
 
 def run_folder(path: Path) -> None:
-    """The run of an earlier version, with its data files at their place."""
-    shutil.copytree(FIXTURE / "run", path, symlinks=True)
-    recipe = path / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("@FOLDER@", str(FIXTURE.parent)))
+    """A run folder of a reward model with a checkpoint at step 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(make_run(Path(folder), "rm"), path)
 
 
 PLAN = ["plan", "recipe.yaml"]
@@ -116,7 +117,7 @@ def damaged_run(words: list[str], name: str, content: str | bytes | None, messag
 
 
 EXPORT, SCORE = ["export", "r", "--to", "out"], ["evaluate", "r", "--data", "train.jsonl"]
-STATE = "checkpoints/step-00000004"
+STATE = "checkpoints/step-00000001"
 NO_CHECKPOINT = r"r: has no complete checkpoint; `dstrain checkpoints r` lists the faults"
 RECIPES: dict[str, Wrong] = {
     "a folder": Wrong(["train", "."], r"RECIPE \.: is a folder; give the YAML file in it"),
@@ -336,7 +337,7 @@ RUNS: dict[str, Wrong] = {
     "progress of bytes": damaged_run(EXPORT, f"{STATE}/progress.json", b"\xff", NO_CHECKPOINT),
     "a step of letters": Wrong([*EXPORT, "--step", "x"], r"--step x: must be a step number, best or last", {"r": run_folder}),
     "a step of 5000 digits": Wrong([*EXPORT, "--step", MANY_DIGITS], r"--step 9+: .*; |must be a step number", {"r": run_folder}),
-    "a step that is not there": Wrong([*EXPORT, "--step", "99"], r"--step 99: no complete checkpoint of this step; available: 4", {"r": run_folder}),
+    "a step that is not there": Wrong([*EXPORT, "--step", "99"], r"--step 99: no complete checkpoint of this step; available: 1", {"r": run_folder}),
     "an export onto a file": Wrong(["export", "r", "--to", "train.jsonl"], r"--to train\.jsonl: is a file; choose", {"r": run_folder}),
     "a file for a run": Wrong(["export", "train.jsonl", "--to", "out"], r"train\.jsonl: is neither a run folder .*; give"),
     "nothing for a run": Wrong(["evaluate", "nowhere", "--data", "train.jsonl"], r"Path 'nowhere' does not exist"),

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dpo, adapters": ("dpo", {}, LORA),
     "kto": ("kto", {}, {}),
     "rm, DoRA": ("rm", {}, {"lora": {"rank": 8, "dora": True}}),
-    "vlm": ("vlm", {"flip": 0.5}, {}),
+    "vlm": ("vlm", {"horizontal_flip": 0.5}, {}),
     "vlm, a frozen tower": ("vlm", {}, {"freeze": ["vision"]}),
     "vlm, Gemma 3": ("vlm", {}, {"config": GEMMA3}),
     "vlm, Idefics 3": ("vlm", {}, {"config": IDEFICS3}),

@@ -17,7 +17,7 @@ from tests.vision_recipes import named_recipe
 from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import Workers
 
-ALTERED = {"flip": 0.5, "shift": True}
+ALTERED = {"horizontal_flip": 0.5, "random_translate": True}
 
 
 def vision_values(folder: Path, **options: Any) -> dict[str, Any]:
@@ -65,8 +65,11 @@ def test_a_run_with_a_frozen_tower_goes_on_elsewhere(
 @pytest.mark.slow
 def test_altered_images_leave_other_losses(recipe: str, whole: Any, tmp_path: Path, two: Workers) -> None:
     """Else the losses above would not show whether images are altered alike."""
-    for option in ("flip", "shift"):
-        sets = ["ds_config=zero3", f"options.{option}=false" if option == "shift" else "options.flip=0"]
+    for option in ("horizontal_flip", "random_translate"):
+        sets = [
+            "ds_config=zero3",
+            f"options.{option}=false" if option == "random_translate" else "options.horizontal_flip=0",
+        ]
         two(RUN, recipe=recipe, run_dir=str(tmp_path / option), sets=sets)
         ours = [row["loss"] for row in metric_rows(tmp_path / option)]
         assert ours != pytest.approx([row["loss"] for row in whole[1]], rel=1e-4), option

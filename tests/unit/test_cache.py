@@ -82,7 +82,7 @@ def tokenizers(folder: Path, which: int) -> Any:
     if not path.exists():
         path.write_text(json.dumps({"text": ["the the the", "number number"][which]}) + "\n")
     source = ConcatSource([open_source(DatasetConfig(path=str(path)), {})])
-    tokenizer = load_or_train_tokenizer(source, lambda record: [record["text"]], 262)
+    tokenizer = load_or_train_tokenizer(source, lambda record: [record["text"]], "text", 262)
     return tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.pad_token, tokenizer("the number").input_ids
 
 

@@ -190,8 +190,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     faults += _resolve_init(values["model"], recipe_dir)
     if faults:
         raise RecipeError(faults)
-    # A copy, which keeps the messages about old names: the values have only the new ones.
-    return config.model_copy(update=dict(RunConfig.model_validate(values)))
+    return RunConfig.model_validate(values)
 
 
 def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.old_paths import moved_names
 
 RECIPE_KEY = "model.chat_template"
 BUILTIN_TEMPLATE = "human_assistant"
@@ -42,6 +41,3 @@ def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> 
     except (OSError, UnicodeDecodeError) as fault:
         fix = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
         raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", fix)) from fault
-
-
-__getattr__ = moved_names(__name__)

@@ -23,13 +23,14 @@ Alphabet = Literal["bytes", "data"]
 def load_or_train_tokenizer(
     source: Source,
     extract_texts: Callable[[dict[str, Any]], Iterable[str]],
+    texts_name: str,
     vocab_size: int,
     alphabet: Alphabet = "bytes",
     root: Path | None = None,
 ) -> Any:
     """Return a byte-level BPE of the source's texts, from the cache if it was trained before.
 
-    `alphabet`: as in model.tokenizer; `root`: of the cache. Raises DataError if vocab_size is too small.
+    `texts_name`: what `extract_texts` is in the key; `alphabet`: as in model.tokenizer; `root`: of the cache. Raises DataError if vocab_size is too small.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +40,7 @@ def load_or_train_tokenizer(
         raise DataError(f"a {kind} tokenizer has at least {least} entries, not {vocab_size}; raise vocab_size")
     key = {
         "data": source.digest,
-        "texts": getattr(extract_texts, "__qualname__", ""),
+        "texts": texts_name,
         "vocab_size": vocab_size,
         "alphabet": alphabet,
         "format": 2,

@@ -17,7 +17,6 @@ from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub
 from dstrain.data.sources.ts_file import TsSource
 from dstrain.errors import DataError
 from dstrain.files import display_path, not_file_reason
-from dstrain.old_paths import moved_names
 
 READER_VERSION = 3
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
@@ -31,8 +30,6 @@ _CONVERSIONS = {
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
 SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
 """File extension -> source class, of tasks on time series."""
-
-__getattr__ = moved_names(__name__)
 
 
 def open_source(

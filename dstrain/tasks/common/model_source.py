@@ -36,30 +36,6 @@ if TYPE_CHECKING:
 
 LOADING_KEYS = ("is_local", "local_files_only")
 """Keys that transformers adds to a tokenizer's settings when it loads one, and would save: how it was found here."""
-TEXTS_CACHE_NAMES = {
-    "PairTask.iter_texts": "PairTask.texts",
-    "SFT.iter_texts": "SupervisedFineTuning.texts",
-    "VLM.iter_texts": "VisionLanguage.texts",
-    "KTO.iter_texts": "SingleAnswers.texts",
-}
-"""Names in the cache keys of trained tokenizers: those that the first caches were written with."""
-
-
-@dataclass(frozen=True)
-class NamedTexts:
-    """A function that yields the texts of a record, under a fixed name.
-
-    The key of a trained tokenizer in the cache holds the function's `__qualname__`.
-    """
-
-    name: str
-    function: Callable[[dict[str, Any]], Iterator[str]]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", self.name)
-
-    def __call__(self, record: dict[str, Any]) -> Iterator[str]:
-        return self.function(record)
 
 
 @dataclass(frozen=True)
@@ -67,7 +43,9 @@ class TrainingRecords:
     """The training records, for a tokenizer or image statistics that are computed from them."""
 
     open: Callable[[], ConcatSource]
-    iter_texts: NamedTexts
+    iter_texts: Callable[[dict[str, Any]], Iterator[str]]
+    texts_name: str
+    """Name of `iter_texts` in the key of a trained tokenizer, with every option that the texts depend on."""
     parse: Callable[[dict[str, Any]], Any]
     """Returns a `RecordWithImages`. Raises BadRecord."""
 
@@ -258,7 +236,9 @@ class ModelSource:
             wanted = TokenizerConfig.model_construct(vocab_size=size)
         if isinstance(wanted, TokenizerConfig):
             records = self.records
-            return load_or_train_tokenizer(records.open(), records.iter_texts, wanted.vocab_size, wanted.alphabet)
+            return load_or_train_tokenizer(
+                records.open(), records.iter_texts, records.texts_name, wanted.vocab_size, wanted.alphabet
+            )
         key = "model.path" if wanted is None else "model.tokenizer"
         folder = wanted or find_tokenizer_folder(model.path) or ""
         tokenizer = read_tokenizer(folder, key, model.trust_remote_code)

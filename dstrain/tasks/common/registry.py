@@ -13,7 +13,6 @@ from types import ModuleType
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.dataset import takes_positions
 from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
-from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.options import validate_options
 from dstrain.tasks.common.task import DATA_KEYS, Task
 from dstrain.tasks.common.task_files import import_task_file
@@ -33,9 +32,6 @@ def find_task(name: str) -> type[Task]:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     ]
-    if name not in builtin_tasks():
-        for task in defined:
-            accept_old_names(task)  # first: a method of an old name may be one that was abstract
     found = [task for task in defined if not inspect.isabstract(task)]
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"

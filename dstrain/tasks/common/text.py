@@ -22,7 +22,7 @@ from dstrain.models.checks.max_positions import check_length_dependent
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
-from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
+from dstrain.tasks.common.model_source import ModelSource, TrainingRecords
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, has_dropout_disabled
 from dstrain.tasks.data.text_data import TextData
@@ -135,10 +135,9 @@ class TextTask(TextData, RecordTask):
     @cached_property
     def model_source(self) -> ModelSource:
         """The model that the recipe names: its config, tokenizer, processor and class."""
-        texts = NamedTexts(self.texts_name, self.iter_texts)
         return self.source_class(
             recipe=self.recipe,
-            records=TrainingRecords(self._open_training, texts, self.parse_record),
+            records=TrainingRecords(self._open_training, self.iter_texts, self.texts_name, self.parse_record),
             disable_dropout=has_dropout_disabled(self),
             get_tokenizer=self._get_tokenizer if self.has_own_tokenizer else None,
         )
@@ -146,8 +145,7 @@ class TextTask(TextData, RecordTask):
     @property
     def texts_name(self) -> str:
         """Name of `iter_texts` in the key of a trained tokenizer, with every option that the texts depend on."""
-        name = type(self).iter_texts.__qualname__
-        return TEXTS_CACHE_NAMES.get(name, name)
+        return type(self).iter_texts.__qualname__
 
     def _open_training(self) -> ConcatSource:
         return self.open_sources(self.training_items)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.config.aliases import UNSUPPORTED_VALUES
 from dstrain.preset import Preset
 
 BYTES_OF_TRAINING = 16
@@ -73,5 +72,5 @@ def _lora(config: RunConfig) -> Iterator[str]:
             f"model.lora: {{rank: 16}}: trains adapters only: saves {BYTES_OF_TRAINING - 2} bytes per parameter of the "
             "weights, which stay frozen"
         )
-    if config.model.quantize is None and all(key != "model.quantize" for key, _, _ in UNSUPPORTED_VALUES):
+    if config.model.quantize is None:
         yield "model.quantize: nf4, with model.lora: saves about 1.4 bytes per frozen parameter"

@@ -56,10 +56,10 @@ def iter_resume_changes(
     """
     before, at = read_recorded_recipe(checkpoint), f"from step {checkpoint.step} on"
     if get_run_dir(checkpoint) == run.run_dir and not (run.run_dir / "recipe.yaml").is_file():
-        known = "was compared with the recipe in the checkpoint" if before else "could not be compared with its recipe"
+        known = "was compared with the recipe in the checkpoint"
         line = f"recipe.yaml is missing in {get_run_dir(checkpoint)}; the run {known}, and the file is written again"
         yield ResumeChange("warning", {"what": line}, f"warning: {line}")
-    found = {} if before is None else find_learning_changes(before, run.config)
+    found = find_learning_changes(before, run.config)
     for key, (old, new) in found.items():
         yield ResumeChange("changed", {"key": key, "before": old, "now": new}, f"{key}: {new!r} {at}, {old!r} before")
     recorded = checkpoint.read_run_info().get("inputs", {})
@@ -73,7 +73,7 @@ def iter_resume_changes(
             f"evaluation metrics before and after are not comparable, nor is `best`"
         )
         yield ResumeChange("changed", {"key": "data.eval", "before": old, "now": new}, line)
-    if before is not None and any(key.split(".")[0] in _SCHEDULE_KEYS for key in found):
+    if any(key.split(".")[0] in _SCHEDULE_KEYS for key in found):
         yield from _iter_lr_changes(checkpoint, before, run)
 
 

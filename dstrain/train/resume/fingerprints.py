@@ -41,8 +41,8 @@ def check_fingerprints(
 ) -> None:
     """Raise ResumeError if the checkpoint's run had other weights or data, unless `allowed_keys` permits it.
 
-    Adapters do not fit another base, so that is never allowed. A checkpoint of an old version that did
-    not record its reference is accepted.
+    Adapters do not fit another base, so that is never allowed. A reference that the run did not have before, by an
+    allowed change of its options, is accepted.
     """
     check_inputs_unchanged(checkpoint, current.get("inputs", {}), allowed_keys)
     before = checkpoint.read_run_info()

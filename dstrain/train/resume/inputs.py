@@ -108,12 +108,12 @@ def digest_tokenizer(task: TextTask) -> str:
 
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
-    """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it.
-
-    A checkpoint of an old version that recorded no inputs is accepted.
-    """
+    """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it."""
     faults = []
-    for key, what in iter_input_changes(checkpoint.read_run_info().get("inputs", {}), current):
+    recorded = checkpoint.read_run_info().get("inputs")
+    if recorded is None:
+        raise ResumeError(f"{checkpoint.path}/run.json: it does not record the run's inputs; choose another checkpoint")
+    for key, what in iter_input_changes(recorded, current):
         # A key that is allowed to change may change the number of samples, and the tokens.
         if is_change_allowed(key, allowed_keys) or (what.startswith("gives") and allowed_keys):
             continue

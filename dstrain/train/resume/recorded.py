@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dstrain.config import RunConfig, check_learning_changes, read_recipe
+from dstrain.config import RunConfig, check_learning_changes
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError
 from dstrain.train.state.manifest import (
@@ -80,9 +80,9 @@ def find_checkpoint_at(folder: str) -> CheckpointInfo:
 
 def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
-    recorded = None if checkpoint is None else read_recorded_recipe(checkpoint)
-    if checkpoint is None or recorded is None:
+    if checkpoint is None:
         return
+    recorded = read_recorded_recipe(checkpoint)
     if recorded.batch.total is None and config.batch.total == checkpoint.read_run_info().get("batch_total"):
         # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
         total = config.batch.total
@@ -91,23 +91,19 @@ def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig,
         raise ResumeError(faults)
 
 
-def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig | None:
-    """Return the recipe that a checkpoint was trained with; None if it is not recorded.
+def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig:
+    """Return the recipe that a checkpoint was trained with, from run.json: recipe.yaml may have been edited.
 
-    recipe.yaml of the run folder may have been edited or lost. It counts only for a checkpoint of an
-    old version of dstrain, which did not record the recipe in run.json. Raises ResumeError.
+    Raises ResumeError.
     """
-    if (recorded := checkpoint.read_run_info().get("recipe")) is not None:
-        try:
-            return RunConfig.model_validate(recorded)
-        except ValidationError as error:
-            at = ".".join(map(str, error.errors()[0]["loc"]))
-            raise ResumeError(
-                f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); "
-                f"resume with the version that wrote it"
-            ) from None
-    file = get_run_dir(checkpoint) / "recipe.yaml"
-    return read_recipe(file).config if file.is_file() else None
+    try:
+        return RunConfig.model_validate(checkpoint.read_run_info().get("recipe"))
+    except ValidationError as error:
+        at = ".".join(map(str, error.errors()[0]["loc"])) or "recipe"
+        raise ResumeError(
+            f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); "
+            f"resume with the version that wrote it"
+        ) from None
 
 
 def get_run_dir(checkpoint: CheckpointInfo) -> Path:

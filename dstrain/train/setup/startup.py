@@ -78,7 +78,6 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     }
     for split, report in reports.items():
         run_log.log_event("data", split=split, **report)
-    report_warnings(plan.config.deprecations, run_log, world)
     if world.rank == 0:
         print(
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "

@@ -137,13 +137,10 @@ def find_version_mismatch(manifest: Mapping[str, Any]) -> str | None:
     number = manifest.get("format")
     if isinstance(number, int) and number > MANIFEST_FORMAT:
         return f"of a later version of dstrain (format {number}), which this one does not read"
-    # Before format 1, `sha256` was one hash of the file and not a list.
-    if number is None and any(isinstance(entry["sha256"], str) for entry in manifest["files"].values()):
-        return "of an earlier version of dstrain, which this one does not read"
-    return None if number in (None, MANIFEST_FORMAT) else f"{MANIFEST_FILE} has the format {number!r}"
+    return None if number == MANIFEST_FORMAT else f"{MANIFEST_FILE} has the format {number!r}"
 
 
-_OTHER_VERSION_PREFIXES = ("of a later version", "of an earlier version")
+_OTHER_VERSION_PREFIX = "of a later version"
 
 
 def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool, share: tuple[int, int]) -> str | None:
@@ -218,7 +215,7 @@ def read_checkpoint_info(path: Path, fault: str | None) -> CheckpointInfo:
 
 def _make_info(path: Path, manifest: Mapping[str, Any], fault: str | None) -> CheckpointInfo:
     if fault is not None:
-        state = fault if fault.startswith(_OTHER_VERSION_PREFIXES) else f"damaged: {fault}"
+        state = fault if fault.startswith(_OTHER_VERSION_PREFIX) else f"damaged: {fault}"
         return CheckpointInfo(step=_step_from_path(path) or 0, path=path, status=state, size=get_folder_size(path))
     size = sum(entry["size"] for entry in manifest["files"].values())
     if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile

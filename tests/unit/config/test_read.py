@@ -144,44 +144,8 @@ def test_a_number_that_everybody_reads_alike_is_taken(text: str, tmp_path: Path)
     assert read_recipe(write(tmp_path, f"task: rm\noptions: {{a: {text}}}")).config.options.keys() == {"a"}
 
 
-def test_renamed_options_and_values_are_accepted_under_their_old_names() -> None:
-    old = ["options.flip=0.5", "options.shift=true", "options.one_sample_per_image=true", "model.chat_template=turns"]
-    new = {"horizontal_flip": 0.5, "random_translate": True, "group_by_image": True}
-    config = read_recipe(None, old, "vlm").config
-    assert (config.options, config.model.chat_template) == (new, "human_assistant")
-    assert config.deprecations == (
-        "options.one_sample_per_image is deprecated; write options.group_by_image",
-        "options.flip is deprecated; write options.horizontal_flip",
-        "options.shift is deprecated; write options.random_translate",
-        "model.chat_template: turns is deprecated; write human_assistant",
-    )
-    again = RunConfig.model_validate(config.model_dump())
-    assert again.options == new
-    assert again.deprecations == ()
-
-
-def test_an_option_under_both_names_and_an_own_tasks_option_stay_as_written() -> None:
-    both = read_recipe(None, ["options.flip=0.5", "options.horizontal_flip=0.1"], "vlm").config
-    assert both.options == {"flip": 0.5, "horizontal_flip": 0.1}, "the task refuses the old name"
-    assert read_recipe(None, ["options.flip=0.5"], "mine.py").config.options == {"flip": 0.5}
-
-
-def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("task: rm\nlaunch: {silence_seconds: 7}\n")
-    assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
-    with pytest.raises(RecipeError, match="silence_seconds"):
-        read_recipe(None, ["launch.silence_seconds=7", "launch.heartbeat_timeout_seconds=8"], "rm")
-
-
-def test_the_old_name_of_the_attention_implementation_is_read_with_a_notice(tmp_path: Path) -> None:
-    config = read_recipe(write(tmp_path, "task: rm\nmodel: {attention: eager}\n")).config
-    assert config.model.attn_implementation == "eager"
-    assert config.deprecations == ("model.attention is deprecated; write model.attn_implementation",)
-    assert read_recipe(None, ["model.attention=sdpa"], "rm").config.model.attn_implementation == "sdpa"
-
-
 def test_the_attention_implementation_may_change_on_resume(tmp_path: Path) -> None:
-    before = read_recipe(write(tmp_path, "task: rm\nmodel: {attention: eager}\n")).config
+    before = read_recipe(write(tmp_path, "task: rm\nmodel: {attn_implementation: eager}\n")).config
     after = read_recipe(write(tmp_path, "task: rm\nmodel: {attn_implementation: sdpa}\n")).config
     assert find_learning_changes(before, after) == {}
 
@@ -189,18 +153,3 @@ def test_the_attention_implementation_may_change_on_resume(tmp_path: Path) -> No
 def test_an_unknown_attention_implementation_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:2 model.attn_implementation: must be one of auto.*got 'flash'"):
         read_recipe(write(tmp_path, "task: rm\nmodel: {attn_implementation: flash}\n"))
-
-
-@pytest.mark.parametrize(
-    ("written", "given"),
-    [("silence_seconds", "heartbeat_timeout_seconds"), ("heartbeat_timeout_seconds", "silence_seconds")],
-)
-def test_of_an_old_and_a_new_name_the_command_lines_counts(written: str, given: str, tmp_path: Path) -> None:
-    path = write(tmp_path, f"task: vlm\nlaunch: {{{written}: 7}}\noptions: {{horizontal_flip: 0.5}}\n")
-    config = read_recipe(path, [f"launch.{given}=9", "options.flip=0"]).config
-    assert (config.launch.heartbeat_timeout_seconds, config.options) == (9.0, {"horizontal_flip": 0})
-
-
-def test_a_fault_of_a_key_names_it_as_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"r.yaml:3 launch.silence_seconds: must be greater than or equal to 3"):
-        read_recipe(write(tmp_path, "task: rm\nlaunch:\n  silence_seconds: 1\n"))

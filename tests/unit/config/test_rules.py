@@ -104,4 +104,3 @@ def test_what_a_made_task_fills_in_is_missing_before() -> None:
     config = RunConfig.model_validate({"task": "rm", "model": {"attn_implementation": "sdpa"}, "data": {"train": []}})
     with pytest.raises(ValueError, match=r"optim\.lr is not set"):
         config.optim.peak_lr  # noqa: B018
-    assert config.model.attention == "sdpa", "the old name, for task files"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
+from dstrain.tasks import find_task
+from tests.contract.lora_cases import save_base
 from tests.vocabulary import invoke
-from tests.workers import ROOT
-
-FIXTURE = ROOT / "tests" / "fixtures" / "8f49f80"
 
 TEXT: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -54,7 +54,7 @@ def write(folder: Path, task: str, records: list[dict[str, Any]], **values: Any)
 def see(folder: Path, **values: Any) -> str:
     """The same for a model that sees, with the images that the records name."""
     for name in ("red", "blue"):
-        (folder / f"{name}.png").write_bytes((FIXTURE / "vlm" / f"{name}.png").read_bytes())
+        Image.new("RGB", (16, 16), name).save(folder / f"{name}.png")
     config = {**SEEING, "text_config": TEXT, "vision_config": EYES}
     return write(folder, "vlm", SEEN, model={"config": config, "tokenizer": TOKENIZER, **values})
 
@@ -126,7 +126,7 @@ def test_tokens_with_images_are_cached_by_processor_and_folder(tmp_path: Path, c
         key = only_key(cache)
         assert key["folders"] == [str(tmp_path)]
         assert {name: value for name, value in key.items() if name not in ("processor", "folders")} == SEEN_KEY
-        assert len([*(cache / "tokenizers").iterdir()]) == len([*(cache / "images").iterdir()]) == 1
+        assert len([*(cache / "tokenizers").iterdir()]) == 1
 
 
 def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path: Path, cache: Path) -> None:
@@ -138,7 +138,8 @@ def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path
 
 
 def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, cache: Path) -> None:
-    prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(policy(tmp_path / "policy"))},
+    save_base(str(tmp_path / "policy"), find_task("dpo").tiny(tmp_path))
+    prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(tmp_path / "policy")},
                   options={"precompute_ref_log_probs": True}))  # fmt: skip
     tokens = only_key(cache)
     (path,) = (cache / "references").glob("*/MANIFEST.json")
@@ -149,22 +150,3 @@ def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path,
         "what": "reference", "version": 2, "task": "dpo", "tokens": hashed(tokens), "dtype": "float32",
         "attention": "auto", "drawn_in_shards": False, "first_row": 0, "rows": 4,
     }  # fmt: skip
-
-
-def policy(folder: Path) -> Path:
-    """A model whose weights are all zero, with the tokenizer of a fixture."""
-    import numpy as np
-    from safetensors.numpy import load_file, save_file
-
-    given = FIXTURE / "rm" / "export"
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((given / name).read_bytes())
-    (folder / "config.json").write_text(json.dumps({**TEXT, "pad_token_id": 0, "eos_token_id": 1}))
-    tensors = load_file(given / "model.safetensors")
-    del tensors["score.weight"]
-    zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
-    save_file(
-        zeros | {"lm_head.weight": np.zeros((48, 16), np.float32)}, folder / "model.safetensors", {"format": "pt"}
-    )
-    return folder

@@ -97,11 +97,6 @@ def test_a_task_that_invents_names_fills_no_memory(tmp_path: Path) -> None:
     assert len(open_run(write_run(tmp_path / "run", rows)).train.columns) == MAX_COLUMNS
 
 
-def test_events_of_earlier_versions_have_their_present_names(tmp_path: Path) -> None:
-    run = open_run(write_run(tmp_path / "run", [], [event("reshaped"), {"time": "x"}, event("saved")]))
-    assert [one["event"] for one in run.events] == ["resharded", "saved"]
-
-
 def test_passwords_in_addresses_are_not_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recipe={"data": {"train": "https://me:secret@host/data.jsonl"}})
     assert "secret" not in open_run(folder).texts["recipe.yaml"]

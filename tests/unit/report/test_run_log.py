@@ -181,9 +181,3 @@ def test_a_long_file_is_cut_back_with_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_events_of_an_older_version_are_read_by_their_present_names(tmp_path: Path) -> None:
-    rows = [{"event": "reshaped", "step": 2}, {"event": "saved", "step": 4}, {"step": 5, "loss": 1.0}, {"event": []}]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row.get("event") for row in read_rows(tmp_path / "events.jsonl")] == ["resharded", "saved", None, []]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dstrain.tasks.common.model_source
+import dstrain.tasks.dpo as losses
 import dstrain.train.precompute_outputs
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
@@ -19,7 +20,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common import forward, losses
+from dstrain.tasks.common import forward
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
@@ -224,7 +225,7 @@ def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
     )
     keys = [
         key(task),
-        key(made(tmp_path, options, attention="eager")),
+        key(made(tmp_path, options, attn_implementation="eager")),
         key(task, ds_config=PLAIN | {"bf16": {"enabled": True}}),
         key(replace(task, recipe=recipe.model_copy(update={"seed": 3}))),
         key(shorter),

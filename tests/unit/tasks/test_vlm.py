@@ -61,7 +61,7 @@ def test_exact_answers_by_hand() -> None:
 
 def test_an_answer_that_is_exact_is_what_the_model_writes(tmp_path: Path) -> None:
     """Teacher forcing and greedy writing agree where all tokens, the end among them, are the likeliest."""
-    task = task_on(asked(tmp_path, 2), model={"chat_template": "turns"})
+    task = task_on(asked(tmp_path, 2), model={"chat_template": "human_assistant"})
     model, examples = task.build_model(), task.examples("train")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     batch = make_batch(examples, task.collate, [*range(6)], 0)
@@ -88,7 +88,11 @@ def test_an_answer_that_is_exact_is_what_the_model_writes(tmp_path: Path) -> Non
 def test_questions_of_an_image_are_one_dialog_in_training_alone(tmp_path: Path) -> None:
     file = asked(tmp_path)
     task = task_on(
-        file, {"one_sample_per_image": True}, {"chat_template": "turns"}, eval=asked(tmp_path, 2, "eval"), max_length=96
+        file,
+        {"group_by_image": True},
+        {"chat_template": "human_assistant"},
+        eval=asked(tmp_path, 2, "eval"),
+        max_length=96,
     )
     train, test = task.examples("train"), task.examples("eval")
     assert (len(train), len(test)) == (6, 6)
@@ -100,7 +104,7 @@ def test_questions_of_an_image_are_one_dialog_in_training_alone(tmp_path: Path) 
 
 
 def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
-    task = task_on(asked(tmp_path), {"flip": 1.0})
+    task = task_on(asked(tmp_path), {"horizontal_flip": 1.0})
     examples = task.examples("train")
     plain = make_batch(examples, task.collate, [0], 0).vision["pixel_values"]
     flipped = make_batch(examples, task.collate, [0], 0, positions=[0]).vision["pixel_values"]
@@ -152,7 +156,7 @@ def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="horizontal_flip is 2, but a probability is between 0 and 1"):
-        task_on(asked(tmp_path), {"flip": 2.0})
+        task_on(asked(tmp_path), {"horizontal_flip": 2.0})
 
 
 def test_a_chat_template_may_be_a_file_or_be_missing(tmp_path: Path) -> None:

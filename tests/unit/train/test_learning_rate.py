@@ -18,7 +18,7 @@ from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.recorded import ResumeOptions, find_compatible_candidate
+from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe, find_compatible_candidate
 from dstrain.train.state.hashed_file import write_hashed_file
 from tests.workers import ROOT
 
@@ -62,8 +62,7 @@ def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path:
     assert sorted({round(group.lr_scale, 6) for group in build_param_groups(net, task.recipe.optim)}) == [1.0, 100.0]
 
 
-def test_an_older_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -> None:
-    """Its recipe.yaml has the number, 1e-05 for every task before there were defaults of their own."""
+def test_a_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -> None:
     recipe, run_dir = started(tmp_path), tmp_path / "run"
     began(run_dir, recipe, lr=3e-05)
     wish = TrainRequest(recipe=str(recipe), run_dir=run_dir)
@@ -91,8 +90,9 @@ def started(folder: Path) -> Path:
 
 def began(run_dir: Path, recipe: Path, lr: float) -> None:
     """A run folder with a checkpoint, and the recipe as the run wrote it down."""
-    checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=SingleProcessWorld())
-    checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(1, 1), {})
     config = resolve_recipe(TrainRequest(recipe=str(recipe), overrides=[f"optim.lr={lr}"])).config
+    checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=SingleProcessWorld())
+    record = {"recipe": dump_training_recipe(config)}
+    checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(1, 1), record)
     (run_dir / "recipe.yaml").write_text(dump_recipe(config))
     assert read_recipe(run_dir / "recipe.yaml").config.optim.lr == lr

@@ -8,10 +8,9 @@ from dstrain.commands.recipe.recipe_args import resolve_paths
 from dstrain.config import read_recipe
 
 
-def test_a_recipe_with_absolute_paths_still_says_which_names_are_old(tmp_path: Path) -> None:
+def test_paths_of_a_recipe_become_absolute(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n")
-    (tmp_path / "recipe.yaml").write_text("task: rm\ndata: {train: train.jsonl}\nlaunch: {silence_seconds: 20}\n")
+    (tmp_path / "recipe.yaml").write_text("task: rm\ndata: {train: train.jsonl}\n")
     recipe = read_recipe(tmp_path / "recipe.yaml")
     config = resolve_paths(recipe.config, recipe.folder)
     assert config.data.train[0].path == str(tmp_path / "train.jsonl")
-    assert config.deprecations == ("launch.silence_seconds is deprecated; write launch.heartbeat_timeout_seconds",)

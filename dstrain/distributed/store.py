@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import socket
 import time
@@ -31,13 +33,13 @@ _HOST_ERROR_FIXES = {
 
 
 def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | None = None) -> tuple[Any, list[str]]:
-    """Meet the other processes; return the store and the message of every rank, by rank.
+    """Meet the other processes; return the store and the signed message of every rank, by rank.
 
     With `port_file`, where all ranks are on one host, rank 0 listens on a free port and writes it to that file: a port
     chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet.
 
     Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises PeerFailureError
-    where a rank does not come in time.
+    where a rank does not come in time, and RunError for a message without the ranks' signature.
     """
     from torch.distributed import rendezvous
 
@@ -49,12 +51,28 @@ def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | No
         else:
             store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        store.set(f"dstrain/word/{rank}", message)
-        messages = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
+        store.set(f"dstrain/word/{rank}", sign(message.encode()))
+        messages = [verify(found) for found in store.multi_get([f"dstrain/word/{other}" for other in range(size)])]
     # All ranks have sent their message, so all have read the file.
     if port_file and rank == 0:
         port_file.unlink(missing_ok=True)
-    return store, [encoded.decode() for encoded in messages]
+    return store, [encoded.decode(errors="replace") for encoded in messages]
+
+
+def sign(content: bytes) -> bytes:
+    """Return the content after its HMAC-SHA256 with the key that the launcher gave the ranks."""
+    return hmac.digest(os.fsencode(os.environ.get(RANK_KEY_ENV, "")), content, "sha256") + content
+
+
+def verify(signed: bytes) -> bytes:
+    """Return the content of `sign`. Raises RunError for one that a process without the key wrote."""
+    content = signed[hashlib.sha256().digest_size :]
+    if not hmac.compare_digest(sign(content), signed):
+        raise RunError(
+            f"a value of another process is not signed with this run's {RANK_KEY_ENV}; start all ranks with one command, "
+            f"or set the same {RANK_KEY_ENV} for all"
+        )
+    return content
 
 
 def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, int]:
@@ -99,7 +117,7 @@ def _listen_on_master_address(timeout: timedelta) -> tuple[Any, int, int] | None
             return None
         size = int(os.environ["WORLD_SIZE"])
         return _listen_on(str(found), int(port), size, timeout), 0, size
-    except OSError:
+    except (OSError, OverflowError, UnicodeError):  # a port above 65535; a name that IDNA does not allow
         return None
 
 

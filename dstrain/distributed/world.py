@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,7 @@ import numpy as np
 
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.patches import CollectivePatches
-from dstrain.distributed.store import RANK_KEY_ENV, rendezvous_errors
-from dstrain.errors import RunError
+from dstrain.distributed.store import rendezvous_errors, sign, verify
 
 if TYPE_CHECKING:
     import torch
@@ -172,23 +170,13 @@ class TorchWorld:
 
 
 def _sign(value: Any) -> bytearray:
-    """Return the pickled value after its HMAC-SHA256 with the key that the launcher gave the ranks."""
-    content = pickle.dumps(value)
-    return bytearray(_digest(content) + content)
+    """Return the pickled value, signed with the key of the ranks."""
+    return bytearray(sign(pickle.dumps(value)))
 
 
 def _verify(signed: bytes) -> Any:
     """Return the value of `_sign`; nothing is unpickled that a process without the key sent. Raises RunError."""
-    if not hmac.compare_digest(_digest(signed[32:]), signed[:32]):
-        raise RunError(
-            f"a value of another process is not signed with this run's {RANK_KEY_ENV}; start all ranks with one command, "
-            f"or set the same {RANK_KEY_ENV} for all"
-        )
-    return pickle.loads(signed[32:])  # noqa: S301  # signed by a rank of this run
-
-
-def _digest(content: bytes) -> bytes:
-    return hmac.digest(os.environ.get(RANK_KEY_ENV, "").encode(), content, "sha256")
+    return pickle.loads(verify(signed))  # noqa: S301  # signed by a rank of this run
 
 
 @contextmanager

@@ -89,6 +89,7 @@ def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
     environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
     if launch.allow_any_port:
         environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
+    if launch.local_ranks is None:  # with --no-ssh, each host starts its own ranks: the user gives all the same key
         environment[RANK_KEY_ENV] = secrets.token_hex(16)
     return LocalWorkerGroup(LauncherSpec(launch.argv, environment), run_dir, launch.ranks)
 

@@ -16,12 +16,13 @@ from typing import Any, Self
 
 from dstrain.cache import cache_root, check_once
 from dstrain.distributed.connection_errors import find_connection_error
-from dstrain.distributed.store import rendezvous_over_store
+from dstrain.distributed.store import rendezvous_over_store, sign, verify
 from dstrain.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
     DstrainError,
     PeerFailureError,
+    RunError,
     UsageError,
     escape_controls,
     first_names,
@@ -86,13 +87,7 @@ class Rendezvous:
         }
         own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
         self._store, words = self._exchange_info(json.dumps(own))
-        try:
-            self._members = [json.loads(word) for word in words]
-            for member in self._members:
-                member |= {"host": one_line(member["host"])}
-        except (ValueError, KeyError, TypeError, AttributeError) as fault:
-            problem = "the rendezvous store holds a value that no rank wrote"
-            raise PeerFailureError(ACTION, problem, "see docs/launch.md, Trust") from fault
+        self._members = [_parse_member(word) for word in words]
         self._heartbeat_thread.start()
         try:
             self._check_versions()
@@ -162,12 +157,12 @@ class Rendezvous:
         if first != self.rank:
             with self._translate_store_errors():
                 self._wait_until(lambda: self._store.check([_store_key(f"data/{first}")]))
-                known = json.loads(self._store.get(_store_key(f"data/{first}")))
+                known = _decode(self._store.get(_store_key(f"data/{first}")), list)
         with check_once(known) as checked:
             yield
         if first == self.rank:
             with self._translate_store_errors():
-                self._set_key(f"data/{self.rank}", json.dumps(sorted(checked)))
+                self._set_value(f"data/{self.rank}", sorted(checked))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank, on every rank. Collective.
@@ -178,9 +173,9 @@ class Rendezvous:
             return [value]
         kind, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
         with self._translate_store_errors():
-            self._set_key(f"{kind}/{self.rank}", json.dumps(value))
+            self._set_value(f"{kind}/{self.rank}", value)
             self._wait_until(lambda: self._store.check(self._rank_keys(kind)))
-            return [json.loads(content) for content in self._store.multi_get(self._rank_keys(kind))]
+            return [_decode(content) for content in self._store.multi_get(self._rank_keys(kind))]
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats and listen for the failure of another rank. Runs in a thread."""
@@ -188,7 +183,7 @@ class Rendezvous:
         while not self._stop_event.is_set():
             count += 1
             try:
-                self._set_key(f"beat/{self.rank}", str(count))
+                self._store.set(_store_key(f"beat/{self.rank}"), str(count))
                 if self._failure is None and self._store.add(_store_key("failures"), 0):
                     self._failure = _read_failure(self._store.get(_store_key("failed")))
                     self._store.add(_store_key("heard"), 1)
@@ -202,7 +197,7 @@ class Rendezvous:
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait for `is_done`. Raises if another rank failed or stopped sending heartbeats."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [("", time.monotonic())] * self.size
+        seen = [(b"", time.monotonic())] * self.size
         while not is_done():
             if self._failure is not None:
                 raise self._to_exception(self._failure)
@@ -222,12 +217,12 @@ class Rendezvous:
             # Polled, not waited for with `store.wait`: that would not notice a failure of another rank.
             time.sleep(min(POLL_SECONDS, limit / 20))
 
-    def _read_heartbeats(self) -> list[str]:
+    def _read_heartbeats(self) -> list[bytes]:
         """Return every rank's heartbeat; empty for a rank that has sent none, since `get` would block on it."""
         keys = self._rank_keys("beat")
         if self._store.check(keys):
-            return [beat.decode() for beat in self._store.multi_get(keys)]
-        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
     def _report_failure(self, error: BaseException) -> None:
         """Publish why this rank ends, and give the others time to read it. Never raises."""
@@ -243,7 +238,7 @@ class Rendezvous:
 
         def publish() -> None:
             self._failure = failure
-            self._set_key("failed", json.dumps(failure | {"lost": isinstance(error, PeerFailureError)}))
+            self._set_value("failed", failure | {"lost": isinstance(error, PeerFailureError)})
             self._store.add(_store_key("failures"), 1)
             while not self._stop_event.is_set():
                 if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:
@@ -264,13 +259,13 @@ class Rendezvous:
         return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _describe_rank(self, rank: int) -> str:
-        return f"rank {rank} on {self._members[rank]['host']}" if rank < self.size else f"rank {rank}"
+        return f"rank {rank} on {self._members[rank]['host']}" if 0 <= rank < self.size else f"rank {rank}"
 
     def _rank_keys(self, kind: str) -> list[str]:
         return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
-    def _set_key(self, name: str, value: str) -> None:
-        self._store.set(_store_key(name), value)
+    def _set_value(self, name: str, value: Any) -> None:
+        self._store.set(_store_key(name), sign(json.dumps(value).encode()))
 
     @contextlib.contextmanager
     def _translate_store_errors(self) -> Iterator[None]:
@@ -286,19 +281,42 @@ class Rendezvous:
             raise PeerFailureError(ACTION, f"rank 0 at {at} does not answer ({why}); see its log", FIX_HINT) from error
 
 
-def _read_failure(content: bytes) -> dict[str, Any]:
-    """Return {"rank", "exit", "error", ...} of a rank's failure; the store has no authentication."""
+def _decode(content: bytes, kind: type = object) -> Any:
+    """Return the JSON value, of type `kind`, of a rank. Raises RunError: the store has no authentication."""
+    content = verify(content)
+    with _foreign_values():
+        if not isinstance(value := json.loads(content), kind):
+            raise TypeError(type(value).__name__)
+        return value
+
+
+@contextlib.contextmanager
+def _foreign_values() -> Iterator[None]:
+    """Raise PeerFailureError for a value that no rank can have written: without a key, everyone can sign."""
     try:
-        found = json.loads(content)
-        texts = {name: escape_controls(found[name]) for name in ("error", "stopped") if name in found}
-        return {**found, **texts, "rank": int(found["rank"]), "exit": int(found["exit"]), "error": texts["error"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {
-            "rank": 0,
-            "exit": EXIT_FAILED,
-            "error": "the rendezvous store holds a value that no rank wrote",
-            "lost": True,
-        }
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as fault:
+        problem = "the rendezvous store holds a value that no rank wrote"
+        raise PeerFailureError(ACTION, problem, "see docs/launch.md, Trust") from fault
+
+
+def _parse_member(word: str) -> dict[str, Any]:
+    """Return {"host", "place", "software"} of a rank."""
+    with _foreign_values():
+        found = json.loads(word)
+        software = {str(name): one_line(version) for name, version in found["software"].items()}
+        return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
+
+
+def _read_failure(content: bytes) -> dict[str, Any]:
+    """Return {"rank", "exit", "error", ...} of a rank's failure."""
+    try:
+        found = _decode(content, dict)
+        with _foreign_values():
+            texts = {name: escape_controls(found[name]) for name in ("error", "stopped") if name in found}
+            return {**found, **texts, "rank": int(found["rank"]), "exit": int(found["exit"]), "error": texts["error"]}
+    except RunError as fault:
+        return {"rank": 0, "exit": EXIT_FAILED, "error": str(fault), "lost": True}
 
 
 def _store_key(name: str) -> str:

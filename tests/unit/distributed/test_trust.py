@@ -12,11 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from dstrain.distributed import world
-from dstrain.distributed.store import RANK_KEY_ENV, rendezvous_over_store
+from dstrain.distributed.store import RANK_KEY_ENV, _listen_on_master_address, rendezvous_over_store, sign
 from dstrain.errors import EXIT_FAILED, RunError
-from dstrain.train.rendezvous import _read_failure
+from dstrain.launch.command import LocalLaunch
+from dstrain.launch.topology import Worker
+from dstrain.launch.worker_group import make_local_group
+from dstrain.train.rendezvous import Rendezvous, _read_failure
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -46,8 +50,6 @@ def test_a_master_address_that_leads_to_the_loopback_is_left_to_torch(monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    from dstrain.distributed.store import _listen_on_master_address
-
     assert _listen_on_master_address(timedelta(seconds=5)) is None
 
 
@@ -74,13 +76,49 @@ def test_a_value_that_no_rank_signed_is_not_unpickled(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[", b"[]", b'{"rank": "x"}', json.dumps({"rank": 0, "exit": 1, "error": 5}).encode(), b"7"]
+    "content",
+    [b"", b"[", b"[]", b'{"rank": "x"}', b'{"rank": 0, "exit": 1, "error": 5}', b"7", b'{"rank": 1e999, "exit": 1}'],
 )
 def test_a_failure_that_no_rank_wrote_is_named(content: bytes) -> None:
-    found = _read_failure(content)
-    assert (found["exit"], found["error"]) == (EXIT_FAILED, "the rendezvous store holds a value that no rank wrote")
+    found = _read_failure(sign(content))
+    assert found["exit"] == EXIT_FAILED
+    assert "the rendezvous store holds a value that no rank wrote" in found["error"]
+    assert "is not signed with this run's DSTRAIN_RANK_KEY" in _read_failure(content)["error"]
+
+
+@pytest.mark.parametrize("rank", [-999, 2])
+def test_a_failure_of_a_rank_that_does_not_exist_is_told(rank: int) -> None:
+    together = Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1))
+    together._members = [{"host": "h0"}, {"host": "h1"}]
+    assert f"rank {rank} failed: x" in str(together._to_exception({"rank": rank, "exit": 1, "error": "x"}))
+
+
+def test_a_first_message_without_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.TCPStore, "multi_get", lambda *_: [b"{}"])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=f"is not signed with this run's {RANK_KEY_ENV}"):
+        rendezvous_over_store(timedelta(seconds=20), "{}", tmp_path / "port")
+
+
+@pytest.mark.parametrize(("address", "port"), [("localhost", "99999"), ("a" * 64 + ".example", "29500")])
+def test_an_impossible_master_address_is_left_to_torch(
+    address: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert _listen_on_master_address(timedelta(seconds=5)) is None
 
 
 def test_control_characters_of_a_failure_are_escaped() -> None:
     content = json.dumps({"rank": 1, "exit": 2, "error": "\x1b]0;pwned\x07 disk full"}).encode()
-    assert _read_failure(content)["error"] == "\\x1b]0;pwned\\x07 disk full"
+    assert _read_failure(sign(content))["error"] == "\\x1b]0;pwned\\x07 disk full"
+
+
+@pytest.mark.parametrize(("local_ranks", "own_key"), [(None, True), (range(2), False)])
+def test_ranks_of_one_command_get_a_key_whatever_the_port(
+    local_ranks: range | None, own_key: bool, tmp_path: Path
+) -> None:
+    launch = LocalLaunch([], {RANK_KEY_ENV: "the user's"}, 4, local_ranks=local_ranks)
+    key = make_local_group(launch, tmp_path)._spec.environment[RANK_KEY_ENV]
+    assert (key != "the user's", len(key) == 32) == (own_key, own_key)

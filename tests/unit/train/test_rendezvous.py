@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from dstrain import cache
-from dstrain.errors import DataError, PeerFailureError, UsageError
+from dstrain.distributed.store import sign
+from dstrain.errors import DataError, PeerFailureError, RunError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.train import rendezvous
 from dstrain.train.health.signals import StoppedBySignal
@@ -222,3 +224,45 @@ def test_a_rank_that_fails_ends_the_others_in_a_gather(prepared: Callable[..., l
     errors = prepared(3, act)
     assert all(isinstance(error, UsageError) for error in errors)
     assert "rank 1 on h1" in str(errors[0])
+
+
+@pytest.mark.parametrize("content", [b"[", b"\xff\xfe", b"7", sign(b"["), sign(b"\xff\xfe")])
+@pytest.mark.parametrize("key", ["gather/0/1", "data/1"])
+def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
+    key: str, content: bytes, prepared: Callable[..., list[Any]]
+) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 1:
+            together.store.set(f"dstrain/preparing/{key}", content)
+            together._wait_until(lambda: False)
+        if key.startswith("gather"):
+            together.gather(0)
+        # As if rank 1 had come first to the cache that both share.
+        together.rank, together._members = 2, [{"place": ""}, {"place": "shared"}, {"place": "shared"}]
+        with together.local_main_process_first():
+            pytest.fail("it prepares")
+
+    error, _ = prepared(2, act)
+    assert isinstance(error, RunError)
+    assert "that no rank wrote" in str(error) or "is not signed with this run's DSTRAIN_RANK_KEY" in str(error)
+
+
+@pytest.mark.parametrize(
+    "word", ["[", "7", '{"host": 7}', '{"host": "h", "place": "p", "software": 7}', '{"host": "h"}']
+)
+def test_a_first_message_that_no_rank_wrote_ends_in_a_clear_error(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "rendezvous_over_store", lambda *_: (dist.HashStore(), [word, word]))
+    together = Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1))
+    with pytest.raises(PeerFailureError, match="the rendezvous store holds a value that no rank wrote"), together:
+        pytest.fail("it prepares")
+
+
+def test_host_names_and_versions_of_other_ranks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        json.dumps({"host": f"h{i}\x1b]0;x\x07", "place": "p", "software": {"torch": f"{i}\x1b"}}) for i in range(2)
+    ]
+    monkeypatch.setattr(rendezvous, "rendezvous_over_store", lambda *_: (dist.HashStore(), words))
+    monkeypatch.setattr(rendezvous, "FAILURE_WAIT_SECONDS", 0.1)
+    with pytest.raises(UsageError) as caught, Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1)):
+        pytest.fail("it prepares")
+    assert str(caught.value).startswith("rank 1 on h1\\x1b]0;x\\x07 has torch 1\\x1b, and rank 0 on h0")

@@ -90,6 +90,11 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all(mallopt(*setting) for setting in (NEVER_MAP, NEVER_TRIM))
 
 
+def log_stdout(message: str) -> None:
+    """Print a message to stdout and flush it; of a rank, it is the log, and rank 0's is on the terminal too."""
+    print(escape_controls(message), flush=True)
+
+
 def log_stderr(message: str) -> None:
     """Print a message to stderr and flush it; stdout is reserved for a command's result."""
     print(escape_controls(message), file=sys.stderr, flush=True)

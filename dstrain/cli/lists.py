@@ -33,7 +33,7 @@ def plan(
 
     request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
     report = make_report(request)
-    click.echo(report_as_json(report) if as_json else show_report(report))
+    echo(report_as_json(report) if as_json else show_report(report))
 
 
 @click.command(cls=GroupedCommand)
@@ -46,7 +46,7 @@ def presets(name: str | None, adopt: Path | None) -> None:
     from dstrain.commands.lists.presets import convert_preset_file, list_presets
 
     if adopt is None:
-        click.echo(list_presets(name))
+        echo(list_presets(name))
         return
     text, notes = convert_preset_file(adopt)
     click.echo(text, nl=False)
@@ -59,7 +59,7 @@ def tasks(name: str | None) -> None:
     """List the tasks, or print the options of one."""
     from dstrain.commands.lists.tasks import list_tasks
 
-    click.echo(list_tasks(name))
+    echo(list_tasks(name))
 
 
 @click.command(cls=GroupedCommand)
@@ -68,7 +68,7 @@ def recipes(name: str | None) -> None:
     """List the packaged recipes, or print one."""
     from dstrain.commands.lists.recipes import list_recipes
 
-    click.echo(list_recipes(name))
+    echo(list_recipes(name))
 
 
 @click.command(cls=GroupedCommand)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +24,7 @@ from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
-from dstrain.process_setup import log_stderr
+from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
@@ -51,7 +50,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     asked = recipe
     recipe = apply_reduced_batch(asked, run_dir, launch.world_size, request.resume)
     if line := cpu_overload_warning(launch):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        log_stderr(f"warning: {line}")
     resume = ResumeOptions(request.resume, request.allowed_changes)
     ds_config = check_launch(recipe, run_dir, resume, launch.world_size, detect_device(launch))
     # Before any process starts: a fault costs seconds here, minutes on a cluster.
@@ -59,7 +58,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     if not isinstance(launch, MultiHostLaunch):  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
-        print(show_dry_run(recipe, ds_config, launch, run_dir))
+        log_stdout(show_dry_run(recipe, ds_config, launch, run_dir))
         return 0
     code, restart = _launch_training(launch, recipe, run_dir, resume)
     while restart:
@@ -108,7 +107,7 @@ def resolve_auto_request(
     cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
     resume = ResumeOptions(request.resume, request.allowed_changes)
     (name, micro), line = resolve_auto(recipe.config, run_dir, resume, cluster, devices)
-    print(line, file=sys.stderr, flush=True)
+    log_stderr(line)
     overrides = request.overrides if micro is None else (*request.overrides, f"batch.micro={micro}")
     return replace(request, ds_config=name, overrides=overrides)
 

@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from dstrain.launch.lease_file import (
 )
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
+from dstrain.process_setup import log_stderr
 
 HEARTBEAT_SECONDS = 3.0
 LEASE_TIMEOUT_SECONDS = 15.0
@@ -182,7 +182,7 @@ class Lease:
         """
         shown = holder or "a launch that cannot be read"
         message = f"{self.run_dir} is held by {shown}, which this host cannot look up; "
-        print(f"{message}waiting up to {timeout:g} s for a heartbeat", file=sys.stderr, flush=True)
+        log_stderr(f"{message}waiting up to {timeout:g} s for a heartbeat")
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from dstrain.launch.worker import (
     set_child_subreaper,
 )
 from dstrain.launch.worker_group import WorkerGroup
+from dstrain.process_setup import log_stderr
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of them asks a worker to write a checkpoint and stop."""
@@ -244,4 +244,4 @@ def _print_log_tail(path: Path | None, max_lines: int = 20) -> bool:
 
 def _log_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
-        print(f"dstrain: {text}", file=sys.stderr, flush=True)
+        log_stderr(f"dstrain: {text}")

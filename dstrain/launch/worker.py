@@ -29,6 +29,7 @@ from dstrain.errors import (
 )
 from dstrain.files import atomic_write, read_limited
 from dstrain.launch.heartbeat import watch_heartbeat
+from dstrain.process_setup import log_stderr
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of the supervisor of this launch on this host: the `dstrain` command, or its agent."""
@@ -126,7 +127,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         known = fault if isinstance(fault, DstrainError) else explain_system_error(fault)
         if known is not None:
             code, error = known.exit_code, known
-            print((format_traceback(fault) if is_debug() else "") + f"error: {known}", file=sys.stderr, flush=True)
+            log_stderr((format_traceback(fault) if is_debug() else "") + f"error: {known}")
         else:
             error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
             _log_traceback(fault, rank, error)
@@ -142,9 +143,9 @@ def _log_traceback(fault: Exception, rank: int, summary: str) -> None:
     text = f"rank {rank} failed:\n{format_traceback(fault)}"
     if not is_debug():
         if _supervisor_pid() is None:
-            print(f"error: {summary}", file=sys.stderr, flush=True)
+            log_stderr(f"error: {summary}")
         finish_log_copy()
-    print(text, file=sys.stderr, flush=True)
+    log_stderr(text)
 
 
 def _write_record(run_dir: Path, record: RankRecord) -> None:

@@ -16,6 +16,7 @@ import psutil
 
 from dstrain.config.schema import WandbConfig
 from dstrain.errors import EXIT_STOPPED, UsageError, mask_secrets
+from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class WandbSink:
             place = {"folder": folder} if attempt == "offline" else {"url": self._run.url}
             self.event_fields = {"id": self._run.id, "mode": attempt, **place}
             where = place.get("url", f"files for {self._sync_command}")
-            print(f"weights & biases: run {self._run.id}, {where}", flush=True)
+            log_stdout(f"weights & biases: run {self._run.id}, {where}")
             return
 
     def write(self, row: Row) -> None:

@@ -15,6 +15,7 @@ from dstrain.models.params.freeze import freeze
 from dstrain.models.params.zero3 import full_numel
 from dstrain.models.quantization.layers import quantize_model
 from dstrain.models.weights.init_weights import load_init
+from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.dropout import disable_dropout_in_model
@@ -33,13 +34,13 @@ def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
         report = load_init(model, wanted.init)
         if run_log is not None:
             run_log.log_event("init", **report.as_event())
-            print(report, flush=True)  # stdout of each rank is its log file; rank 0's is on the terminal too
+            log_stdout(str(report))  # stdout of each rank is its log file; rank 0's is on the terminal too
     if wanted.quantize is not None:
         # After `init`, whose values replace those of the layers; before the adapters, whose class follows the layer's.
         summary = quantize_model(model, wanted.quantize)
         if run_log is not None:
             run_log.log_event("quantized", **asdict(summary))
-            print(summary, flush=True)
+            log_stdout(str(summary))
     return _add_adapters_and_freeze(task, model)
 
 

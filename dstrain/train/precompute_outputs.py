@@ -22,6 +22,7 @@ from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
 from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.process_setup import log_stdout
 from dstrain.tasks import LossInputs, Task, make_task
 from dstrain.tasks.common.task import FrozenModel, Split
 from dstrain.train.build_model import with_training_dtype
@@ -165,13 +166,13 @@ def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engi
     missing = sum(part is None for part in parts)
     if missing and world.rank == 0:
         count = missing * ROWS_PER_ENTRY if missing < len(starts) else len(store)
-        print(f"{job.name}: {count} samples to compute", flush=True)
+        log_stdout(f"{job.name}: {count} samples to compute")
     for index, start in enumerate(starts):
         if parts[index] is None:
             parts[index] = columns = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
                 write_entry(kind, keys[index], partial(write_columns, columns=columns))
-                print(f"{job.name}: {min(start + ROWS_PER_ENTRY, len(store))} of {len(store)} samples", flush=True)
+                log_stdout(f"{job.name}: {min(start + ROWS_PER_ENTRY, len(store))} of {len(store)} samples")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain.config.schema import ProfileConfig
 from dstrain.models.params.zero3 import full_numel
+from dstrain.process_setup import log_stdout
 from dstrain.report.flops import FLOP_FORMULAS
 from dstrain.train.engine.base import Engine
 from dstrain.units import format_count
@@ -93,10 +94,9 @@ class StepProfiler:
         found = sorted(name for names, _ in results for name in names)
         self._log_event("profiled", steps=[first, step], files=found)
         if world.rank == 0 and found:
-            print(
+            log_stdout(
                 f"profiled steps {first} to {step}: {self._output_dir}; open its .json.gz files at https://ui.perfetto.dev "
                 f"or in chrome://tracing",
-                flush=True,
             )
 
     def _start_recorders(self, step: int, with_memory: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dstrain.batch import Progress, StepResult
 from dstrain.data.loading.loader import Loader, Step
 from dstrain.data.loading.micro_batches import make_limits
+from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
@@ -78,7 +79,7 @@ class Run:
         if reset:
             self.run_log.log_event("optimizer_state_reset", step=checkpoint.step, what=reset)
             if self.engine.world.rank == 0:
-                print(reset, flush=True)
+                log_stdout(reset)
 
     @contextmanager
     def phase(self, name: Phase, progress: Progress) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Run:
         try:
             self.save_checkpoint(progress, None, True)
         except Exception as fault:  # the error to report is the first one
-            print(f"the last step could not be saved before the restart: {type(fault).__name__}: {fault}", flush=True)
+            log_stdout(f"the last step could not be saved before the restart: {type(fault).__name__}: {fault}")
         log.record_progress(phase, step)
         log.activity = activity
 

@@ -20,6 +20,7 @@ from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.preset import Device
+from dstrain.process_setup import log_stderr
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,7 @@ def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | Non
         env = {**os.environ, "PYTHONSAFEPATH": "1"}
         launch = plan_launch(options, [*job.to_argv(), "--scratch", str(new_scratch_dir)], env, config.launch)
         if job.is_parallel and (line := cpu_overload_warning(launch)):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+            log_stderr(f"warning: {line}")
         if (launch.world_size > 1 and job.is_parallel) or isinstance(launch, MultiHostLaunch):
             return _launch_workers(launch, new_scratch_dir)
         if launch.devices:
@@ -215,7 +216,7 @@ def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) ->
     finally:
         if code == EXIT_FAILED and not stop_state.killed:
             keep_scratch(scratch_dir)
-            print(f"dstrain: the logs of the processes are kept in {scratch_dir / 'logs'}", file=sys.stderr)
+            log_stderr(f"dstrain: the logs of the processes are kept in {scratch_dir / 'logs'}")
         else:
             shutil.rmtree(scratch_dir, ignore_errors=True)
     return JobResult(code, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from dstrain.launch.multihost.agent_client import AgentClient, request
 from dstrain.launch.multihost.plan import MasterEndpoint, MultiHostLaunch, format_cpu_overload
 from dstrain.launch.multihost.versions import find_source_diff, hash_source_files, iter_version_diffs
 from dstrain.launch.worker import get_workers_dir
+from dstrain.process_setup import log_stderr
 
 
 def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Path) -> None:
@@ -40,7 +40,7 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
     if not any(client.host_info["gpus"] for client in clients):
         for client in clients:
             if line := format_cpu_overload(len(client.host.slots), client.host.name, client.host_info["cores"]):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                log_stderr(f"warning: {line}")
 
 
 def _iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fault]:

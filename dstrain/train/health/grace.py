@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from dstrain.process_setup import log_stdout
+
 STEP_TIME_WINDOW = 21
 """Number of recent steps whose median is the expected time of a step."""
 
@@ -46,7 +48,7 @@ class GracePeriod:
         )
         self._log_event("warning", what=what)
         if self._has_terminal:
-            print(what, flush=True)
+            log_stdout(what)
 
     def expected_stop_seconds(self) -> float | None:
         """Return the seconds a stop takes after the end of a step; None before the first save."""

@@ -15,6 +15,7 @@ from typing import Self
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED, RunError
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS
+from dstrain.process_setup import log_stdout
 from dstrain.train.state.manifest import find_latest_complete
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -114,6 +115,6 @@ def run_with_signals(function: Callable[[SignalHandler], int], signal_handler: S
                 raise RunError(f"stopped by {stop}") from None
             code = EXIT_STOPPED
             with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code counts
-                print(f"stopped by {stop}", flush=True)
+                log_stdout(f"stopped by {stop}")
         signal_handler.is_done = True
         return code

@@ -9,6 +9,7 @@ import torch
 
 from dstrain.batch import StepResult
 from dstrain.errors import RunError, first_names
+from dstrain.process_setup import log_stdout
 from dstrain.train.engine.base import Engine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.slices import StateSlice
@@ -80,7 +81,7 @@ class TrainabilityCheck:
         if without or still:
             self._log_event("parameters_without_update", without_gradient=without, not_moved=still)
             if world.rank == 0:
-                print("\n".join(self._format_warnings(without, still)), flush=True)
+                log_stdout("\n".join(self._format_warnings(without, still)))
 
     def _format_warnings(self, without_grad: Sequence[str], unchanged: Sequence[str]) -> Iterator[str]:
         total = len(self._trainable_names)

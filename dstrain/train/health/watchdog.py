@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
+from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
 from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
@@ -112,7 +112,7 @@ class Watchdog:
             return
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
         with contextlib.suppress(OSError, ValueError):
-            print(f"stalled: {doing}: {diagnosis.message}; {ends}\n{diagnosis.table}", flush=True)
+            log_stdout(f"stalled: {doing}: {diagnosis.message}; {ends}\n{diagnosis.table}")
         # Rank 0 writes events.jsonl otherwise; here it does not answer, or it is this rank.
         journal = RunLog(self._run_dir, rank=0)
         about = {
@@ -212,7 +212,7 @@ def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseExce
         return StoppedBySignal(diagnosis.stop_signal)
     if diagnosis.table:
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
-            print(diagnosis.table, file=sys.stderr, flush=True)
+            log_stderr(diagnosis.table)
     return PeerFailureError(known.phase, diagnosis.message, known.fix)
 
 
@@ -220,7 +220,7 @@ def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_
     """Print torch's message, and append its traceback to the stacks file."""
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
-        print(f"rank {status_board.rank}: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        log_stderr(f"rank {status_board.rank}: {type(cause).__name__}: {cause}")
         if (stacks := _open_stacks_file(run_dir, status_board.rank)) is not None:
             last = _format_last_collectives(status_board.log)
             stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")

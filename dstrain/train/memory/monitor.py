@@ -14,6 +14,7 @@ from dstrain.config import BatchPlan
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, first_names
 from dstrain.preset import Preset
+from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
@@ -91,7 +92,7 @@ class MemoryMonitor:
             run_log.log_event(
                 "micro_batch_reduced", step=step, change=change, what=what, ranks=[f.rank for f in failed]
             )
-            print(f"{what}; the step is taken again with {change}", flush=True)
+            log_stdout(f"{what}; the step is taken again with {change}")
         self.micro_batch.use(reduced)
         return reduced
 
@@ -106,7 +107,7 @@ class MemoryMonitor:
             fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
         run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
         if self.world.rank == 0:
-            print(describe_forecast(self.forecast, measured, self.world.device.type), flush=True)
+            log_stdout(describe_forecast(self.forecast, measured, self.world.device.type))
 
     def _where(self) -> str:
         log = self.world.log

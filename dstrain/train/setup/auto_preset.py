@@ -15,6 +15,7 @@ from dstrain.planner.choose import AUTO, choose_preset
 from dstrain.planner.cluster import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes
 from dstrain.planner.fixes import Budget
 from dstrain.preset import Device
+from dstrain.process_setup import log_stdout
 from dstrain.train.resume.recorded import ResumeOptions, find_resume_candidate, read_recorded_recipe
 
 AutoChoice = tuple[str, int | None]
@@ -89,7 +90,7 @@ def resolve_auto_on_rank_0(
     if world.rank == 0:
         chosen, line = resolve_auto(config, run_dir, resume, cluster)
         if own.rank == 0:
-            print(line, flush=True)
+            log_stdout(line)
     chosen = world.gather(chosen)[0]
     assert chosen is not None, "rank 0 decided, or raised on all"
     return apply_choice(config, (str(chosen[0]), chosen[1]))

@@ -14,7 +14,7 @@ from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
 from dstrain.models.params.zero3 import zero3_init
-from dstrain.process_setup import keep_freed_memory, log_if_slow
+from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.task_files import copy_task_files
@@ -241,7 +241,7 @@ def _build_saver(
     )
     if (warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
         run_log.log_event("warning", what=warning)
-        print(warning, flush=True)
+        log_stdout(warning)
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
@@ -286,12 +286,12 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
     run_log.log_event("model", parameters=total, trainable=trained, reference=reference, **fields)
     report_warnings(batch_norm_warnings(train_module.model), run_log, world)
     if world.rank == 0:
-        print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)
+        log_stdout(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained")
         for part in components:
-            print(f"  {part}", flush=True)
+            log_stdout(f"  {part}")
         if train_module.reference_model is not None:
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"
-            print(f"reference: a frozen second model, {where}", flush=True)
+            log_stdout(f"reference: a frozen second model, {where}")
     world.log.activity = "building the engine and its optimizer"
     with log_if_slow(COMPILING, is_first):
         engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)

@@ -26,7 +26,7 @@ from dstrain.launch.threads import count_available_cores, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.quantization.library import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.preset import Device, Preset, read_preset
-from dstrain.process_setup import log_if_slow
+from dstrain.process_setup import log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
@@ -107,7 +107,7 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if worker.local_rank == 0:  # one process per host: the folder of compiled extensions belongs to the host
         for line in remove_stale_locks(get_extensions_dir(os.environ)):
-            print(line, flush=True)
+            log_stdout(line)
     if config.deterministic:
         # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, reproducibility).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

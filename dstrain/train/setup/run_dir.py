@@ -19,6 +19,7 @@ from dstrain.errors import RunError, UsageError, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.versions import read_installed_versions
 from dstrain.models.base_config import save_base_config
+from dstrain.process_setup import log_stdout
 from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
@@ -127,7 +128,7 @@ def _archive_run(run_dir: Path, is_requested: bool) -> None:
     for name in names:
         if name in _RUN_FILE_NAMES or name.startswith("events.out.tfevents"):
             _move(run_dir / name, archive / name)
-    print(f"--resume never: the earlier run is in {_rename_to_number(archive)} now", flush=True)
+    log_stdout(f"--resume never: the earlier run is in {_rename_to_number(archive)} now")
 
 
 def _rename_to_number(archive: Path) -> Path:

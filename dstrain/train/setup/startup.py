@@ -13,6 +13,7 @@ from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
+from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink
@@ -79,18 +80,17 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     for split, report in reports.items():
         run_log.log_event("data", split=split, **report)
     if world.rank == 0:
-        print(
+        log_stdout(
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "
             f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
-            flush=True,
         )
         order = filter(None, [describe_order(split, report) for split, report in reports.items()])
-        lines = [*describe_truncation(reports), *order, *describe_frozen_models(plan.task, plan.preset.stage)]
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        for line in (*describe_truncation(reports), *order, *describe_frozen_models(plan.task, plan.preset.stage)):
+            log_stdout(line)
     for line in plan.task.checks.info_messages():
         run_log.log_event("notice", what=line)
         if world.rank == 0:
-            print(line, flush=True)
+            log_stdout(line)
     if plan.task.needs_images:
         found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
         report_warnings(warn_without_images(found), run_log, world)
@@ -99,7 +99,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):
         run_log.log_event("resharded", step=start.step, how=resharding)
         if world.rank == 0:
-            print(resharding, flush=True)
+            log_stdout(resharding)
 
 
 def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
@@ -113,7 +113,7 @@ def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> N
     for line in warnings:
         run_log.log_event("warning", what=line)
         if world.rank == 0:
-            print(f"warning: {line}", flush=True)
+            log_stdout(f"warning: {line}")
 
 
 def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
@@ -127,7 +127,7 @@ def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
         f"{change}, since memory ran out after step {reduced.step} ({FILE_NAME}); batch.total stays {plan.batch.total}"
     )
     run_log.log_event("micro_batch_reduced", step=plan.start.step, change=change, what=what)
-    print(what, flush=True)
+    log_stdout(what)
 
 
 def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: World) -> None:
@@ -135,7 +135,7 @@ def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: Worl
     for change in changes:
         run_log.log_event(change.event_name, **change.event_fields)
         if world.rank == 0:
-            print(change.message, flush=True)
+            log_stdout(change.message)
 
 
 def describe_frozen_models(task: Task, stage: int) -> list[str]:
@@ -215,9 +215,8 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
         )
         line, code = f"finished: {run.total_steps} steps{left_out}", 0
     if run.engine.world.rank == 0:
-        print(
+        log_stdout(
             "\n".join(filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}"])),
-            flush=True,
         )
     return code
 

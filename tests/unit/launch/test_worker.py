@@ -164,3 +164,24 @@ sys.exit(run_worker(Path(sys.argv[1]), 0, work))
     for text in kept:
         assert "pass-w" not in text
         assert "https://me:...@host:1/a and s3://:...@b cannot be reached; http://host:80/a@b, me@host" in text
+
+
+@pytest.mark.parametrize("kind", ["DstrainError", "ValueError"])
+def test_control_characters_of_an_error_reach_neither_log_nor_terminal(kind: str, tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from dstrain.errors import DstrainError
+from dstrain.launch.worker import run_worker
+from dstrain.process_setup import log_stdout
+def work():
+    log_stdout("data: \\x1b]0;x\\x07\\x9b8m.jsonl")
+    raise {kind}("a \\x1b]0;x\\x07\\x9b8m of a file")
+sys.exit(run_worker(Path(sys.argv[1]), 0, work))
+"""
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1
+    for text in (told.stdout + told.stderr, log_path(tmp_path, 0).read_text()):
+        assert not {*"\x1b\x07\x9b"} & {*text}, text
+        assert "data: \\x1b]0;x\\x07\\x9b8m.jsonl\n" in text
+        assert "\\x1b]0;x\\x07\\x9b8m of a file" in text

@@ -124,10 +124,14 @@ class AgentClient:
                 f"check the login scripts there, such as ~/.bashrc",
             )
         code, lines = self._wait_for_exit(), self._read_log_tail()
-        if code == 255 and not (reason := self._find_ssh_error()):
-            # ssh writes a message where it cannot connect, and none where a signal ends the remote command.
-            problem = "its agent was ended by a signal there (ssh ended with code 255 without a message)"
-            return Fault(where, problem, "see `dmesg` there: memory may have run out; else start again")
+        reason = self._find_ssh_error()
+        # ssh writes a message where it cannot connect, and none where a signal ends the remote command.
+        if code == 255 and (self.channel.has_messages or not reason):
+            problem = f"its agent was ended there ({reason or 'ssh ended with code 255 without a message'})"
+            fix = (
+                "see `dmesg` there: memory may have run out; else check the network between the hosts, and start again"
+            )
+            return Fault(where, problem, fix)
         if code == 255:
             fix = f"`ssh {name} true` must work without a prompt: fix the name, the network (also its MTU) or the keys"
             return Fault(where, f"cannot be reached by ssh ({reason})", fix)

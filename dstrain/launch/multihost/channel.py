@@ -34,6 +34,8 @@ class Channel:
         self.closed = False
         self.has_noise = False
         """True if other output than messages arrived."""
+        self.has_messages = False
+        """True if a message or a heartbeat arrived."""
         self._prefix = nonce.encode() + b" "
         self._read_buffer, self._write_buffer = b"", b""
         self._last_received_at = self._last_sent_at = time.monotonic()
@@ -79,7 +81,7 @@ class Channel:
                 continue
             with contextlib.suppress(ValueError):  # cut off by a session that ended
                 message = json.loads(line[len(self._prefix) :])
-                self._last_received_at = time.monotonic()
+                self._last_received_at, self.has_messages = time.monotonic(), True
                 if isinstance(message, dict) and message:
                     messages.append(message)
         if rest.startswith(self._prefix):  # the beginning of a long message

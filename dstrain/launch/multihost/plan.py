@@ -278,11 +278,14 @@ def remote_command(host: Host, module: Sequence[str], heartbeat_timeout: float, 
 
 
 def ssh_options(heartbeat_timeout: float) -> list[str]:
-    """Return ssh options: no prompts, a short connection timeout, and an end when the host is lost."""
+    """Return ssh options: no prompts, a short connection timeout, an end when the host is lost, and error messages.
+
+    A configuration with LogLevel QUIET would hide why a host cannot be reached.
+    """
     # Three missed answers end the session, after about the heartbeat timeout.
     alive = max(1, round(heartbeat_timeout / 3))
     pairs = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={alive}", "ServerAliveCountMax=3")
-    return [word for pair in pairs for word in ("-o", pair)]
+    return [word for pair in (*pairs, "LogLevel=INFO") for word in ("-o", pair)]
 
 
 def show_launch(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> str:

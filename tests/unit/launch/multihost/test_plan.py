@@ -30,7 +30,7 @@ from dstrain.launch.multihost.plan import (
 PYTHON = shlex.quote(sys.executable)
 MASTER = MasterEndpoint("10.0.0.1", 29501)
 FILE = Path("/runs/a/.workers/launch-1.json")
-SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o LogLevel=INFO"
 
 
 @pytest.fixture

@@ -78,7 +78,18 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
     said = refused(launch("denied slots=1\nmute slots=1\n"), tmp_path)
     assert "denied: cannot be reached by ssh (me@denied: Permission denied (publickey).)" in said[0]
     assert "the network (also its MTU)" in said[0]
-    assert "mute: its agent was ended by a signal there (ssh ended with code 255 without a message)" in said[1]
+    assert "mute: its agent was ended there (ssh ended with code 255 without a message); see `dmesg` there" in said[1]
+
+
+def test_an_agent_that_ends_after_its_answer_is_no_fault_of_ssh(launch, tmp_path, monkeypatch):
+    def end_agent(_: object, clients: list[agent_client.AgentClient]) -> None:
+        agent_client.request(clients, lambda client: {"end": client.nonce}, "never")
+
+    monkeypatch.setattr("dstrain.launch.multihost.worker_group.choose_master", end_agent)
+    (said,) = refused(launch("cut slots=1\n"), tmp_path)
+    assert said.startswith(
+        "F:1 cut: its agent was ended there (Connection to cut closed by remote host.); see `dmesg` there"
+    )
 
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):

@@ -130,7 +130,7 @@ def _launch_training(
     """
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.supervise import StopState, supervise
-    from dstrain.launch.worker import LAUNCH_ID_ENV, remove_port_files, remove_rank_records
+    from dstrain.launch.worker import LAUNCH_ID_ENV, remove_launch_files, remove_rank_records
 
     is_new = not run_dir.exists()
     check_run_dir_writable(run_dir)
@@ -141,7 +141,7 @@ def _launch_training(
             lease.acquire()
         if alone:
             remove_rank_records(run_dir, launch.ranks)
-            remove_port_files(run_dir)
+            remove_launch_files(run_dir)
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
         # With --no-ssh this command cannot start the ranks of other hosts again.
         code, stop_state = EXIT_USAGE, StopState(can_restart=alone)

@@ -183,13 +183,14 @@ def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_port_files(run_dir: Path) -> None:
-    """Remove the port files of killed launches.
+def remove_launch_files(run_dir: Path) -> None:
+    """Remove the files that killed launches, on one host or several, left.
 
     Call it while this launch holds the run folder's lease.
     """
-    for path in get_workers_dir(run_dir).glob("port-*"):
-        path.unlink(missing_ok=True)
+    for pattern in ("port-*", "launch-*.json", "hosts-*", "seen-*"):
+        for path in get_workers_dir(run_dir).glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def set_parent_death_signal() -> None:

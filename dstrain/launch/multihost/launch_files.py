@@ -10,7 +10,6 @@ from typing import Any
 
 from dstrain.launch.multihost.agent_client import AgentClient
 from dstrain.launch.multihost.plan import MasterEndpoint, MultiHostLaunch
-from dstrain.launch.worker import get_workers_dir
 
 
 def write_launch_file(
@@ -52,13 +51,3 @@ def _host_entry(client: AgentClient) -> dict[str, Any]:
         "interface": client.interface,
         "slots": client.host.slots,
     }
-
-
-def remove_launch_files(run_dir: Path) -> None:
-    """Remove the launch files of killed launches.
-
-    Call it while this launch holds the run folder's lease.
-    """
-    for pattern in ("launch-*.json", "hosts-*", "seen-*"):
-        for file in get_workers_dir(run_dir).glob(pattern):
-            file.unlink(missing_ok=True)

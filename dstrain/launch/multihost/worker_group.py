@@ -16,7 +16,7 @@ from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents
 from dstrain.launch.multihost.channel import BEATS_PER_TIMEOUT
 from dstrain.launch.multihost.cleanup import RemoteCleanup
-from dstrain.launch.multihost.launch_files import remove_launch_files, write_hostfile, write_launch_file
+from dstrain.launch.multihost.launch_files import write_hostfile, write_launch_file
 from dstrain.launch.multihost.plan import (
     RANK_MODULE,
     MasterEndpoint,
@@ -135,7 +135,6 @@ class MultiHostWorkerGroup:
     def start(self) -> None:
         self._stop_heartbeats()
         remove_rank_records(self.run_dir, self.ranks)
-        remove_launch_files(self.run_dir)
         write_launch_file(self._launch, self._launch_file, self._master, self._clients)
         write_hostfile(self._launch, self._hostfile)
         self._has_started = True

@@ -163,3 +163,12 @@ def test_memory_that_runs_out_twice_restarts_twice(
     sets = ("batch.total=16", "batch.micro=8", "batch.on_oom=shrink")
     assert launch(lambda run_dir: 1, *(word for one in sets for word in ("--set", one))) == 0
     assert micros == [8, 4, 2, 1]
+
+
+def test_a_start_removes_what_a_killed_preflight_left(launch: Callable[..., int], tmp_path: Path) -> None:
+    left = tmp_path / "run/.workers/seen-0123"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    seen: list[bool] = []
+    assert launch(lambda run_dir: seen.append(left.exists()) or 0) == 0
+    assert seen == [False]

@@ -14,7 +14,7 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.launch_files import remove_launch_files, write_launch_file
+from dstrain.launch.multihost.launch_files import write_launch_file
 from dstrain.launch.multihost.plan import MasterEndpoint
 from dstrain.launch.multihost.versions import (
     find_source_diff,
@@ -24,7 +24,7 @@ from dstrain.launch.multihost.versions import (
     read_package_versions,
 )
 from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
-from dstrain.launch.worker import get_workers_dir
+from dstrain.launch.worker import get_workers_dir, remove_launch_files
 
 SCRIPTS = {
     "no line break": "printf hello",
@@ -194,7 +194,7 @@ def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatc
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
     folder = get_workers_dir(tmp_path)
     folder.mkdir()
-    for name in ("launch-0123.json", "hosts-0123", "seen-0123", "rank-00000.json", "roll-0123"):
+    for name in ("launch-0123.json", "hosts-0123", "port-0123", "seen-0123", "rank-00000.json", "roll-0123"):
         (folder / name).write_text("{}")
     remove_launch_files(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "roll-0123"]

@@ -214,6 +214,13 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
 
 
+def fix_for_os_error(error: OSError, otherwise: str) -> str:
+    """Return what to do about a file that cannot be written: on a full disk to free some space, else `otherwise`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space or inodes (`df -h`, `df -i`), or write to another disk"
+    return otherwise
+
+
 def explain_system_error(error: Exception) -> DstrainError | None:
     """Return an error with a fix for a system error that no command expects; None for other errors."""
     if isinstance(error, FileNotFoundError):
@@ -223,11 +230,9 @@ def explain_system_error(error: Exception) -> DstrainError | None:
             return UsageError("the working folder was removed; change to a folder that exists, and start again")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{one_line(str(error.filename))}: is too long for the file system; choose a shorter one")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and (fix := fix_for_os_error(error, "")):
         place = one_line(str(error.filename)) if error.filename else "the disk that the output is written to"
-        return RunError(
-            f"{place}: {error.strerror}; free some space or inodes (`df -h`, `df -i`), or write to another disk"
-        )
+        return RunError(f"{place}: {error.strerror}; {fix}")
     # EAGAIN of fork(2) and pthread_create(3), not that of a non-blocking stream that is full.
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dstrain.errors import ResumeError, RunFolderLockedError, one_line
+from dstrain.errors import ResumeError, RunFolderLockedError, fix_for_os_error, one_line
 from dstrain.files import get_host_id
 from dstrain.launch.lease_file import (
     MAX_LEASE_BYTES,
@@ -87,7 +87,8 @@ class Lease:
                 raise ResumeError(f"--run-dir {self.run_dir}: several launches start in it at once; start again")
         except OSError as error:
             problem = f"its lease in {self._folder} cannot be written ({error.strerror})"
-            raise ResumeError(f"--run-dir {self.run_dir}: {problem}; choose another folder") from error
+            fix = fix_for_os_error(error, "choose another folder")
+            raise ResumeError(f"--run-dir {self.run_dir}: {problem}; {fix}") from error
         self._thread = threading.Thread(target=self._run_heartbeat, name="lease", daemon=True)
         self._thread.start()
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from dstrain.errors import RunError
+from dstrain.errors import RunError, fix_for_os_error
 
 Row = Mapping[str, Any]
 """Metrics of a log or evaluation: name -> number, text or None."""
@@ -141,7 +141,7 @@ def _wrap_os_errors(path: Path, action: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free some disk space and start again"
+        fix = fix_for_os_error(error, "write to another disk")
         if error.errno in (errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS):
             fix = "it must be a writable file: correct that, or give another --run-dir"
         elif error.errno == errno.EIO:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.distributed.world import Ranks, World
-from dstrain.errors import RunError, UsageError, mask_secrets
+from dstrain.errors import RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.versions import read_installed_versions
 from dstrain.models.base_config import save_base_config
@@ -187,7 +187,8 @@ def check_run_dir_writable(run_dir: Path) -> None:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
+        fix = fix_for_os_error(error, "choose another folder")
+        raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); {fix}") from None
     appended = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
     for path in (*appended, *run_dir.glob("logs/rank-*.log")):
         if path.exists() and not os.access(path, os.W_OK):  # it belongs to another user of a shared folder

@@ -185,3 +185,19 @@ sys.exit(run_worker(Path(sys.argv[1]), 0, work))
         assert not {*"\x1b\x07\x9b"} & {*text}, text
         assert "data: \\x1b]0;x\\x07\\x9b8m.jsonl\n" in text
         assert "\\x1b]0;x\\x07\\x9b8m of a file" in text
+
+
+def test_a_full_disk_ends_a_rank_with_a_fix_and_no_traceback(tmp_path: Path) -> None:
+    script = """
+import errno, os, sys
+from pathlib import Path
+from dstrain.launch.worker import run_worker
+def work():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "environment.json")
+sys.exit(run_worker(Path(sys.argv[1]), 0, work))
+"""
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1
+    said = "environment.json: No space left on device; free some space or inodes (`df -h`, `df -i`), or write to another disk"
+    assert read_rank_records(tmp_path)[0].error == said
+    assert log_path(tmp_path, 0).read_text() == f"error: {said}\n"

@@ -98,7 +98,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     journal = RunLog(tmp_path)
-    full = pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: No space left")
+    full = pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: No space left on device; free some .* inodes")
     with Path("/dev/full").open("ab", buffering=0) as journal._metrics._file, full:
         journal.log_metrics({"step": 1})
 

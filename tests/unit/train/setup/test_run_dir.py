@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
 from dstrain.train.resume.recorded import with_saved_batch_total
-from dstrain.train.setup.run_dir import check_run_dir_shared
+from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable
 from tests.unit.distributed.thread_world import on_ranks
 
 
@@ -44,3 +46,14 @@ def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wante
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
     assert with_saved_batch_total(BatchConfig(**batch), None, []) == BatchConfig(**batch)
+
+
+def test_a_run_folder_without_inodes_is_refused_with_what_to_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\); free some .* inodes"):
+        check_run_dir_writable(tmp_path)

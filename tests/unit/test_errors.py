@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from click.testing import CliRunner
 
 import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
-from dstrain.cli import main
+from dstrain.cli import main, run_and_exit
 from dstrain.commands.selftest.job import _raise_on_all_ranks
 from dstrain.config import read_recipe
 from dstrain.data.cache.token_store import read_column
@@ -304,3 +306,15 @@ def test_control_characters_of_files_do_not_reach_a_terminal(tmp_path: Path) -> 
         result = CliRunner().invoke(main, arguments)
         assert not {*"\x1b\x07\x9b"} & {*result.output}, result.output
     assert escape_controls("a\tb\nc\rd\x1be\x9bf\u200dg\xa0") == "a\tb\nc\\rd\\x1be\\x9bf\u200dg\xa0"
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_answers_of_a_model_are_escaped_on_a_terminal_alone(
+    on_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = SimpleNamespace(value="a\x1b]52;c;x\x07b", exit_code=0)
+    monkeypatch.setattr("dstrain.commands.job.run_job.run_job", lambda *_: done)
+    monkeypatch.setattr("dstrain.cli.is_terminal", lambda: on_terminal)
+    with pytest.raises(SystemExit):
+        run_and_exit(cast("Any", None), {}, None, str)
+    assert capsys.readouterr().out == ("a\\x1b]52;c;x\\x07b\n" if on_terminal else "a\x1b]52;c;x\x07b\n")

@@ -38,7 +38,8 @@ class DocumentReader:
 
     def open(self, value: str, folder: Path) -> Document:
         """Open the document that a record names. `folder`: the data file's. Raises BadRecord."""
-        path = self._find(value, folder)
+        # Absolute: a page is an image of a record, whose relative path would start from the data file's folder again.
+        path = self._find(value, folder.absolute())
         name = display_path(path)
         if path.is_dir():
             return self._open_pages(name, self._list_pages(path, name))
@@ -51,7 +52,7 @@ class DocumentReader:
 
     def open_images(self, images: Sequence[Any], folder: Path) -> Document:
         """Return a document of page images that a record names. Raises BadRecord for paths that are none."""
-        pages = [resolve_image(image, folder) for image in images]
+        pages = [resolve_image(image, folder.absolute()) for image in images]
         if len(pages) == 1 and isinstance(pages[0], Path):
             return self._open_image(pages[0])
         return self._open_pages(f"a document of {len(pages)} image{'s' * (len(pages) != 1)}", pages)

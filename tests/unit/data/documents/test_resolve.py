@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dstrain.data.documents.resolve import DocumentReader
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image, resolve_image
 from tests.unit.data.documents.pdf_files import PAGES, write_pdf
+from tests.vocabulary import invoke
 
 COLORS = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
 
@@ -175,3 +177,16 @@ def test_every_file_that_a_document_depends_on_is_watched(
     with pytest.raises(BadRecord):
         reader.open("gone.pdf", folder)
     assert {folder / "gone.pdf", folder / "documents" / "gone.pdf"} <= {*watched}
+
+
+@pytest.mark.parametrize("record", [{"document": "page.png"}, {"document": "../out/page.png"}, {"image": "page.png"}])
+def test_a_data_file_with_a_relative_path_finds_its_pages(
+    record: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("in", "out"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "page.png")
+    (tmp_path / "in/data.jsonl").write_text(json.dumps({**record, "question": "What?", "answer": "It."}))
+    monkeypatch.chdir(tmp_path)
+    result = invoke("data", "check", "in/data.jsonl", "--task", "docqa")
+    assert result.exit_code == 0, result.output

@@ -1,15 +1,14 @@
-"""Write the tree of modules into README.md, one line for each: `python tools/make_tree.py`."""
+"""Write docs/modules.md, the tree of modules with one line for each: `python tools/make_tree.py`."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dstrain"
-BEGIN, END = "<!-- tree: python tools/make_tree.py -->\n", "<!-- end of tree -->\n"
+PAGE = ROOT / "docs" / "modules.md"
 WIDTH = 120
 NAME_WIDTH = 32
 """Column in which a description begins; wider names push it to the right."""
@@ -38,20 +37,11 @@ def iter_entries(folder: Path, depth: int = 0) -> Iterator[str]:
         yield from iter_entries(package, depth + 1)
 
 
-def render_tree() -> str:
-    """Return the tree of dstrain as a code block."""
-    return "```text\n" + "\n".join(iter_entries(PACKAGE)) + "\n```\n"
-
-
-def replace_tree(page: str) -> str:
-    """Return a page with the current tree between its markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"README.md: the lines {BEGIN.strip()!r} and {END.strip()!r} are missing; add them")
-    return before + begin + "\n" + render_tree() + "\n" + end + after
+def render_page() -> str:
+    """Return the page with the tree of dstrain."""
+    tree = "\n".join(iter_entries(PACKAGE))
+    return f"# Modules\n\nWritten by `python tools/make_tree.py` from the first lines of the modules.\n\n```text\n{tree}\n```\n"
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(replace_tree(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(render_page(), encoding="utf-8")

@@ -339,7 +339,7 @@ def test_the_table_is_long_enough_and_its_messages_differ(folder: Path, monkeypa
 
 VALUES = {
     "model.lora": "{rank: 4}", "batch.on_oom": "shrink",
-    "optim.name": "muon", "compile": "true", "save.background": "true", "save.prune_when_full": "true",
+    "optim.name": "muon", "save.background": "true", "save.prune_when_full": "true",
 }  # fmt: skip
 
 

@@ -442,7 +442,7 @@ def test_the_schema_has_no_other_key_that_names_code() -> None:
     """A key added later is looked at here: does a folder's recipe reach code, a shell or the network by it?"""
     assert [*RunConfig.model_fields] == [
         "task", "options", "model", "precision", "data", "ds_config", "batch", "optim", "steps", "epochs", "seed",
-        "deterministic", "compile", "on_nonfinite", "timeout_minutes", "log", "eval", "save", "profile", "launch",
+        "deterministic", "on_nonfinite", "timeout_minutes", "log", "eval", "save", "profile", "launch",
     ]  # fmt: skip
 
 

@@ -117,9 +117,9 @@ def test_the_head_never_holds_all_logits() -> None:
 
 
 def test_the_head_is_computed_in_the_chunks_of_the_model() -> None:
-    from dstrain.models.heads import linear_head, scores
+    from dstrain.models.heads import linear_head
 
-    assert heads.CHUNK_BYTES == scores.MAX_CHUNK_BYTES
+    assert heads.CHUNK_BYTES == linear_head.MAX_CHUNK_BYTES
     own = (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
     assert own == (linear_head.KEPT_SHARE, linear_head.SLICE_SHARE, linear_head.BLOCK_SHARE)
 

@@ -71,8 +71,3 @@ def test_a_family_without_support_is_refused() -> None:
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"must be one of auto, sdpa, eager"):
         ModelConfig(attn_implementation=name)
-
-
-def test_task_files_may_read_the_old_name() -> None:
-    assert ModelConfig(attn_implementation="eager").attention == "eager"
-    assert "attention" not in ModelConfig().model_dump()

@@ -1,0 +1,120 @@
+"""Layers: a module imports from its own package and from packages below; none in a circle; no torch before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (
+    ("errors",),
+    ("files", "patching", "units", "resources", "process_setup"),
+    ("distributed", "source_map", "host_memory"),
+    ("batch", "cache", "schedule", "config", "preset"),
+    ("data", "models", "report", "launch"),
+    ("tasks",),
+    ("task",),
+    ("planner",),
+    ("train",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+    ("__init__",),
+)
+"""Modules and packages of dstrain, the lowest layer first."""
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "dstrain").rglob("*.py"))
+    if not {"ds_configs", "launchers", "recipes"} & {*path.parts}
+}
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules of dstrain that a module imports: at its top, under TYPE_CHECKING, in functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            for alias in node.names:
+                dotted = f"{node.module}.{alias.name}"
+                yield dotted if dotted in MODULES else str(node.module)
+
+
+# `from dstrain import __version__` needs nothing else of it.
+IMPORTS = {name: {*imports(path)} & MODULES.keys() - {name, "dstrain"} for name, path in MODULES.items()}
+
+
+def top(module: str) -> str:
+    """Return the package or module below dstrain that a module belongs to."""
+    return f"{module}.__init__".split(".")[1]
+
+
+def test_a_module_imports_from_its_own_package_or_below() -> None:
+    assert {top(module) for module in MODULES} == {*LEVELS}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in IMPORTS.items()
+        for other in sorted(others)
+        if top(other) != top(module) and LEVELS[top(other)] >= LEVELS[top(module)]
+    ]
+    assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = dict(IMPORTS)
+    while free := [module for module, needed in left.items() if not needed & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not {module: sorted(needed & left.keys()) for module, needed in left.items()}
+
+
+CALLS = """
+import json, sys
+from click.testing import CliRunner
+from dstrain.cli import main
+for line in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(main, line)
+    assert result.exit_code == 0, (line, result.output, result.exception)
+    loaded = sorted({"torch", "deepspeed", "transformers", "pyarrow"} & set(sys.modules))
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_commands_that_do_not_compute_answer_without_torch(tmp_path: Path) -> None:
+    lines = [
+        ["--help"], ["train", "--help"], ["tasks"], ["tasks", "rm"], ["presets"], ["presets", "zero3_nvme"],
+        ["recipes"], ["recipes", "demo-rm"], ["init", "rm"],
+        ["report", "--help"], ["status", "--help"],
+        ["train", "demo-rm", "--num-gpus", "2", "--dry-run"],
+        ["train", "demo-rm", "--num-gpus", "2", "--dry-run", "--ds-config", "auto"],
+        ["plan", "demo-rm", "--gpu-memory", "24GiB"], ["plan", "demo-sft", "--model-shape", "llama-3.1-70b", "--json"],
+    ]  # fmt: skip
+    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, json.dumps(lines)], cwd=tmp_path, env=quiet, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_answers_at_once(tmp_path: Path) -> None:
+    """Under 0.5 s, as the contract says, in one of a few tries: the tests beside it take the cores too."""
+    times: list[float] = []
+    while len(times) < 3 or (min(times) >= 0.5 and len(times) < 20):
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "dstrain", "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+        )
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5, times

@@ -20,14 +20,15 @@ from dstrain.commands.models.trained_model import (
 from dstrain.config import RunConfig
 from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.cache.token_store import BuildReport
-from dstrain.data.encoding.prompts import EncodedPrompt
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_image_prompts, encode_prompts
+from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
+from dstrain.data.sources.base import Source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
-from dstrain.tasks.common.prompts import PromptEncode, PromptReader
 from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
@@ -198,3 +199,47 @@ def _check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt
 
 def _to_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Parses and encodes prompts as a task's model takes them."""
+
+    task: TextTask
+    max_length: int | None = None
+    """Tokens of a prompt at most; the last ones are kept."""
+
+    def parse(self, record: dict[str, Any]) -> RecordWithImages[ParsedPrompt]:
+        """Parse the prompt of a record, with its images. Raises BadRecord."""
+        return self.task.parse_with_images(record, self.task.read_prompt)
+
+    def encode(
+        self, prompts: Sequence[RecordWithImages[ParsedPrompt]], folders: Sequence[Path]
+    ) -> list[EncodedPrompt | BadRecord]:
+        """Return the ids of each prompt; relative image paths start from the record's folder."""
+        processor = self.task.model_source.vision_processor
+        if processor is None:
+            parsed = [prompt.parsed for prompt in prompts]
+            return encode_prompts(self.task.tokenizer, parsed, self.max_length)
+        return encode_image_prompts(processor, prompts, folders, self.max_length)
+
+
+@dataclass(frozen=True)
+class PromptEncode:
+    """An `Encode` whose examples hold the prompt of a source's record under `prompt`."""
+
+    source: Source
+    reader: PromptReader
+
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult]:
+        parsed = [
+            prompt
+            if isinstance(prompt := try_parse(parse_record, self.reader.parse, record, True), BadRecord)
+            else (prompt, self.source.get_base_dir(index))
+            for index, record in rows
+        ]
+        return encode_valid(parsed, self._encode)
+
+    def _encode(self, items: list[tuple[RecordWithImages[ParsedPrompt], Path]]) -> list[EncodeResult]:
+        prompts = self.reader.encode([prompt for prompt, _ in items], [folder for _, folder in items])
+        return [prompt if isinstance(prompt, BadRecord) else {"prompt": prompt} for prompt in prompts]

@@ -11,8 +11,6 @@ from dstrain.planner.byte_tables import DTYPE_BYTES
 from dstrain.planner.cluster import Cluster
 from dstrain.planner.line import MemoryLine, Place, When
 from dstrain.planner.lines.activations import activation_lines
-from dstrain.planner.lines.heads import head_lines
-from dstrain.planner.lines.host import host_lines, reserve_lines
 from dstrain.planner.lines.state_settings import StateSettings
 from dstrain.planner.lines.states import state_lines
 from dstrain.planner.lines.vision import vision_lines
@@ -174,3 +172,139 @@ def _frozen_model_lines(config: RunConfig, properties: TaskProperties, states: S
     ):
         size = round(sum(shape.count() for shape in shapes) * states.weight_bytes / share)
         yield MemoryLine(name, size, place, "state", "w P / N" if share > 1 else "w P", source)
+
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+"""MAX_CHUNK_BYTES of models/heads/scores.py, which imports torch; a test compares."""
+KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
+"""Those of models/heads/linear_head.py."""
+SOURCE = "dstrain/models/heads/linear_head.py"
+CHUNK_COPIES = 3
+"""Copies of a chunk of fp32 logits that autograd holds where the head is not a plain linear layer."""
+
+
+def head_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[MemoryLine]:
+    """Yield the lines of the head."""
+    if workload.is_scored or shape.vocab <= 1:
+        return
+    targets, vocab, limit = workload.targets, shape.vocab, CHUNK_BYTES[workload.device]
+    yield MemoryLine(
+        "inputs of the head", 2 * width * targets * shape.hidden + 24 * targets, "gpu", "activation", "2 w N H",
+        f"{SOURCE}, _LinearScores", "pass",
+    )  # fmt: skip
+    kept = num_rows(shape, workload, width)
+    if kept:
+        yield MemoryLine(
+            "errors of the head", width * kept * vocab, "gpu", "activation",
+            f"w V min(N, {KEPT_SHARE:g} x {limit >> 20} MiB / (w V))", f"{SOURCE}, KEPT_SHARE", "head",
+        )  # fmt: skip
+    block = min(targets * vocab * 4, limit * BLOCK_SHARE[workload.device])
+    slices = min(max(targets - kept, 0) * vocab * width, limit * SLICE_SHARE)
+    yield MemoryLine(
+        "logits of a slice", round(3 * block + slices), "gpu", "activation", "3 fp32 blocks and a slice",
+        f"{SOURCE}, SLICE_SHARE and BLOCK_SHARE", "head",
+    )  # fmt: skip
+    if kept and kept < targets:
+        # The gradient itself is counted with the gradients, or as the gradient of one tensor.
+        yield MemoryLine(
+            "fp32 sum of the head's gradient", 4 * vocab * shape.hidden, "gpu", "activation",
+            "4 V H where errors are recomputed", f"{SOURCE}, _parameter_gradient", "head",
+        )  # fmt: skip
+
+
+def num_rows(shape: ModelShape, workload: Workload, width: int) -> int:
+    """Return the targets whose errors are kept for the gradient of the head."""
+    if not trains_head(shape):
+        return 0
+    return min(workload.targets, max(1, int(CHUNK_BYTES[workload.device] * KEPT_SHARE) // (width * shape.vocab)))
+
+
+def trains_head(shape: ModelShape) -> bool:
+    """Return True where the head's weight, or the embedding that it is tied to, is trained."""
+    part = "embedding" if shape.tied else "head"
+    return any(tensor.is_trainable for tensor in shape.tensors if tensor.part == part)
+
+
+def saved_head_bytes(shape: ModelShape, workload: Workload, width: int) -> int:
+    """Return what autograd keeps of the head between forward and backward pass."""
+    if workload.is_scored:
+        return 0
+    inputs = 2 * width * workload.targets * shape.hidden + 8 * workload.targets
+    return inputs + width * num_rows(shape, workload, width) * shape.vocab
+
+
+CUDA_CONTEXT_BYTES = 700 * 2**20
+"""Driver, cuBLAS, NCCL: memory that torch's allocator does not count."""
+FRAGMENTATION = 0.04
+"""Share of the tensors that the allocator reserves in addition, with expandable segments."""
+PROCESS_BYTES = 1200 * 2**20
+"""Resident memory of Python, torch, DeepSpeed and transformers, without tensors."""
+
+
+def reserve_lines(tensor_bytes: int, device: str) -> Iterator[MemoryLine]:
+    """Yield what a GPU needs besides tensors; on a CPU run, the interpreter."""
+    if device == "cpu":
+        yield MemoryLine(
+            "interpreter and libraries",
+            PROCESS_BYTES,
+            "gpu",
+            "reserve",
+            "1.2 GiB",
+            "resident memory before a model is built",
+        )
+        return
+    yield MemoryLine(
+        "CUDA context, cuBLAS, NCCL",
+        CUDA_CONTEXT_BYTES,
+        "gpu",
+        "reserve",
+        "0.7 GiB",
+        "driver memory outside torch's allocator",
+    )
+    size = round(FRAGMENTATION * tensor_bytes)
+    yield MemoryLine(
+        "fragmentation",
+        size,
+        "gpu",
+        "reserve",
+        "4 % of all tensors",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    )
+    yield MemoryLine(
+        "interpreter and libraries",
+        PROCESS_BYTES,
+        "host",
+        "reserve",
+        "1.2 GiB",
+        "resident memory before a model is built",
+    )
+
+
+def host_lines(
+    settings: StateSettings, workload: Workload, prefetch: int, background_saves: bool
+) -> Iterator[MemoryLine]:
+    """Yield batches that are loaded in advance, and the copy from which a background save is written."""
+    vision = settings.shape.vision
+    pixels = vision.patches * vision.patch_values if vision else 0
+    batch = workload.tokens * 8 * 4 + workload.images * 4 * pixels
+    ahead = prefetch * settings.accumulate * batch
+    yield MemoryLine(
+        "batches loaded in advance",
+        ahead,
+        "host",
+        "buffer",
+        "data.prefetch x passes x (32 T + 4 V S)",
+        "dstrain/data/loading/loader.py",
+    )
+    if background_saves:
+        from dstrain.planner.byte_tables import OPTIMIZERS
+
+        size = (4 + OPTIMIZERS[settings.optimizer].per_param) * settings.trained / settings.world_size
+        yield MemoryLine(
+            "copy for background saves",
+            round(size),
+            "host",
+            "buffer",
+            "(4 + bytes of the states) T / N",
+            "dstrain/train/checkpoint/saver.py",
+        )

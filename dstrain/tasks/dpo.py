@@ -40,7 +40,7 @@ class DPO(SafePairTask):
     """Policies trained on pairs: DPO and its variants (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that the functions below name;
-    summed over pairs. With `safety`: SafeDPO, MM-DPO and mDPO, see `dstrain.tasks.safety.losses`.
+    summed over pairs. With `safety`: SafeDPO, MM-DPO and mDPO, see `dstrain.tasks.safety.pair_loss`.
     """
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from dstrain.data.cache.dataset import NO_TRAIN_DATA
 from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
 from dstrain.data.dataset import Samples
 from dstrain.data.records import BadRecord
+from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.structures.chain import (
     AMINO_ACIDS,
@@ -29,10 +31,8 @@ from dstrain.data.structures.chain import (
     Chain,
     chain_from_columns,
 )
-from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
 from dstrain.data.structures.similarity import choose_eval_chains, load_or_cluster
-from dstrain.data.structures.tiny import tiny_structure
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.store_builder import policy_of
@@ -275,3 +275,85 @@ class Protein(RecordTask):
 def _encode_chains(files: list[list[Chain]]) -> list[Any]:
     """Return the chains of each file as examples."""
     return [[{**chain.as_columns(), "chain": number} for number, chain in enumerate(chains)] for chains in files]
+
+
+MaskMode = Literal["separate", "together"]
+
+
+@dataclass(frozen=True)
+class MaskedChain:
+    """A window of a chain, and which of its residues are hidden."""
+
+    chain: Chain
+    hides_type: np.ndarray
+    """(L,) bool: the type is hidden and has to be predicted."""
+    hides_coordinates: np.ndarray
+    """(L,) bool: the backbone is hidden and has to be predicted."""
+
+
+@dataclass(frozen=True)
+class ResidueMask:
+    """How residues are hidden, and the longest window of a chain."""
+
+    ratio: float
+    mode: MaskMode
+    max_length: int
+    seed: int
+
+    def apply(self, chain: Chain, key: tuple[int, ...]) -> MaskedChain:
+        """Return a window of the chain with hidden residues, fixed by the seed and the key.
+
+        Two residues at least have to be known and complete. One type and one backbone at least are hidden, and one
+        complete backbone is shown.
+        """
+        random = make_random_state((self.seed, RESIDUE_STREAM, *key))
+        chain = self._choose_window(chain, random)
+        complete, known = np.flatnonzero(chain.is_complete), np.flatnonzero(chain.is_known)
+        if self.mode == "together":
+            known = np.intersect1d(complete, known)
+        count = self._count(len(known), len(known) - (self.mode == "together" and len(known) == len(complete)))
+        types = random.permutation(known)[:count]
+        backbones = types
+        if self.mode == "separate":
+            # No more backbones than types: the number of types is the weight of a batch.
+            backbones = random.permutation(complete)[: min(count, self._count(len(complete), len(complete) - 1))]
+        return MaskedChain(chain, _as_mask(types, chain), _as_mask(backbones, chain))
+
+    def _count(self, size: int, limit: int) -> int:
+        return max(1, min(round(self.ratio * size), limit))
+
+    def _choose_window(self, chain: Chain, random: np.random.RandomState) -> Chain:
+        """Return a random window with two residues that are known and complete, next to one another among those."""
+        if len(chain.types) <= self.max_length:
+            return chain
+        usable = np.flatnonzero(chain.is_complete & chain.is_known)
+        # Pairs farther apart than the window are rare: chains with long stretches without a backbone.
+        pairs = np.flatnonzero(np.diff(usable) < self.max_length)
+        at = pairs[random.randint(len(pairs))] if len(pairs) else 0
+        first, last = usable[at], usable[at + 1]
+        low, high = max(0, last - self.max_length + 1), min(first, len(chain.types) - self.max_length)
+        return chain.window(int(low + random.randint(max(high - low, 0) + 1)), self.max_length)
+
+
+def _as_mask(indices: np.ndarray, chain: Chain) -> np.ndarray:
+    mask = np.zeros(len(chain.types), dtype=bool)
+    mask[indices] = True
+    return mask
+
+
+def tiny_structure(name: str) -> str:
+    """Return a made-up helix of 6 to 30 residues as a PDB file."""
+    draw = random.Random(name)
+    lines: list[str] = []
+    for index in range(draw.randint(6, 30)):
+        residue = draw.choice(("ALA", "LEU", "GLY", "SER", "LYS", "GLU"))
+        # Radius, angle in degrees and height in Å of an atom in an alpha helix: 100 degrees and 1.5 Å per residue.
+        for atom, radius, angle, height in (
+            ("N", 1.55, -28, -0.9), ("CA", 2.28, 0, 0.0), ("C", 1.66, 26, 1.1), ("O", 2.0, 22, 2.3),
+        ):  # fmt: skip
+            turn = math.radians(100 * index + angle)
+            place = (radius * math.cos(turn), radius * math.sin(turn), height + 1.5 * index)
+            x, y, z = (value + draw.gauss(0, 0.05) for value in place)
+            head = f"ATOM  {len(lines) + 1:5}  {atom:<3} {residue} A{index + 1:4}"
+            lines.append(f"{head}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}")
+    return "\n".join([*lines, "TER", "END", ""])

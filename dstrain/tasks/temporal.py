@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +20,24 @@ from dstrain.config.field_types import check_limits
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.cache.build import RecordEncode, prepare
 from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.encoding.series_conversations import CaptionEncoder
-from dstrain.data.formats.messages import has_images
+from dstrain.data.formats.conversations import Conversation
+from dstrain.data.formats.messages import Message, has_images
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, EncodeResult, as_record, has, try_parse
-from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.options import EncoderOptions
-from dstrain.data.series.patches import Patches, choose_masked, cut_patches, from_columns, stack_patches, to_columns
+from dstrain.data.series.patches import (
+    PatchConfig,
+    Patches,
+    choose_masked,
+    cut_patches,
+    from_columns,
+    insert_soft_tokens,
+    stack_patches,
+    to_columns,
+)
 from dstrain.data.series.record import SeriesRecord, read_label, read_series_record
 from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.base import ConcatSource, Source
@@ -307,3 +317,89 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
     other = [None if draw.random() < 0.2 else round(draw.random(), 2) for _ in range(steps)]
     series = [line, other] if index % 3 == 0 else line
     return {"series": series, "caption": "rises" if rises else "falls", "label": "up" if rises else "down"}
+
+
+@dataclass(frozen=True)
+class CaptionEncoder:
+    """Encodes each caption of a series as the answer to a prompt, after the soft tokens of the series."""
+
+    tokenizer: Any
+    config: EncodingConfig
+    patches: PatchConfig
+    prompt: str
+    """The user's turn where a record has none."""
+
+    def encode(self, samples: Sequence[SeriesRecord]) -> list[list[EncodeResult]]:
+        """Return the examples of each record, one for each caption."""
+        pairs = [(sample, caption) for sample in samples for caption in sample.captions]
+        conversations = [Conversation(self._messages(*pair), (1,)) for pair in pairs]
+        examples = encode_conversations(self.tokenizer, conversations, self.config)
+        answers = examples
+        if not self.config.assistant_only:  # then the loss mask does not say where the prompt ends
+            answers = encode_conversations(self.tokenizer, conversations, replace(self.config, assistant_only=True))
+        rows = zip(examples, answers, strict=True)
+        return [[self._finish(sample, *next(rows)) for _ in sample.captions] for sample in samples]
+
+    def _messages(self, sample: SeriesRecord, caption: str) -> list[Message]:
+        asked: Message = {"role": "user", "content": sample.prompt or self.prompt}
+        return [asked, {"role": "assistant", "content": caption}]
+
+    def _finish(self, sample: SeriesRecord, example: EncodeResult, answer: EncodeResult) -> EncodeResult:
+        """Return the example with the series, all its captions, and the length of its prompt.
+
+        `answer`: the example with a loss mask of the answer alone.
+        """
+        if isinstance(example, BadRecord) or isinstance(answer, BadRecord):
+            return example if isinstance(example, BadRecord) else answer
+        count = self.patches.count_tokens(*sample.values.shape)
+        ids = insert_soft_tokens(self.tokenizer, example["input_ids"], count)
+        loss_mask = [0] * count + [*example["learnt"]]
+        if len(ids) > self.config.max_length:
+            total = f"{count} soft tokens and {len(ids) - count} tokens of text"
+            fix = "raise data.max_length or options.encoder.patch_length, or shorten the record"
+            return BadRecord(f"the record has {total}, above data.max_length {self.config.max_length}; {fix}")
+        captions = json.dumps(sample.captions, ensure_ascii=False).encode()
+        columns = {"input_ids": ids, "learnt": loss_mask, "answers": [*captions]}
+        numbers = {"prompt_length": float(count + [*answer["learnt"]].index(1))}
+        return {**example, **columns, **numbers, **to_columns(sample.values, sample.stats)}
+
+
+PATTERN_WORDS: dict[str, str] = {
+    "peak": r"peak\w*|pea?ks?|spik\w*|hump\w*|bump\w*|mound\w*|highest|high point|maximum|max|tops?|crest\w*|hill|apex\w*|"
+    r"climax\w*|pinnacle|summit",
+    "dip": r"dip\w*|trou?gh\w*|troo\w*|lowest|low point|minimum|min|bottom\w*|valley\w*|dents?",
+    "plateau": r"plat\w*|pleat\w*|flat\w*|level\w*|constant\w*|stable|stagna\w*|unchang\w*|unwavering|consistent|"
+    r"maintain\w*|(?:stays?|remains?|remaining|is|mostly) (?:\w+ )?(?:the same|steady|same)|(?:does not|no) change|"
+    r"stabili[sz]\w*|same (?:value|level|place|point)",
+    "up": r"incr\w*|ris(?:e|es|ing)|rose|rais\w*|grow\w*|climb\w*|up(?:wards?|hill|turn|rising|swing|s)?|gain\w*|"
+    r"ascen\w*|inclin\w*|jumps?|goes up|going up|soar\w*|surg\w*|hikes?|higher|greater|recover\w*|rebound\w*|"
+    r"positive slope|slopes? positive\w*",
+    "down": r"decr\w*|desc?re\w*|decea\w*|declin\w*|fall\w*|fell|drop\w*|down(?:wards?|hill|turn|swing|s)?|descen\w*|"
+    r"slump\w*|loss|plummet\w*|plung\w*|dives?|reduc\w*|deteriorat\w*|degrad\w*|sink\w*|lowers?|less|crash\w*|"
+    r"collaps\w*|tails? off|tailing off|negative slope|slopes? negative\w*",
+    "periodic": r"periodic\w*|oscillat\w*|repeat\w*|cycl\w*|waves?|seasonal\w*|fluctuat\w*|zig ?zag\w*|volatile",
+    "anomaly": r"anomal\w*|outlier\w*|sudden jump|unusual\w*",
+}
+"""Pattern -> regular expression of the words that name it, as people write and misspell them."""
+ALONE = {"plateau": r"stead\w*|even(?:ly)?|straight|similar|sideways"}
+"""The same, for words that name a pattern only in a caption that names no other: `a steady increase` is up."""
+_COMPILED = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in PATTERN_WORDS.items()}
+_COMPILED_ALONE = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in ALONE.items()}
+PATTERNS = tuple(PATTERN_WORDS)
+
+
+def find_patterns(caption: str) -> frozenset[str]:
+    """Return the patterns that a caption names."""
+    found = frozenset(name for name, words in _COMPILED.items() if words.search(caption))
+    return found or frozenset(name for name, words in _COMPILED_ALONE.items() if words.search(caption))
+
+
+def names_right_pattern(caption: str, references: Iterable[str]) -> float:
+    """Return 1 where the caption names patterns and a reference names each of them, else 0.
+
+    A curve has several true captions, each about another part of it; so any reference may name a pattern. Where no
+    reference names one, a caption is right if it names none.
+    """
+    found = find_patterns(caption)
+    known = frozenset().union(*map(find_patterns, references))
+    return float(found == known) if not known else float(bool(found) and found <= known)

@@ -27,7 +27,6 @@ from dstrain.commands.recipe.recipe_args import TrainRequest
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.models.base_config import save_base_config
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
@@ -40,6 +39,7 @@ from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.resume.inputs import digest_model_files
 from dstrain.train.resume.recorded import dump_training_recipe
+from dstrain.train.setup.run_dir import save_base_config
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run

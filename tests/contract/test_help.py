@@ -15,8 +15,8 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from dstrain.cli import main
+from dstrain.cli.command_group import EXAMPLES
 from dstrain.cli.completion import SCRIPT_ENV
-from dstrain.cli.examples import EXAMPLES
 from dstrain.commands.recipe.find_recipe import list_builtin_recipes
 from dstrain.preset import preset_names
 from dstrain.tasks import builtin_tasks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
-from dstrain.data.series.captions import names_right_pattern
 from dstrain.tasks import find_task, make_task
+from dstrain.tasks.temporal import names_right_pattern
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
 from tests.vocabulary import RUN, invoke, read_jsonl, write_jsonl, write_recipe

@@ -19,10 +19,10 @@ from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
 from dstrain.models.params.freeze import freeze
-from dstrain.models.params.summary import summarize_components
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_model
+from dstrain.train.setup.build_run import summarize_components
 from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 

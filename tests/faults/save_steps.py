@@ -39,8 +39,8 @@ from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.resume.decision import decide_start
-from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.kill_points import Points

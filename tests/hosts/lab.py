@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from dstrain.launch.kernel_locks import get_extensions_dir
 from dstrain.launch.worker import set_parent_death_signal
+from dstrain.train.setup.plan import get_extensions_dir
 from tests.workers import ROOT
 
 TOOLS = ("unshare", "nsenter", "mount", "ip", "iptables", "sshd", "ssh", "ssh-keygen", "pdsh", "mpirun", "pgrep")

@@ -22,9 +22,8 @@ from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import zero3_init
 from dstrain.planner.cluster import Cluster
 from dstrain.planner.lines.activations import activation_lines
-from dstrain.planner.lines.heads import saved_head_bytes
 from dstrain.planner.lines.states import gradient_overlaps, state_lines
-from dstrain.planner.memory import make_state_settings
+from dstrain.planner.memory import make_state_settings, saved_head_bytes
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.workload import make_workload, read_properties
 from dstrain.tasks import Task

@@ -22,11 +22,11 @@ import numpy as np
 import yaml
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.record import read_series_record
 from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.tasks import make_task
+from dstrain.tasks.temporal import names_right_pattern
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
 ASKED, ASKED_SYNTHETIC = "Describe the series.", "Name the pattern."

@@ -13,14 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dstrain.commands.job.out_of_memory import explain_out_of_memory
 from dstrain.commands.job.temp_dirs import keep_scratch, make_scratch, make_scratch_path
 from dstrain.config import RunConfig
+from dstrain.errors import OutOfMemoryError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
+from dstrain.report.allocation_errors import find_allocation_failure
 
 if TYPE_CHECKING:
     import torch
@@ -220,3 +221,25 @@ def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) ->
         else:
             shutil.rmtree(scratch_dir, ignore_errors=True)
     return JobResult(code, value)
+
+
+SMALLER_PASSES = {"generate": "ask for fewer prompts per pass (--batch 1)"}
+"""Command -> what makes its passes smaller; the others take the recipe's micro-batch."""
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(command: str) -> Iterator[None]:
+    """Raise OutOfMemoryError, with what helps `dstrain COMMAND`, for a failed allocation inside."""
+    try:
+        yield
+    except Exception as error:
+        failure = find_allocation_failure(error)
+        if failure is None or isinstance(error, OutOfMemoryError):
+            raise
+        smaller = SMALLER_PASSES.get(command, "make its passes smaller (--set batch.micro=1)")
+        shards = "or divide the weights among processes (--ds-config zero3 --num-gpus N)"
+        if failure.place == "host":
+            shards = "or start fewer processes on this host (--num-gpus N)"
+        raise OutOfMemoryError(
+            f"dstrain {command}: {failure.describe()} could not be allocated; {smaller}, {shards}"
+        ) from error

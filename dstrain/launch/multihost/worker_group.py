@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrain.launch.command import LocalLaunch
 from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
-from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents
+from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents, start_session
 from dstrain.launch.multihost.channel import BEATS_PER_TIMEOUT
-from dstrain.launch.multihost.cleanup import RemoteCleanup
-from dstrain.launch.multihost.launch_files import write_hostfile, write_launch_file
 from dstrain.launch.multihost.plan import (
     RANK_MODULE,
     MasterEndpoint,
@@ -25,12 +26,15 @@ from dstrain.launch.multihost.plan import (
     check_runner,
     node_command,
     node_environment,
+    remote_command,
     runner_command,
     runner_environment,
 )
 from dstrain.launch.multihost.preflight import choose_master, probe_hosts
+from dstrain.launch.processes import find_processes, has_marker, kill_processes
 from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import (
+    LAUNCH_FILE_ENV,
     LAUNCH_ID_ENV,
     RankRecord,
     get_workers_dir,
@@ -284,3 +288,111 @@ class MultiHostWorkerGroup:
             client.log_path for at, client in enumerate(self._clients) if rank in (None, *self._launch.ranks_of(at))
         )
         return next(of_rank, None)
+
+
+CLEANUP_TIMEOUT_SECONDS = 15.0
+"""Limit for a host to answer and to kill; ssh reports an unreachable host sooner."""
+_CONNECT_TIMEOUT_SECONDS = 4
+AGENT_MODULE = "dstrain.launch.multihost.agent"
+_DONE_MESSAGE = "ended: 0 left"
+
+
+class RemoteCleanup:
+    """Cleanup sessions, one per host, all at the same time."""
+
+    def __init__(self, clients: Sequence[AgentClient], launch_file: Path, heartbeat_timeout: float) -> None:
+        self._deadline = time.monotonic() + CLEANUP_TIMEOUT_SECONDS
+        self._sessions = {client: _start_session(client, launch_file, heartbeat_timeout) for client in clients}
+
+    def wait_for_failures(self) -> list[AgentClient]:
+        """Wait for all sessions; return the hosts on which processes may remain."""
+        return [client for client, session in self._sessions.items() if not self._wait_for_success(client, session)]
+
+    def _wait_for_success(self, client: AgentClient, session: subprocess.Popen[bytes]) -> bool:
+        assert session.stdout is not None
+        output = b""
+        os.set_blocking(session.stdout.fileno(), False)
+        while (seconds_left := self._deadline - time.monotonic()) > 0:
+            wait_readable([session.stdout.fileno()], seconds_left)
+            try:
+                data = session.stdout.read(1 << 16)
+            except OSError:
+                break
+            if not data:
+                break
+            # A login script may write much; the result comes last.
+            output = (output + data)[-(1 << 17) :]
+        session.kill()
+        session.communicate()
+        return f"{client.nonce} {_DONE_MESSAGE}".encode() in output
+
+
+def _start_session(client: AgentClient, launch_file: Path, heartbeat_timeout: float) -> subprocess.Popen[bytes]:
+    words = remote_command(
+        client.host,
+        ["dstrain.launch.multihost.worker_group", os.fsencode(launch_file).hex(), client.nonce],
+        heartbeat_timeout,
+        os.environ,
+    )
+    words[1:1] = ["-o", f"ConnectTimeout={_CONNECT_TIMEOUT_SECONDS}"]  # of an option given twice ssh uses the first
+    return start_session(words, client.log_path)
+
+
+def main(hex_path: str, nonce: str) -> int:
+    """Kill the launch's processes on this host. Returns 0 if none remains, else 1."""
+    file = os.fsdecode(bytes.fromhex(hex_path))
+    left = kill_processes(lambda: find_processes(lambda words, env: is_of_launch(words, env, file, nonce)))
+    print(f"\n{nonce} ended: {len(left)} left", flush=True)
+    return bool(left)
+
+
+def is_of_launch(words: Sequence[str], env: Callable[[], Mapping[str, str]], launch_file: str, nonce: str) -> bool:
+    """Return True for an agent with this nonce, and for processes that carry the path of the launch
+    file.
+    """
+    return (nonce in words and AGENT_MODULE in words) or has_marker(words, env, launch_file, LAUNCH_FILE_ENV)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))
+
+
+def write_launch_file(
+    launch: MultiHostLaunch, file: Path, master: MasterEndpoint, clients: Sequence[AgentClient]
+) -> None:
+    """Write the file that every rank reads at its start; only its owner can read it.
+
+    It does not hold the environment, which may contain secrets: the agents hand that out.
+    """
+    content = {
+        "arguments": list(launch.arguments),
+        "cwd": os.getcwd(),
+        "silence": launch.heartbeat_timeout,
+        "master": [master.address, master.port],
+        "hosts": {client.host_info["machine"]: _host_entry(client) for client in clients},
+    }
+    # O_EXCL and 0600 from the start: it holds the token for the environment.
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        json.dump(content, opened)
+        opened.flush()
+        os.fsync(opened.fileno())  # other hosts read it over a network file system
+
+
+def write_hostfile(launch: MultiHostLaunch, file: Path) -> None:
+    """Write the hostfile for DeepSpeed's runner."""
+    lines = (f"{host.name} slots={len(host.slots)}\n" for host in launch.hosts)
+    if launch.options.launcher != "openmpi":  # DeepSpeed compares the slot numbers of --include with it
+        lines = (f"{host.name} slots={max(host.slots) + 1}\n" for host in launch.hosts)
+    file.write_text("".join(lines))
+
+
+def _host_entry(client: AgentClient) -> dict[str, Any]:
+    host_info = client.host_info
+    return {
+        "hostname": host_info["hostname"],
+        "agent": host_info["pid"],
+        "heartbeat": host_info["heartbeat"],
+        "token": host_info["token"],
+        "interface": client.interface,
+        "slots": client.host.slots,
+    }

@@ -15,6 +15,8 @@ from typing import Any
 from dstrain import __version__
 from dstrain.report.page.charts import build_axes, build_charts, build_marks
 from dstrain.report.page.compare import diff_settings
+from dstrain.report.page.learning_rules import LEARNING_RULES
+from dstrain.report.page.resource_rules import OUTCOME_RULES, RESOURCE_RULES
 from dstrain.report.page.sections import (
     escape,
     key_figures,
@@ -28,8 +30,7 @@ from dstrain.report.page.sections import (
     render_time_use,
     render_verdict_list,
 )
-from dstrain.report.page.verdict import RunSummary
-from dstrain.report.page.verdict_rules import evaluate_rules
+from dstrain.report.page.verdict import RunSummary, Verdict
 from dstrain.report.progress import last_start
 
 GENERATOR = '<meta name="generator" content="dstrain report">'
@@ -194,3 +195,15 @@ def _wrap(title: str, body: str, data: str, is_rewritten: bool) -> str:
         f'<body><main>{body}</main><script type="application/json" id="data">{data}</script>'
         f"<script>{script}</script></body></html>\n"
     )
+
+
+_ORDER = {"bad": 0, "warning": 1, "good": 2, "info": 2}
+
+
+def evaluate_rules(run: RunSummary) -> list[Verdict]:
+    """Return the verdicts: first how the run ended, then the others, the worst first."""
+    found = [verdict for rule in (*LEARNING_RULES, *RESOURCE_RULES) for verdict in rule(run)]
+    return [
+        *(verdict for rule in OUTCOME_RULES for verdict in rule(run)),
+        *sorted(found, key=lambda one: _ORDER[one.level]),
+    ]

@@ -13,8 +13,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
+import os
 import re
 import shutil
 import time
@@ -30,7 +32,6 @@ from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError
 from dstrain.files import list_folder, sync_folder
 from dstrain.report.run_log import format_current_time
-from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
 from dstrain.train.checkpoint.select import clear_best, read_best_name, restore_best_copy, set_best
 from dstrain.train.state.agreement import gather_or_raise
 from dstrain.train.state.hashed_file import FileEntry
@@ -295,3 +296,35 @@ def _replace_newer(folder: Path, checkpoint: CheckpointInfo) -> list[str]:
     for path in newer:
         rename_folder(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]
+
+
+def clear_path(path: Path) -> None:
+    """Remove a checkpoint folder; if NFS keeps files that a reader has open, rename it for a later cleanup."""
+    if not remove_folder(path):
+        name = path.name[path.name.index("step-") :].removesuffix(".partial")
+        rename_folder(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
+
+
+def remove_folder(path: Path) -> bool:
+    """Remove a folder; return False if NFS keeps a file (.nfs*) that a process has open. Raises OSError."""
+    # Twice: the first pass goes on after an error, the second one tells what is left.
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def rename_folder(path: Path, target: Path) -> None:
+    """Rename a folder to a free name. An NFS client that repeats a request gets an error that `path` is missing."""
+    try:
+        os.rename(path, target)
+    except FileNotFoundError:
+        # Both the other way round: the first request did the rename, and its answer was lost.
+        if path.exists() or not target.exists():
+            raise

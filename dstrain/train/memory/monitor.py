@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import torch
+
 from dstrain.batch import FailedPass
-from dstrain.config import BatchPlan
+from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, first_names
+from dstrain.host_memory import get_available_memory
 from dstrain.preset import Preset
 from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
@@ -21,11 +27,10 @@ from dstrain.report.run_log import RunLog
 from dstrain.train.engine.module import OPTIMIZER_UPDATE
 from dstrain.train.engine.recovery import free_cached_memory
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
-from dstrain.train.memory.fixes import list_fixes, list_host_fixes
 from dstrain.train.memory.forecast import MemoryForecast, describe_forecast
 from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.oom_message import describe_device_memory, describe_host_memory, format_message
 from dstrain.train.memory.reduced_batch import describe_reduction
+from dstrain.units import format_bytes
 
 PRECOMPUTING = "computing the outputs of frozen models"
 """Activity before the first step in which passes take the micro-batch too."""
@@ -165,3 +170,122 @@ class MemoryMonitor:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
+
+
+BYTES_OF_TRAINING = 16
+"""Bytes per trained parameter with Adam in mixed precision: weight and gradient 2 each, fp32 master weight and two
+moments 4 each (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1)."""
+
+
+def list_fixes(config: RunConfig, batch: BatchPlan, preset: Preset, world_size: int) -> list[str]:
+    """Return the fixes for a full device, each with the key to set and what it saves."""
+    return [
+        *_reduced_micro_batch(config, batch, world_size),
+        *_next_preset(preset, world_size),
+        *_lora(config),
+        f"data.max_length: below {config.data.max_length}: saves in proportion to the tokens of the longest samples",
+    ]
+
+
+def list_host_fixes(config: RunConfig, preset: Preset, is_on_cpu: bool) -> list[str]:
+    """Return the fixes for full host memory."""
+    data = config.data
+    found = [
+        f"data.workers: below {data.workers}, and data.prefetch: below {data.prefetch}: saves batches that wait in memory"
+    ]
+    if preset.offload_optimizer == "cpu" or preset.offload_param == "cpu":
+        found.append(
+            f"ds_config: one without offloading to the host (now {preset.name}), or zero3_nvme: "
+            f"saves up to {BYTES_OF_TRAINING - 4} bytes per trained parameter on the host"
+        )
+    if config.save.background:
+        found.append("save.background: false: saves the copy of the state that is being written")
+    if not is_on_cpu and data.pin:
+        found.append("data.pin: false: saves page-locked copies of batches")
+    return [*found, "fewer processes per host, or a host or a container limit with more memory"]
+
+
+def _reduced_micro_batch(config: RunConfig, batch: BatchPlan, world_size: int) -> Iterator[str]:
+    if reduced := batch.half(world_size):
+        same = "with the same batch.total, which leaves the steps as they are"
+        if reduced.tokens is not None:
+            yield f"batch.tokens_per_micro: {reduced.tokens} (now {batch.tokens}): saves about half of the activations"
+        else:
+            largest = batch.largest_micro(world_size)
+            yield f"batch.micro: {reduced.micro} (now {largest}) {same}: saves about half of the activations"
+        if config.batch.on_oom == "stop":
+            yield "batch.on_oom: shrink: the run does that by itself when memory runs out"
+    if not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing: true: saves most of the activations, for about a third more computing"
+
+
+def _next_preset(preset: Preset, world_size: int) -> Iterator[str]:
+    several, where = world_size > 1, f"the {world_size} processes"
+    if preset.stage < 2 and several:
+        yield f"ds_config: zero2: shards gradients and optimizer state over {where}: saves up to 14 bytes per trained parameter"
+    if preset.offload_optimizer is None:
+        yield "ds_config: zero2_offload: moves optimizer state to the host: saves 12 bytes per trained parameter"
+    if preset.stage < 3 and several:
+        yield f"ds_config: zero3: shards the weights over {where} as well: saves 2 bytes per parameter"
+    if preset.offload_param is None:
+        yield "ds_config: zero3_offload: moves the weights to the host as well: saves 2 bytes per parameter"
+
+
+def _lora(config: RunConfig) -> Iterator[str]:
+    if config.model.lora is None:
+        yield (
+            f"model.lora: {{rank: 16}}: trains adapters only: saves {BYTES_OF_TRAINING - 2} bytes per parameter of the "
+            "weights, which stay frozen"
+        )
+    if config.model.quantize is None:
+        yield "model.quantize: nf4, with model.lora: saves about 1.4 bytes per frozen parameter"
+
+
+def format_message(title: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:
+    """Return the message: the title, lines about memory, numbered fixes, and what happens next."""
+    numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
+    what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
+    return "\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last_line])
+
+
+def describe_device_memory(device: torch.device, forecast: MemoryForecast | None) -> list[str]:
+    """Return the memory of a rank by line, predicted by the plan and measured; for a CPU, that of its process."""
+    predicted = [] if forecast is None else [*_iter_predicted(forecast)]
+    measured = _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
+    return [*predicted, *measured]
+
+
+def describe_host_memory() -> list[str]:
+    """Return the host memory of this process and of its host by line."""
+    return [*_iter_host_counters()]
+
+
+def _iter_predicted(forecast: MemoryForecast) -> Iterator[str]:
+    lines = [(name, num_bytes) for name, place, num_bytes in forecast.lines if place == "gpu"]
+    width = max((len(name) for name, _ in lines), default=0)
+    yield f"{'planned'.ljust(width)}  {format_bytes(forecast.device_bytes)} in all"
+    for name, num_bytes in lines:
+        yield f"  {name.ljust(width)}  {format_bytes(num_bytes)}"
+
+
+def _iter_gpu_counters(device: torch.device) -> Iterator[str]:
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    yield (
+        f"measured: tensors {format_bytes(allocated)}, at most {format_bytes(torch.cuda.max_memory_allocated(device))}; "
+        f"reserved by torch {format_bytes(reserved)}, of which {format_bytes(reserved - allocated)} in gaps"
+    )
+    with suppress(RuntimeError):  # some virtual GPUs do not tell
+        free, total = torch.cuda.mem_get_info(device)
+        others = max(total - free - reserved, 0)
+        yield f"GPU: {format_bytes(total)}, free {format_bytes(free)}, used outside torch {format_bytes(others)}"
+
+
+def _iter_host_counters() -> Iterator[str]:
+    with suppress(OSError, psutil.Error):
+        info = psutil.Process().memory_info()
+        yield f"measured: process {format_bytes(info.rss)} resident, {format_bytes(info.vms)} of addresses"
+        host = psutil.virtual_memory()
+        yield f"host: {format_bytes(host.total)}, available to this process {format_bytes(get_available_memory())}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        yield f"limit of addresses of the process (ulimit -v): {format_bytes(limit)}"

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.summary import summarize_components
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params.components import COMPONENTS, components_by_name
+from dstrain.models.params.groups import build_param_groups, find_group_and_lr
+from dstrain.models.params.zero3 import full_numel, zero3_init
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.task_files import copy_task_files
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space, compute_max_checkpoints, get_free_bytes
+from dstrain.train.checkpoint.disk_space import (
+    DiskForecast,
+    check_disk_space,
+    compute_max_checkpoints,
+    ensure_disk_space,
+    get_free_bytes,
+)
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.evaluate import Evaluation
@@ -35,9 +42,9 @@ from dstrain.train.monitors import StepMonitors
 from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.resume.changes import iter_resume_changes
+from dstrain.train.resume.decision import StartDecision
 from dstrain.train.resume.fingerprints import check_fingerprints
 from dstrain.train.resume.inputs import with_selected_samples
-from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
 from dstrain.train.run import Run
 from dstrain.train.setup.plan import (
@@ -66,6 +73,9 @@ from dstrain.train.setup.startup import (
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
+
+if TYPE_CHECKING:
+    import torch
 
 COMPILING = "building the engine; at the first start DeepSpeed compiles kernels, which can take minutes"
 
@@ -297,3 +307,67 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
         engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
     world.log.activity = ""
     return engine
+
+
+@dataclass(frozen=True)
+class ComponentSummary:
+    """Size and training settings of one component."""
+
+    component: str
+    num_parameters: int
+    num_trainable: int
+    peak_lrs: tuple[float, ...]
+    """Peak learning rates of the trainable parameters, largest first."""
+
+    def __str__(self) -> str:
+        all_trained = self.num_trainable == self.num_parameters
+        share = "all" if all_trained else f"{format_count(self.num_trainable)} of them"
+        lrs = " and ".join(f"{lr:.3g}" for lr in self.peak_lrs)
+        state = f"{share} trained at lr {lrs}" if self.num_trainable else "frozen"
+        return f"{self.component:10} {format_count(self.num_parameters)} parameters, {state}"
+
+
+def summarize_components(model: torch.nn.Module, optim: OptimConfig, lr_factor: float = 1.0) -> list[ComponentSummary]:
+    """Return one summary per component; an empty list for a text-only model.
+
+    `lr_factor` multiplies every rate (optim.scale_lr).
+    """
+    components, parameters = components_by_name(model), dict(model.named_parameters())
+    summaries = []
+    for component in COMPONENTS:
+        names = [name for name, own in components.items() if own == component]
+        if not names:
+            continue
+        trainable = [name for name in names if parameters[name].requires_grad]
+        own_lrs = (find_group_and_lr(name, component, optim)[1] for name in trainable)
+        lrs = {(optim.peak_lr if lr is None else lr) * lr_factor for lr in own_lrs}
+        total, trained = (sum(full_numel(parameters[name]) for name in some) for some in (names, trainable))
+        summaries.append(ComponentSummary(component, total, trained, tuple(sorted(lrs, reverse=True))))
+    return summaries
+
+
+def prepare_start(
+    start: StartDecision, checkpoints: CheckpointStore, run_log: RunLog, prune_when_full: bool
+) -> CheckpointInfo | None:
+    """Make the run folder fit the start: no partial or newer checkpoints, no later rows in metrics.jsonl.
+
+    Returns the checkpoint to continue from, None if a new run begins. Collective.
+    """
+    # First: it may restore the name of the checkpoint to continue from.
+    removed = checkpoints.remove_incomplete()
+    start = start.after_cleanup(checkpoints)
+    checkpoint = start.checkpoint
+    if checkpoint is not None and prune_when_full:  # the events below take room
+        ensure_disk_space(checkpoints, checkpoint.size, True, run_log.log_event)
+    for name in removed:
+        run_log.log_event("partial_checkpoint_removed", checkpoint=name)
+    for info in start.skipped:
+        run_log.log_event("checkpoint_skipped", checkpoint=info.path.name, why=info.status)
+    # Rows after the checkpoint will be written again.
+    dropped = run_log.truncate_after(start.step)
+    if checkpoint is not None:
+        why = f"the run continues from step {checkpoint.step}"
+        for name in checkpoints.supersede_newer(checkpoint):
+            run_log.log_event("checkpoint_superseded", checkpoint=name, why=why)
+        run_log.log_event("resumed", step=checkpoint.step, checkpoint=str(checkpoint.path), rows_dropped=dropped)
+    return checkpoint

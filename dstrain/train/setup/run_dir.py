@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import RunConfig, dump_recipe
+from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
-from dstrain.errors import RunError, UsageError, fix_for_os_error, mask_secrets
+from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.versions import read_installed_versions
-from dstrain.models.base_config import save_base_config
+from dstrain.models.load import read_config
 from dstrain.process_setup import log_stdout
 from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
@@ -211,3 +212,19 @@ def check_run_dir_shared(run_dir: Path, world: Ranks) -> None:
             f"--run-dir {run_dir}: ranks {', '.join(map(str, missing))} do not see what rank 0 writes there; "
             f"give a folder that all hosts share"
         )
+
+
+def save_base_config(model: ModelConfig, folder: Path) -> None:
+    """Write config.json and generation_config.json of `model.path` into a checkpoint that holds all weights.
+
+    With them the checkpoint can be read after `model.path` is gone. Nothing is written for adapters (their base is
+    needed anyway), for models with code of their own, and where a custom task gives `model.path` another meaning.
+    """
+    from transformers import GenerationConfig
+
+    if model.path is None or model.lora is not None or model.trust_remote_code:
+        return
+    with contextlib.suppress(RecipeError):
+        read_config(model).save_pretrained(str(folder))
+        with contextlib.suppress(OSError):  # no generation_config.json
+            GenerationConfig.from_pretrained(str(Path(model.path).expanduser())).save_pretrained(str(folder))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch import kernel_locks
-from dstrain.launch.kernel_locks import STALE_LOCK_SECONDS, get_extensions_dir, remove_stale_locks
+from dstrain.train.setup import plan as kernel_locks
+from dstrain.train.setup.plan import STALE_LOCK_SECONDS, get_extensions_dir, remove_stale_locks
 
 
 @pytest.fixture

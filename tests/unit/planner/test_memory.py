@@ -11,9 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from dstrain.errors import PresetError
+from dstrain.planner import memory as heads
 from dstrain.planner.byte_tables import OPTIMIZERS, QUANTIZED_WEIGHTS
 from dstrain.planner.cluster import Cluster
-from dstrain.planner.lines import heads
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.preset import preset_names, read_preset
 from tests.reward_models import export_reward_model

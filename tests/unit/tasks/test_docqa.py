@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dstrain.batch import Batch
+from dstrain.commands.generate import PromptReader
 from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import DatasetConfig
@@ -24,7 +25,6 @@ from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
 from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
-from dstrain.tasks.common.prompts import PromptReader
 from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.metrics.answers import ANSWER_METRICS
 from dstrain.train.build_model import build_train_module

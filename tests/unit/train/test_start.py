@@ -13,8 +13,8 @@ from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.resume.decision import decide_start
-from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.state.hashed_file import write_hashed_file
 
 

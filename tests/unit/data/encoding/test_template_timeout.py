@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from dstrain.data import limited_process
-from dstrain.data.encoding import template_timeout
-from dstrain.data.encoding.rendering import render_conversation
-from dstrain.data.encoding.template_timeout import check_template_terminates
+from dstrain.data.encoding import rendering as template_timeout
+from dstrain.data.encoding.rendering import check_template_terminates, render_conversation
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
 from dstrain.data.records import BadRecord
@@ -114,7 +113,7 @@ def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group: the process that tries ends with it."""
     script = """
         from tests.unit.data.encoding.test_template_timeout import ASKED, NESTED, tokenizer_with
-        from dstrain.data.encoding.template_timeout import check_template_terminates
+        from dstrain.data.encoding.rendering import check_template_terminates
         tokenizer = tokenizer_with(NESTED)
         print("ready", flush=True)
         check_template_terminates(tokenizer, ASKED)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.formats.safety_labels import read_safety_labels
 from dstrain.data.records import BadRecord
+from dstrain.tasks.safety.pair_task import read_safety_labels
 
 PAIR = {"prompt": "How?", "chosen": "So.", "rejected": "No."}
 RESPONSES = {

@@ -187,7 +187,7 @@ def test_no_room_to_unpack_is_said(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dstrain.data.sources.gzip_file.shutil.copyfileobj", full)
+    monkeypatch.setattr("dstrain.data.sources.files.shutil.copyfileobj", full)
     with pytest.raises(DataError, match=r"cannot be unpacked into .*No space left on device; set TMPDIR"):
         open_source(tmp_path / "a.jsonl.gz")
 

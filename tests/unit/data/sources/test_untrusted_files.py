@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.data.records import BadRecord
-from dstrain.data.sources import files, gzip_file, parquet
+from dstrain.data.sources import files, parquet
+from dstrain.data.sources import files as gzip_file
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_content, read_image
 from dstrain.errors import DataError, RecipeError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dstrain.data.structures.chain import UNKNOWN, Chain
-from dstrain.data.structures.masking import MaskMode, ResidueMask
+from dstrain.tasks.protein import MaskMode, ResidueMask
 
 
 def chain(length: int) -> Chain:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.vision.augment import ImageAugmentation
+from dstrain.tasks.vlm import ImageAugmentation
 
 GROUND = (250, 240, 230)
 

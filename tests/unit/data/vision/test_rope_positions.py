@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from dstrain.batch import PackedGroup
 from dstrain.data.loading.collate import pack_rows
-from dstrain.data.vision.rope_positions import packed_rope_positions
+from dstrain.data.vision.processor import packed_rope_positions
 from tests.unit.models.test_qwen import config_for, words
 
 IMAGE, GRIDS = 1, [(1, 2, 3), (1, 4, 1), (1, 1, 1), (1, 2, 2)]

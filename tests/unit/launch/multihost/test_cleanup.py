@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from dstrain.launch.multihost import cleanup
+from dstrain.launch.multihost import worker_group as cleanup
 from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
 from dstrain.launch.processes import find_processes
 from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.env import build_remote_env, read_env_file
+from dstrain.launch.multihost.plan import build_remote_env, read_env_file
 
 
 def test_what_a_run_needs_travels_and_the_rest_stays():

@@ -14,7 +14,6 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.launch_files import write_launch_file
 from dstrain.launch.multihost.plan import MasterEndpoint
 from dstrain.launch.multihost.versions import (
     find_source_diff,
@@ -23,7 +22,7 @@ from dstrain.launch.multihost.versions import (
     iter_version_diffs,
     read_package_versions,
 )
-from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
+from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group, write_launch_file
 from dstrain.launch.worker import get_workers_dir, remove_launch_files
 
 SCRIPTS = {

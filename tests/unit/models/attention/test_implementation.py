@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.attention import implementation
-from dstrain.models.attention.implementation import check_attn_implementation
 from dstrain.models.load import build_meta_model, read_config
+from dstrain.tasks.common import model_source as implementation
+from dstrain.tasks.common.model_source import check_attn_implementation
 from tests.model_families import family
 
 

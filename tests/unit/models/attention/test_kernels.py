@@ -10,9 +10,8 @@ import torch
 from dstrain.batch import PackedGroup
 from dstrain.models.attention import by_group, varlen
 from dstrain.models.attention.by_group import attention_by_group
-from dstrain.models.attention.flex import packed_flex_attention
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
-from dstrain.models.attention.packed import PackedAttention, choose_kernel
+from dstrain.models.attention.packed import PackedAttention, choose_kernel, packed_flex_attention
 from tests.unit.models.attention.packed_rows import GROUPS
 
 WINDOWS = [None, 16, 1]

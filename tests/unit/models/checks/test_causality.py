@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dstrain.models.checks.causality import sees_later_tokens
+from dstrain.models.checks.compatibility import sees_later_tokens
 
 
 @pytest.mark.parametrize(

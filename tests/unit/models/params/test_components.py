@@ -21,7 +21,7 @@ from dstrain.models.load import read_config
 from dstrain.models.params.components import COMPONENTS, components_by_id
 from dstrain.models.params.freeze import freeze
 from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.summary import summarize_components
+from dstrain.train.setup.build_run import summarize_components
 from tests.vision_recipes import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}

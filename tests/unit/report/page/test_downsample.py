@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.report.page.downsample import bucket_means, downsample, round_values
+from dstrain.report.page.charts import bucket_means, downsample, round_values
 
 
 def test_a_short_curve_stays_as_it_is() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain.tasks.dpo import dpo_sigmoid
-from dstrain.tasks.safety.losses import image_preference, reward_anchor, safe_dpo, scaled_beta
+from dstrain.tasks.safety.pair_loss import image_preference, reward_anchor, safe_dpo, scaled_beta
 from tests.vocabulary import sigmoid
 
 H = torch.tensor([3.0, -2.0, 0.5], dtype=torch.float64)

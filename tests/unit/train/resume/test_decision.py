@@ -20,8 +20,8 @@ from dstrain.train.checkpoint import checkpoints as checkpoints_module
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.resume import decision as decision_module
 from dstrain.train.resume.decision import StartDecision, decide_start
-from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.setup.plan import RunPlan, make_plan
 from dstrain.train.state.hashed_file import write_hashed_file
 from tests.unit.distributed.thread_world import on_ranks

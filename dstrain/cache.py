@@ -65,7 +65,8 @@ def cache_root() -> Path:
 def hash_key(key: Mapping[str, Any]) -> str:
     """Return the name of a cache entry: a hash of the key as canonical JSON."""
     # Canonical: the same key must give the same name in every process and version.
-    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # Sorted as it is read from a manifest: JSON has only texts as names.
+    text = json.dumps(json.loads(json.dumps(key)), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -237,7 +238,7 @@ def _write_manifest(folder: Path, key: Mapping[str, Any]) -> None:
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
             os.fsync(file.fileno())
-    atomic_write(folder / MANIFEST, json.dumps({"key": key, "files": files}, ensure_ascii=False), sync=True)
+    atomic_write(folder / MANIFEST, json.dumps({"key": key, "files": files}), sync=True)
 
 
 def _publish(partial: Path, folder: Path, is_current: Callable[[], bool]) -> None:

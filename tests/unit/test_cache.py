@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from click.testing import CliRunner
 from PIL import Image
 
 from dstrain import cache
@@ -33,6 +35,7 @@ from dstrain.cache import (
     save_file_result,
     write_entry,
 )
+from dstrain.cli import main
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.token_store import load_or_build_store
 from dstrain.data.documents.document import PdfDocument
@@ -48,6 +51,7 @@ from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
 from dstrain.train.precompute_outputs import read_columns, write_columns
 from tests.unit.data.documents.pdf_files import write_pdf
+from tests.vision_recipes import named_recipe
 
 KEY = {"what": "test", "n": 1}
 
@@ -581,3 +585,29 @@ def test_a_store_that_is_cut_short_in_use_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match=r"ids\.ends\.npy was changed while it was in use, and samples 7 cannot be read"):
         make_batch(Dataset(), lambda examples: None, [7], 0)  # type: ignore[arg-type, return-value]
+
+
+def test_file_names_in_the_data_need_not_be_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    for kind in ("protein", "docqa"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        _, values = named_recipe(kind, folder)
+        if kind == "protein":
+            (folder / "train" / "000.pdb").rename(folder / "train" / f"{name}.pdb")
+        else:
+            (folder / "pages").mkdir()
+            (folder / "train-0-0.png").rename(folder / "pages" / f"{name}.png")
+            rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+            rows[0] = {"question": "Page 1?", "answers": ["red"], "document": "pages"}
+            (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+        for _ in range(2):
+            told = CliRunner().invoke(main, ["prepare", str(folder / "recipe.yaml"), "--json"])
+            assert told.exit_code == 0, told.output
+
+
+def test_numbers_as_names_in_a_key_give_the_entry_again() -> None:
+    """JSON has only texts as names, and orders 9 and 10 otherwise."""
+    assert get({"classes": {9: "a", 10: "b"}}) == get({"classes": {9: "a", 10: "b"}}, "built again")
+    assert get({"classes": {9: "a", "b": "c"}}) == "content"

@@ -289,7 +289,7 @@ def _write_store(folder: Path, build: Build, write_extra: Callable[[Path], objec
         columns.append(chunk)
     meta = {**columns.close(), "report": asdict(report)}
     write_extra(folder)
-    (folder / META).write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+    (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _open_column(path: Path) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class FolderSource(BaseSource):
         digest = hashlib.sha256()
         for file in self.files:
             try:
-                digest.update(f"{file.relative_to(folder).as_posix()}\0{file_digest(file)}\n".encode())
+                digest.update(os.fsencode(f"{file.relative_to(folder).as_posix()}\0{file_digest(file)}\n"))
             except OSError as fault:
                 problem = f"{display_path(file)} cannot be read ({fault.strerror})"
                 raise DataError(f"{problem}; check its permissions") from fault

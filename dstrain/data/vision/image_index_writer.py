@@ -80,7 +80,7 @@ class ImageIndexWriter:
         unused = [asdict(self._rejected[path]) for path in sorted(self._rejected) if path not in used]
         lists = {"images": [asdict(entry) for entry in self._positions], "unused": unused}
         lists["watched"] = [asdict(file) for file in sorted(watched, key=lambda file: file.path)]
-        (folder / IMAGE_INDEX_FILE).write_text(json.dumps(lists, ensure_ascii=False), encoding="utf-8")
+        (folder / IMAGE_INDEX_FILE).write_text(json.dumps(lists), encoding="utf-8")
 
     def _build_entry(self, source: Path | bytes, key: str, is_cached: bool) -> ImageEntry:
         """Return the entry of an image. `is_cached`: its file is in the cache, such as a page of a document."""

@@ -73,7 +73,7 @@ def prepare(recipe: str) -> None:
 
 def hashed(key: Any) -> str:
     """The name of a key, by a way of its own."""
-    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -169,25 +169,29 @@ _MUTABLE_NESTED_KEYS = {
 }
 
 
-_PATH_KEYS = (
-    "task",
-    "model.path",
-    "model.init",
-    "model.tokenizer",
-    "model.processor",
-    "model.chat_template",
-    "data.train",
-    "options.ref_model",
-    "options.safety",
-)
-"""Keys with paths of files whose content is compared instead (train/resume): a run may be moved to another machine."""
+_PATH_KEYS = {
+    "task": "task",
+    "model.path": "model.path",
+    "model.tokenizer": "model.tokenizer",
+    "model.processor": "model.tokenizer",
+    "model.chat_template": "model.tokenizer",
+    "data.train": "data.train",
+    "options.ref_model": "reference",
+    "options.safety": "options.safety",
+}
+"""Keys with paths -> digest in run.json that is compared instead (train/resume): a run may be moved to another machine."""
 
 
-def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
+def check_learning_changes(
+    before: RunConfig, after: RunConfig, allowed: Collection[str] = (), digests: Collection[str] = ()
+) -> list[Fault]:
     """Return a fault for each key that changes the training result between two recipes; `allowed` names exceptions.
 
-    Another absolute path in one of `_PATH_KEYS` is no fault.
+    Another absolute path is no fault where `digests`, those that the run recorded, show that its content is compared,
+    nor in model.init, whose weights the checkpoint replaces.
     """
+    names = {part for name in digests for part in (name, name.rpartition(".")[0])}  # options.safety.harmless_rm
+    moved = {"model.init", *(key for key, digest in _PATH_KEYS.items() if digest in names)}
     return [
         Fault(
             key,
@@ -196,7 +200,7 @@ def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collect
         )
         for key, (old, new) in find_learning_changes(before, after).items()
         if not any(key == name or key.startswith(name + ".") for name in allowed)
-        and not (key in _PATH_KEYS and _differ_in_paths_alone(old, new))
+        and not (key in moved and _differ_in_paths_alone(old, new))
     ]
 
 

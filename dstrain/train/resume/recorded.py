@@ -87,7 +87,9 @@ def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig,
         # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
         total = config.batch.total
         recorded = recorded.model_copy(update={"batch": recorded.batch.model_copy(update={"total": total})})
-    if faults := check_learning_changes(recorded, config, allowed_keys):
+    info = checkpoint.read_run_info()
+    digests = {*info, *(key for key, what in info.get("inputs", {}).items() if "digest" in what)}
+    if faults := check_learning_changes(recorded, config, allowed_keys, digests):
         raise ResumeError(faults)
 
 

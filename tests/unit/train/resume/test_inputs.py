@@ -387,3 +387,35 @@ def test_scores_computed_again_that_leave_other_samples_are_refused(
     with pytest.raises(ResumeError, match=r"^options\.safety\.harmless_rm: its scores, computed again, leave other"):
         check_inputs_unchanged(save_info(tmp_path), other.fingerprints["inputs"], ())
     check_inputs_unchanged(save_info(tmp_path), other.fingerprints["inputs"], ("options.safety.harmless_rm",))
+
+
+OWN_OPTIONS = TASK.replace("class Halves(Task):\n", "class Halves(Task):\n    ref_model: str\n    safety: dict\n")
+
+
+@pytest.mark.parametrize("changed", [{"ref_model": "/new/weights"}, {"safety": {"rules": "/new/rules"}}])
+def test_a_moved_path_whose_content_is_not_recorded_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text(OWN_OPTIONS)
+    options = {"ref_model": "/old/weights", "safety": {"rules": "/old/rules"}}
+    recipe = {"task": str(tmp_path / "halves.py"), "ds_config": "zero1", "steps": 3, "batch": {"total": 2}}
+    for values in (options, options | changed):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"precision": "fp32", "options": values}))
+        if values is options:
+            save(tmp_path)
+    (key,) = changed
+    with pytest.raises(ResumeError, match=rf"^options\.{key}: is .*/new/"):
+        plan(tmp_path)
+    plan(tmp_path, (), f"options.{key}")
+
+
+def test_moved_data_of_a_checkpoint_without_digests_is_refused(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    start = save_info(tmp_path)
+    record = json.loads((start.path / "run.json").read_text())
+    del record["inputs"]
+    shutil.rmtree(start.path)
+    kept = CheckpointStore(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
+    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    plan(tmp_path)
+    (tmp_path / "moved.jsonl").write_bytes(file_of(values).read_bytes())
+    with pytest.raises(ResumeError, match=r"^data\.train: is .*moved\.jsonl"):
+        plan(tmp_path, [f"data.train={tmp_path / 'moved.jsonl'}"])

@@ -1,10 +1,11 @@
 """The cache: entries that are built once, and opened only where their files are those that were written."""
 
-# DSTRAIN_CACHE/KIND/KEY/MANIFEST.json   the key, and the size and SHA-256 of each file; written last
-# DSTRAIN_CACHE/KIND/KEY/…               the files
-# DSTRAIN_CACHE/KIND/KEY.lock            locked while a process builds the entry; it holds the process, host and time
-# DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
+# DSTRAIN_CACHE/KIND/ab/KEY/MANIFEST.json   the key, and the size and SHA-256 of each file; written last
+# DSTRAIN_CACHE/KIND/ab/KEY/…               the files
+# DSTRAIN_CACHE/KIND/ab/KEY.lock            locked while a process builds the entry; it holds the process, host and time
+# DSTRAIN_CACHE/digests/ab/abcd….json       a result of reading one file, with the state the file was in
 #
+# ab are the first digits of KEY, so that no folder has too many entries: a build lists those beside its own.
 # KIND is tokens, tokenizers, documents, references, scores, clusters or image_statistics. The folder `images` holds
 # single files instead, named after what they hold (data/vision/image_index.py).
 
@@ -72,7 +73,8 @@ def hash_key(key: Mapping[str, Any]) -> str:
 
 def entry_path(kind: str, key: Mapping[str, Any], root: Path | None = None) -> Path:
     """Return the folder of an entry, whether or not it exists. `root`: None for `cache_root`."""
-    return (root or cache_root()) / kind / hash_key(key)
+    name = hash_key(key)
+    return (root or cache_root()) / kind / name[:2] / name
 
 
 def get_or_build(

@@ -44,7 +44,7 @@ _CHANGE_MESSAGES = {
 _FIX_MESSAGES = {
     "data.train": "restore the old file",
     "data.eval": "restore the old file",
-    "model.tokenizer": "restore the old tokenizer",
+    "model.tokenizer": "restore the old tokenizer and chat template",
     "model.path": "restore the old model",
     "task": "restore the old task file, and the modules beside it that it imports",
 }
@@ -109,16 +109,20 @@ def digest_tokenizer(task: TextTask) -> str:
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it."""
-    faults = []
     recorded = checkpoint.read_run_info().get("inputs")
     if recorded is None:
         raise ResumeError(f"{checkpoint.path}/run.json: it does not record the run's inputs; choose another checkpoint")
-    for key, what in iter_input_changes(recorded, current):
-        # A key that is allowed to change may change the number of samples, and the tokens.
-        if is_change_allowed(key, allowed_keys) or (what.startswith("gives") and allowed_keys):
-            continue
+    faults, tokens = [], _CHANGE_MESSAGES["tokens"]
+    # A key that is allowed to change may change the number of samples, and the tokens.
+    changes = [
+        (key, what)
+        for key, what in iter_input_changes(recorded, current)
+        if not is_change_allowed(key, allowed_keys) and not (what.startswith("gives") and allowed_keys)
+    ]
+    # Other tokens follow from whatever else differs.
+    for key, what in [change for change in changes if change[1] != tokens] or changes:
         fix = _FIX_MESSAGES.get(key, "restore the old folder")
-        if what == _CHANGE_MESSAGES["tokens"]:
+        if what == tokens:
             fix = "use the library versions of the run's environment.json"
         fix = f"{fix}, choose another --run-dir, or pass --allow-change {key}"
         faults.append(Fault(key, f"{what} (step {checkpoint.step})", fix))

@@ -419,3 +419,18 @@ def test_moved_data_of_a_checkpoint_without_digests_is_refused(tmp_path: Path) -
     (tmp_path / "moved.jsonl").write_bytes(file_of(values).read_bytes())
     with pytest.raises(ResumeError, match=r"^data\.train: is .*moved\.jsonl"):
         plan(tmp_path, [f"data.train={tmp_path / 'moved.jsonl'}"])
+
+
+def test_tokens_that_another_tokenizer_gives_are_not_a_fault_of_the_data(tmp_path: Path) -> None:
+    values = begun(tmp_path, "sft")
+    template = "{% for message in messages %}OPEN{{ message.role }} {{ message.content }}{{ eos_token }}{% endfor %}"
+    for text in (template.replace("OPEN", "<"), template.replace("OPEN", "[")):
+        (tmp_path / "chat.jinja").write_text(text)
+        recipe = values | {"model": values["model"] | {"chat_template": str(tmp_path / "chat.jinja")}}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        if "<" in text:
+            shutil.rmtree(tmp_path / "run")
+            save(tmp_path)
+    with pytest.raises(ResumeError) as refused:
+        plan(tmp_path)
+    assert [fault.where for fault in refused.value.faults] == ["model.tokenizer"]

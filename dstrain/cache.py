@@ -1,9 +1,9 @@
 """The cache: entries that are built once, and opened only where their files are those that were written."""
 
-# DSTRAIN_CACHE/KIND/ab/KEY/MANIFEST.json   the key, and the size and SHA-256 of each file; written last
-# DSTRAIN_CACHE/KIND/ab/KEY/…               the files
-# DSTRAIN_CACHE/KIND/ab/KEY.lock            locked while a process builds the entry; it holds the process, host and time
-# DSTRAIN_CACHE/digests/ab/abcd….json       a result of reading one file, with the state the file was in
+# DSTRAIN_CACHE/KIND/KEY/MANIFEST.json   the key, and the size and SHA-256 of each file; written last
+# DSTRAIN_CACHE/KIND/KEY/…               the files
+# DSTRAIN_CACHE/KIND/KEY.lock            locked while a process builds the entry; it holds the process, host and time
+# DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
 #
 # ab are the first digits of KEY, so that no folder has too many entries: a build lists those beside its own.
 # KIND is tokens, tokenizers, documents, references, scores, clusters or image_statistics. The folder `images` holds
@@ -73,8 +73,7 @@ def hash_key(key: Mapping[str, Any]) -> str:
 
 def entry_path(kind: str, key: Mapping[str, Any], root: Path | None = None) -> Path:
     """Return the folder of an entry, whether or not it exists. `root`: None for `cache_root`."""
-    name = hash_key(key)
-    return (root or cache_root()) / kind / name[:2] / name
+    return (root or cache_root()) / kind / hash_key(key)
 
 
 def get_or_build(
@@ -101,7 +100,9 @@ def get_or_build(
         return found[0]
     with _explain_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _build_lock(folder, echo, log_interval):
+        with _build_lock(folder, echo, log_interval) as was_interrupted:
+            if was_interrupted:  # not at each build: the folder may hold a hundred thousand entries
+                remove_stale_partials(folder)
             # Again under the lock: another process may have built it meanwhile.
             found = _load(folder, key, load, find_change)
             if found is not None:
@@ -222,7 +223,6 @@ def _build(
     A lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_partials(folder)
     with atomic_folder(folder, lambda partial, final: _publish(partial, final, is_current)) as partial:
         partial.mkdir()
         build(partial)
@@ -263,8 +263,11 @@ def _publish(partial: Path, folder: Path, is_current: Callable[[], bool]) -> Non
 
 
 @contextlib.contextmanager
-def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) -> Iterator[None]:
-    """Hold the entry's lock inside; without a lock where the file system has none (see `_build`)."""
+def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) -> Iterator[bool]:
+    """Hold the entry's lock inside; without a lock where the file system has none (see `_build`).
+
+    Yields True where an earlier builder may have been killed: it left the lock's file, or there are no locks.
+    """
     path = f"{folder}.lock"
     last_echo = time.monotonic()
     while True:
@@ -290,12 +293,13 @@ def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) 
                 raise
             problem = f"{path} cannot be locked ({fault.strerror})"
             echo(f"{problem}: processes that start at the same time each build {folder.name}")
-            yield
+            yield True
             return
     try:
+        was_interrupted = os.fstat(descriptor).st_size > 0
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps([os.getpid(), socket.gethostname(), time.time()]).encode(), 0)
-        yield
+        yield was_interrupted
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -73,13 +73,13 @@ def prepare(recipe: str) -> None:
 
 def hashed(key: Any) -> str:
     """The name of a key, by a way of its own."""
-    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def only_key(cache: Path) -> dict[str, Any]:
     """The key of the one store in a cache; the folder has its name."""
-    (path,) = cache.glob("tokens/*/*/MANIFEST.json")
+    (path,) = cache.glob("tokens/*/MANIFEST.json")
     key = json.loads(path.read_text(encoding="utf-8"))["key"]
     assert path.parent.name == hashed(key)
     return key
@@ -133,7 +133,7 @@ def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path
     prepare(see(tmp_path, processor={"normalize": "data"}))
     states = [((tmp_path / f"{name}.png"), (tmp_path / f"{name}.png").stat()) for name in ("red", "blue")]
     images = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
-    (found,) = cache.glob("image_statistics/*/*")
+    (found,) = (cache / "image_statistics").iterdir()
     assert found.name == hashed({"images": images, "most": 10_000, "format": 2})
 
 
@@ -142,7 +142,7 @@ def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path,
     prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(tmp_path / "policy")},
                   options={"precompute_ref_log_probs": True}))  # fmt: skip
     tokens = only_key(cache)
-    (path,) = (cache / "references").glob("*/*/MANIFEST.json")
+    (path,) = (cache / "references").glob("*/MANIFEST.json")
     key = json.loads(path.read_text(encoding="utf-8"))["key"]
     assert path.parent.name == hashed(key)
     assert sorted(file.name for file in path.parent.glob("*.npy")) == ["ref_chosen_logps.npy", "ref_rejected_logps.npy"]

@@ -198,9 +198,9 @@ def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
     assert store.column_lengths("chosen").max() <= 256
     assert store.report.cuts["prompt_cut"] > 0
     prepared(256)
-    assert len(list(tmp_path.glob("tokens/*/*/meta.json"))) == 1
+    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 1
     prepared(255)
-    assert len(list(tmp_path.glob("tokens/*/*/meta.json"))) == 2
+    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 2
 
 
 def stored_columns(folder: Path, *examples: dict) -> list[dict]:

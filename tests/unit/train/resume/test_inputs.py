@@ -407,20 +407,6 @@ def test_a_moved_path_whose_content_is_not_recorded_is_refused(changed: dict[str
     plan(tmp_path, (), f"options.{key}")
 
 
-def test_moved_data_of_a_checkpoint_without_digests_is_refused(tmp_path: Path) -> None:
-    values = begun(tmp_path)
-    start = save_info(tmp_path)
-    record = json.loads((start.path / "run.json").read_text())
-    del record["inputs"]
-    shutil.rmtree(start.path)
-    kept = CheckpointStore(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
-    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    plan(tmp_path)
-    (tmp_path / "moved.jsonl").write_bytes(file_of(values).read_bytes())
-    with pytest.raises(ResumeError, match=r"^data\.train: is .*moved\.jsonl"):
-        plan(tmp_path, [f"data.train={tmp_path / 'moved.jsonl'}"])
-
-
 def test_tokens_that_another_tokenizer_gives_are_not_a_fault_of_the_data(tmp_path: Path) -> None:
     values = begun(tmp_path, "sft")
     template = "{% for message in messages %}OPEN{{ message.role }} {{ message.content }}{{ eos_token }}{% endfor %}"

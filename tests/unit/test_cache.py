@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -543,6 +544,24 @@ def test_an_image_inside_the_data_without_its_copy_is_refused_by_name(tmp_path: 
     with pytest.raises(DataError, match=r"the copy of an image of \d+ bytes within the data, .* is gone or damaged"):
         index[0].load()
     assert index.find_change() is not None, "so that the next start makes it again"
+
+
+def test_a_copy_that_cannot_be_read_for_now_is_left(tmp_path: Path) -> None:
+    images(tmp_path, 0)
+    writer = ImageIndexWriter(halve, cache_root() / "images" / "processor")
+    writer.assign_position(writer.get_entry((tmp_path / "photo-0.png").read_bytes(), tmp_path))
+    writer.write(tmp_path)
+    image = ImageIndex(tmp_path)[0]
+    (copy,) = cache_root().rglob("*.png")
+    pixels, (soft, hard) = image.load().tobytes(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot be read, or is not what was prepared"):
+            image.load()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert copy.exists()
+    assert image.load().tobytes() == pixels
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

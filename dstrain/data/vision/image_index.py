@@ -78,25 +78,36 @@ class ImageEntry:
 
         `downscale`: the function that made the copy. Raises DataError if neither holds the bytes that were prepared.
         """
-        if self.copy:
-            if (content := _read_if_unchanged(self.copy, self.copy_sha256)) is not None:
-                return decode_image(content, self.name)
-            with contextlib.suppress(OSError):  # the next start finds that it is gone, and makes it again
-                Path(self.copy).unlink()
-        if self.path and (content := _read_if_unchanged(self.path, self.sha256)) is not None:
+        if self.copy and (content := read_copy(Path(self.copy), self.copy_sha256)) is not None:
+            return decode_image(content, self.name)
+        if self.path and (content := _read_if_unchanged(Path(self.path), self.sha256)) is not None:
             image = decode_image(content, self.name)
             if image.size == self.size:
                 return image
             if downscale is not None and (smaller := downscale(image)) is not None and smaller.size == self.size:
                 return smaller
-        reason = self.find_change() or f"{self.copy or self.name} is not what was prepared"
+        reason = self.find_change() or f"{self.copy or self.name} cannot be read, or is not what was prepared"
         raise DataError(f"{reason}; {RERUN_PREPARE}")
 
 
-def _read_if_unchanged(path: str, sha256: str) -> bytes | None:
+def read_copy(path: Path, sha256: str) -> bytes | None:
+    """Return the bytes of a copy; None if it cannot be read, or is not what was written: then it is removed.
+
+    The next start finds that it is gone, and makes it again. `sha256`: the bytes' hash, or its first 32 digits.
+    """
+    with contextlib.suppress(BadRecord):
+        content, _ = read_content(path)
+        if hashlib.sha256(content).hexdigest()[:32] == sha256[:32]:
+            return content
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _read_if_unchanged(path: Path, sha256: str) -> bytes | None:
     """Return the bytes of a file; None if they have another hash, or cannot be read."""
     with contextlib.suppress(BadRecord):
-        content, _ = read_content(Path(path))
+        content, _ = read_content(path)
         if hashlib.sha256(content).hexdigest() == sha256:
             return content
     return None

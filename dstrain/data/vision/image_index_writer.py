@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -19,6 +18,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_index import (
     IMAGE_INDEX_FILE,
     ImageEntry,
+    read_copy,
     size_and_mtime,
 )
 from dstrain.data.vision.image_io import DeferredImage, decode_image, read_content, resolve_image
@@ -121,14 +121,8 @@ class ImageIndexWriter:
                 found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
                 names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
         name = names.get(sha256[:32])
-        if name is not None:
-            with contextlib.suppress(BadRecord):
-                png, _ = read_content(folder / name)
-                if hashlib.sha256(png).hexdigest()[:32] == Path(name).stem.partition("-")[2]:
-                    return folder / name, png
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-        return None, b""
+        png = read_copy(folder / name, Path(name).stem.partition("-")[2]) if name else None
+        return (None, b"") if png is None else (folder / str(name), png)
 
     def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:
         """Write the PNG atomically; return its path and its bytes."""

@@ -122,6 +122,7 @@ def write_entry(kind: str, key: Mapping[str, Any], build: Callable[[Path], objec
     """Write the entry that `load_entry` did not find; without a lock. Raises DataError."""
     folder = entry_path(kind, key, root)
     with _explain_errors(folder):
+        remove_stale_partials(folder)
         _build(folder, key, build, lambda: find_damage(folder, key) is None)
 
 

@@ -461,6 +461,15 @@ def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(root: Pa
     assert [folder.is_dir() for folder in (mine, gone, far)] == [True, False, True]
 
 
+def test_an_entry_without_a_lock_removes_what_a_killed_process_left(root: Path) -> None:
+    place, dead = entry_path("references", KEY), subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    mine = partial_path(place)
+    mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-")).mkdir(parents=True)
+    write_entry("references", KEY, lambda folder: None)
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
 def test_an_entry_that_another_process_finished_first_is_taken(root: Path, tmp_path: Path) -> None:
     def slow(folder: Path) -> None:
         get(content="first", root=tmp_path / "elsewhere")

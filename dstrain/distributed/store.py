@@ -111,7 +111,8 @@ def _listen_on_master_address(timeout: timedelta) -> tuple[Any, int, int] | None
     ):
         return None
     try:
-        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        # A name's IPv4 address, since other hosts may know no other.
+        found = socket.getaddrinfo(address, None, _family_of(address), socket.SOCK_STREAM)[0][4][0]
         # A host's own name often leads to 127.0.1.1, which other hosts cannot reach.
         if str(found).startswith("127.") and address not in ("127.0.0.1", "localhost"):
             return None
@@ -125,7 +126,7 @@ def _listen_on(address: str, port: int, size: int, timeout: timedelta) -> Any:
     """Return a store that listens on one address. `port` 0: any free one. Raises OSError."""
     from torch.distributed import TCPStore
 
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+    with socket.socket(_family_of(address), socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         port = listener.getsockname()[1]
@@ -139,6 +140,10 @@ def _listen_on(address: str, port: int, size: int, timeout: timedelta) -> Any:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @contextlib.contextmanager

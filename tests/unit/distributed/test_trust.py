@@ -45,6 +45,21 @@ def test_the_store_listens_on_one_address_alone(
     assert listening_addresses(store.port) == {"127.0.0.1"}
 
 
+def test_the_store_listens_on_an_ipv6_master_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as free:
+            free.bind(("::1", 0))
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    store, messages = rendezvous_over_store(timedelta(seconds=20), "{}")
+    assert messages == ["{}"]
+    assert listening_addresses(store.port) == {"::1"}
+
+
 def test_a_master_address_that_leads_to_the_loopback_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host's own name is 127.0.1.1 on Debian, where no other host could connect."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])

@@ -158,6 +158,8 @@ class Rendezvous:
             with self._translate_store_errors():
                 self._wait_until(lambda: self._store.check([_store_key(f"data/{first}")]))
                 known = _decode(self._store.get(_store_key(f"data/{first}")), list)
+                with _foreign_values():
+                    known = [os.fspath(folder) for folder in known]
         with check_once(known) as checked:
             yield
         if first == self.rank:

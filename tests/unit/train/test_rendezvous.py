@@ -247,6 +247,20 @@ def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
     assert "that no rank wrote" in str(error) or "is not signed with this run's DSTRAIN_RANK_KEY" in str(error)
 
 
+def test_cache_entries_that_are_no_names_end_in_a_clear_error(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 1:
+            together._set_value("data/1", [["a"]])
+            together._wait_until(lambda: False)
+        together.rank, together._members = 2, [{"place": ""}, {"place": "shared"}, {"place": "shared"}]
+        with together.local_main_process_first():
+            pytest.fail("it prepares")
+
+    error, _ = prepared(2, act)
+    assert isinstance(error, PeerFailureError)
+    assert "that no rank wrote" in str(error)
+
+
 @pytest.mark.parametrize(
     "word", ["[", "7", '{"host": 7}', '{"host": "h", "place": "p", "software": 7}', '{"host": "h"}']
 )

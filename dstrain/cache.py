@@ -5,7 +5,6 @@
 # DSTRAIN_CACHE/KIND/KEY.lock            locked while a process builds the entry; it holds the process, host and time
 # DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
 #
-# ab are the first digits of KEY, so that no folder has too many entries: a build lists those beside its own.
 # KIND is tokens, tokenizers, documents, references, scores, clusters or image_statistics. The folder `images` holds
 # single files instead, named after what they hold (data/vision/image_index.py).
 
@@ -64,7 +63,7 @@ def cache_root() -> Path:
 
 
 def hash_key(key: Mapping[str, Any]) -> str:
-    """Return the name of a cache entry: a hash of the key as canonical JSON."""
+    """Return the name of a cache entry: a hash of the key as canonical JSON. Raises ValueError for NaN."""
     # Canonical: the same key must give the same name in every process and version.
     # Sorted as it is read from a manifest: JSON has only texts as names.
     text = json.dumps(json.loads(json.dumps(key)), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -112,18 +111,18 @@ def get_or_build(
             return load(folder)
 
 
-def load_entry(kind: str, key: Mapping[str, Any], load: Callable[[Path], T], root: Path | None = None) -> T | None:
+def load_entry(kind: str, key: Mapping[str, Any], load: Callable[[Path], T]) -> T | None:
     """Return `load(folder)` of the entry under this key; None where it is missing, or not what was written."""
-    found = _load(entry_path(kind, key, root), key, load, lambda value: None, log_stderr)
+    found = _load(entry_path(kind, key), key, load, lambda value: None, log_stderr)
     return None if found is None else found[0]
 
 
-def write_entry(kind: str, key: Mapping[str, Any], build: Callable[[Path], object], root: Path | None = None) -> None:
+def write_entry(kind: str, key: Mapping[str, Any], build: Callable[[Path], object]) -> None:
     """Write the entry that `load_entry` did not find; without a lock. Raises DataError."""
-    folder = entry_path(kind, key, root)
+    folder = entry_path(kind, key)
     with _explain_errors(folder):
         remove_stale_partials(folder)
-        _build(folder, key, build, lambda: find_damage(folder, key) is None)
+        _build(folder, key, build, lambda: find_mismatch(folder, key) is None)
 
 
 @contextlib.contextmanager
@@ -160,7 +159,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def find_damage(folder: Path, key: Mapping[str, Any]) -> str | None:
+def find_mismatch(folder: Path, key: Mapping[str, Any]) -> str | None:
     """Return how an entry differs from what was written, as a clause; None for no difference.
 
     Files are compared by their hashes, which `file_digest` caches. Raises PermissionError.
@@ -170,7 +169,9 @@ def find_damage(folder: Path, key: Mapping[str, Any]) -> str | None:
         if hash_key(manifest["key"]) != hash_key(key):
             return "it is the entry of another key"
         names = {name for name in os.listdir(folder) if not name.startswith(".nfs")}  # .nfs: removed, still open
-        for name in sorted(names ^ {MANIFEST, *manifest["files"]}):
+        expected = {MANIFEST, *manifest["files"]}
+        if names != expected:
+            name = min(names ^ expected)
             return f"{name} {'was added' if name in names else 'is missing'}"
         for name, written in manifest["files"].items():
             found = os.lstat(folder / name)
@@ -200,7 +201,7 @@ def _load(
     if not os.path.lexists(folder):
         return None
     try:
-        reason = None if _is_checked(folder) else find_damage(folder, key)
+        reason = None if _is_checked(folder) else find_mismatch(folder, key)
         if reason is None:
             value = load(folder)
             if _is_checked(folder) or (reason := find_change(value)) is None:
@@ -277,7 +278,7 @@ def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) 
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file between the two calls.
-            if _is_file(path, descriptor):
+            if _is_same_file(path, descriptor):
                 break
             os.close(descriptor)
             continue
@@ -308,7 +309,7 @@ def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) 
             os.close(descriptor)
 
 
-def _is_file(path: str, descriptor: int) -> bool:
+def _is_same_file(path: str, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -341,18 +342,18 @@ def file_state(path: Path) -> list[int]:
 
     Raises OSError.
     """
-    stat = path.stat()
-    return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def load_file_result(path: Path, result_name: Any) -> Any:
     """Return what `save_file_result` cached for a file; None if nothing, or if the file has changed."""
     try:
-        with open_regular_file(_result_path(path, result_name)) as file:
+        key = _result_key(path, result_name)
+        with open_regular_file(_result_path(key)) as file:
             entry = json.loads(file.read())
-        is_written = entry.pop("sha256") == _hash_json(entry)
-        of_path = entry["path"] == os.path.realpath(path) and _hash_json(entry["what"]) == _hash_json(result_name)
-        return entry["value"] if is_written and of_path and entry["state"] == file_state(path) else None
+        is_written = entry.pop("hash") == hash_key(entry) and hash_key(entry["key"]) == hash_key(key)
+        return entry["value"] if is_written and entry["state"] == file_state(path) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return None
 
@@ -367,20 +368,22 @@ def save_file_result(path: Path, result_name: Any, value: Any, read_start_ns: in
     with contextlib.suppress(OSError, DataError):
         # ctime, because mtime can be set back by programs such as rsync and tar.
         if state == file_state(path) and state[3] + RACY_WINDOW_NS <= read_start_ns:
-            entry = {"path": os.path.realpath(path), "what": result_name, "state": state, "value": value}
-            target = _result_path(path, result_name)
+            key = _result_key(path, result_name)
+            entry = {"key": key, "state": state, "value": value}
+            target = _result_path(key)
             target.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(target, json.dumps(entry | {"sha256": _hash_json(entry)}))
+            atomic_write(target, json.dumps(entry | {"hash": hash_key(entry)}))
 
 
-def _result_path(path: Path, result_name: Any) -> Path:
+def _result_key(path: Path, result_name: Any) -> dict[str, Any]:
     # The real path, so that a link and its target share a result.
-    name = hash_key({"path": os.path.realpath(path), "what": result_name})
+    return {"path": os.path.realpath(path), "what": result_name}
+
+
+def _result_path(key: Mapping[str, Any]) -> Path:
+    name = hash_key(key)
+    # In folders of two digits, so that none holds a file for each image of a data set.
     return cache_root() / "digests" / name[:2] / f"{name}.json"
-
-
-def _hash_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:

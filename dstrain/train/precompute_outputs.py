@@ -148,11 +148,19 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
     drawn_in_shards = job.model.config.path is None and precision != "float32" and is_zero3(job.ds_config)
     return {
-        "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name, "digest": store.digest,
-        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attn_implementation, "drawn_in_shards": drawn_in_shards,
-        **({"quantize": job.model.config.quantize} if job.model.config.quantize else {}),
-        **({"images": store.image_index.digest} if store.image_index else {}), **job.model.key,
-    }  # fmt: skip
+        "what": job.name,
+        "version": CACHE_VERSION,
+        "task": task.recipe.task,
+        "tokens": store.folder.name,
+        "digest": store.digest,
+        "images": store.image_index.digest if store.image_index else None,
+        "weights": weights_digest,
+        "dtype": precision,
+        "quantize": job.model.config.quantize,
+        "attention": task.recipe.model.attn_implementation,
+        "drawn_in_shards": drawn_in_shards,
+        **job.model.key,
+    }
 
 
 def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engine: _LazyEngine) -> OutputColumns:

@@ -310,7 +310,7 @@ def test_a_value_that_is_out_of_date_is_built_again() -> None:
 def test_entries_that_another_process_checked_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     get()
     calls: list[Path] = []
-    monkeypatch.setattr(cache, "find_damage", lambda folder, key: calls.append(folder))
+    monkeypatch.setattr(cache, "find_mismatch", lambda folder, key: calls.append(folder))
     with check_once() as checked:
         get()
         get()
@@ -432,18 +432,21 @@ def test_a_link_in_place_of_the_lock_is_not_followed(root: Path, tmp_path: Path)
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_a_lock_that_another_user_holds_open_is_not_waited_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its file cannot be opened: a rename decides whose entry counts."""
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Let no file be opened whose name ends with `suffix`, as if it were another user's."""
     real = os.open
 
     def refuse(path: Any, *options: Any) -> int:
-        if str(path).endswith(".lock"):
+        if str(path).endswith(suffix):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *options)
 
     monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_lock_that_another_user_holds_open_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file cannot be opened: a rename decides whose entry counts."""
+    refuse_to_open(monkeypatch, ".lock")
     assert get(echo=lambda line: None) == "content"
 
 
@@ -497,14 +500,7 @@ def test_a_cache_that_is_removed_during_a_build_is_named(root: Path) -> None:
 
 def test_an_entry_that_only_its_owner_may_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     get()
-    real = os.open
-
-    def refuse(path: Any, *options: Any) -> int:
-        if str(path).endswith("MANIFEST.json"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *options)
-
-    monkeypatch.setattr(os, "open", refuse)
+    refuse_to_open(monkeypatch, "MANIFEST.json")
     with pytest.raises(DataError, match=r"MANIFEST\.json in the cache cannot be read .*let its owner make it readable"):
         get()
 

@@ -147,6 +147,6 @@ def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path,
     assert path.parent.name == hashed(key)
     assert sorted(file.name for file in path.parent.glob("*.npy")) == ["ref_chosen_logps.npy", "ref_rejected_logps.npy"]
     assert {name: value for name, value in key.items() if name not in ("weights", "digest")} == {
-        "what": "reference", "version": 2, "task": "dpo", "tokens": hashed(tokens), "dtype": "float32",
+        "what": "reference", "version": 2, "task": "dpo", "tokens": hashed(tokens), "images": None, "quantize": None, "dtype": "float32",
         "attention": "auto", "drawn_in_shards": False, "first_row": 0, "rows": 4,
     }  # fmt: skip

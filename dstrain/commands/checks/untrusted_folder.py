@@ -26,8 +26,6 @@ WEIGHT_SUFFIXES = (".safetensors",)
 NO_CODE_REASON = "code that only the folder names is not run"
 TOKENIZER_LIMITS = ResourceLimits(1 << 30, 10, 60.0)
 """Limits for encoding a text of 600 characters; it usually takes a millisecond and some kilobytes."""
-TOKENIZER_ATTEMPTS = 2
-"""Attempts while the result is unknown: the fork may have copied a lock that another thread held."""
 PATTERN_TIMEOUT_SECONDS = 5
 """Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
 microsecond."""
@@ -131,10 +129,7 @@ def check_tokenizer_terminates(tokenizer: Any, folder: Path) -> None:
     A normalizer may replace a character by many, again and again. It is tried with one text; a fault that occurs only
     with other texts is not found.
     """
-    for _ in range(TOKENIZER_ATTEMPTS):
-        tried = run_limited(lambda: _encode_probe(tokenizer), TOKENIZER_LIMITS)
-        if tried.status != "lost":
-            break
+    tried = run_limited(lambda: _encode_probe(tokenizer), TOKENIZER_LIMITS, attempts=2)
     if tried.status in ("lost", "time", "memory"):
         limits = f"{TOKENIZER_LIMITS.memory_bytes >> 20} MiB and {TOKENIZER_LIMITS.cpu_seconds} seconds"
         problem = f"its tokenizer does not encode a text of {len(_PROBE_TEXT)} characters within {limits}"

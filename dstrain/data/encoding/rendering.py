@@ -371,15 +371,8 @@ def shift_spans(spans: Sequence[tuple[int, int]], shifts: Shifts) -> tuple[tuple
     return tuple((shift_offset(start, shifts), shift_offset(end, shifts)) for start, end in spans)
 
 
-MAX_CPU_SECONDS = 10
-"""Processor time for all conversations together; one usually takes about a millisecond."""
-MAX_WALL_SECONDS = 60.0
-"""Time after which a process that uses no processor time is killed; the result is then unknown."""
-MAX_ATTEMPTS = 2
-"""Attempts while the result is unknown: the fork may have copied a lock that another thread held."""
-MAX_MEMORY_BYTES = 2 << 30
-"""Memory in addition to that of this process."""
-
+TEMPLATE_LIMITS = ResourceLimits(memory_bytes=2 << 30, cpu_seconds=10, wall_seconds=60.0)
+"""Limits for all conversations together; one usually takes about a millisecond."""
 _ANSWER_MESSAGE = {"role": "assistant", "content": "answer"}
 _PROBE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "question"}],
@@ -400,16 +393,13 @@ def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
     template = str(tokenizer.chat_template)
     if template in _CHECKED_TEMPLATES:
         return
-    limits = ResourceLimits(MAX_MEMORY_BYTES, MAX_CPU_SECONDS, MAX_WALL_SECONDS)
-    for _ in range(MAX_ATTEMPTS):
-        tried = run_limited(lambda: _render_all(tokenizer, [list(messages), *_PROBE_CONVERSATIONS]), limits)
-        if tried.status != "lost":
-            break
+    limits = TEMPLATE_LIMITS
+    tried = run_limited(lambda: _render_all(tokenizer, [list(messages), *_PROBE_CONVERSATIONS]), limits, attempts=2)
     problem = {
         "lost": "could not be tried: the process that rendered it was ended from outside, or did not "
-        f"end in {MAX_WALL_SECONDS:.0f} seconds",
-        "time": f"does not end: it was stopped after {MAX_CPU_SECONDS} seconds",
-        "memory": f"takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory for a short dialog",
+        f"end in {limits.wall_seconds:g} seconds",
+        "time": f"does not end: it was stopped after {limits.cpu_seconds} seconds",
+        "memory": f"takes more than {limits.memory_bytes >> 30} GiB of memory for a short dialog",
     }.get(tried.status)
     if problem is not None:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"

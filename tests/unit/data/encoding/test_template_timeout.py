@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from dstrain.data import limited_process
-from dstrain.data.encoding import rendering as template_timeout
+from dstrain.data.encoding import rendering
 from dstrain.data.encoding.rendering import check_template_terminates, render_conversation
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
@@ -22,6 +23,7 @@ from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
 from tests.workers import ROOT
 
+SHORT = replace(rendering.TEMPLATE_LIMITS, wall_seconds=0.5)
 ASKED: Any = [{"role": "user", "content": "hi"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ENDLESS = {
@@ -47,7 +49,7 @@ def tokenizer_with(template: str) -> Any:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_timeout, "MAX_CPU_SECONDS", 1)
+    monkeypatch.setattr(rendering, "TEMPLATE_LIMITS", replace(rendering.TEMPLATE_LIMITS, cpu_seconds=1))
     began = time.monotonic()
     with pytest.raises(RecipeError, match=r"model\.chat_template: the chat template of .* does not end: .*; set model"):
         render_conversation(tokenizer_with(ENDLESS[name]), ASKED)
@@ -93,17 +95,17 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs on a lock of the one that was forked says nothing of the template."""
-    monkeypatch.setattr(template_timeout, "MAX_WALL_SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "TEMPLATE_LIMITS", SHORT)
     limits, tried = [], [SubprocessResult("lost"), SubprocessResult("done")]
-    monkeypatch.setattr(template_timeout, "run_limited", lambda work, within: limits.append(within) or tried.pop(0))
+    monkeypatch.setattr(limited_process, "_run_in_child", lambda work, within: limits.append(within) or tried.pop(0))
     check_template_terminates(tokenizer_with("{{ messages }} waits"), ASKED)
     assert [within.wall_seconds for within in limits] == [0.5, 0.5]
 
 
 def test_a_template_that_could_not_be_tried_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be rendered without limits."""
-    monkeypatch.setattr(template_timeout, "MAX_WALL_SECONDS", 0.5)
-    monkeypatch.setattr(template_timeout, "_render_all", lambda *_: time.sleep(60))
+    monkeypatch.setattr(rendering, "TEMPLATE_LIMITS", SHORT)
+    monkeypatch.setattr(rendering, "_render_all", lambda *_: time.sleep(60))
     for _ in range(2):
         with pytest.raises(RecipeError, match=r"could not be tried: the process .* was ended from outside, or did not"):
             check_template_terminates(tokenizer_with("{{ messages }} waits for ever"), ASKED)

@@ -45,10 +45,6 @@ class DocumentCache:
         """Return the value of a JSON file, which `write` writes first where it is not cached. Raises BadRecord."""
         return json.loads(self.get_file(name, write).read_text(encoding="utf-8"))
 
-    def get_page(self, name: str, write: Write) -> CachedPage:
-        """Return the page whose PNG `write` writes when it is first needed."""
-        return CachedPage(self, name, write)
-
     def get_file(self, name: str, write: Write) -> Path:
         if (self.document, name) in _faults:
             raise BadRecord(_faults[self.document, name])
@@ -113,7 +109,7 @@ class PdfDocument(Document):
         self._cache = DocumentCache.of_file(path, f"pypdfium2-{pdfium.pdfium_version()}")
         count = self._cache.load_json("pages.json", _write_page_count)
         pages = [
-            self._cache.get_page(f"{dpi}dpi/{page:05}.png", partial(pdfium.render_page, page=page, dpi=dpi))
+            CachedPage(self._cache, f"{dpi}dpi/{page:05}.png", partial(pdfium.render_page, page=page, dpi=dpi))
             for page in range(1, count + 1)
         ]
         super().__init__(name, pages)
@@ -130,7 +126,7 @@ class TiffDocument(Document):
 
         self._path = path
         cache = DocumentCache.of_file(path, f"pillow-{__version__}")
-        pages = [cache.get_page(f"{page:05}.png", partial(_write_frame, page=page)) for page in range(1, count + 1)]
+        pages = [CachedPage(cache, f"{page:05}.png", partial(_write_frame, page=page)) for page in range(1, count + 1)]
         super().__init__(name, pages)
 
     def read_texts(self) -> list[str]:

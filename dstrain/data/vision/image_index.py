@@ -78,9 +78,9 @@ class ImageEntry:
 
         `downscale`: the function that made the copy. Raises DataError if neither holds the bytes that were prepared.
         """
-        if self.copy and (content := read_copy(Path(self.copy), self.copy_sha256)) is not None:
+        if self.copy and (content := read_if_unchanged(Path(self.copy), self.copy_sha256, is_copy=True)) is not None:
             return decode_image(content, self.name)
-        if self.path and (content := _read_if_unchanged(Path(self.path), self.sha256)) is not None:
+        if self.path and (content := read_if_unchanged(Path(self.path), self.sha256)) is not None:
             image = decode_image(content, self.name)
             if image.size == self.size:
                 return image
@@ -90,26 +90,18 @@ class ImageEntry:
         raise DataError(f"{reason}; {RERUN_PREPARE}")
 
 
-def read_copy(path: Path, sha256: str) -> bytes | None:
-    """Return the bytes of a copy; None if it cannot be read, or is not what was written: then it is removed.
+def read_if_unchanged(path: Path, sha256: str, *, is_copy: bool = False) -> bytes | None:
+    """Return the bytes of a file; None if they have another hash, or cannot be read.
 
-    The next start finds that it is gone, and makes it again. `sha256`: the bytes' hash, or its first 32 digits.
+    `sha256`: their hash, or its first 32 digits. A copy with another hash is removed: the next start makes it again.
     """
     with contextlib.suppress(BadRecord):
         content, _ = read_content(path)
         if hashlib.sha256(content).hexdigest()[:32] == sha256[:32]:
             return content
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return None
-
-
-def _read_if_unchanged(path: Path, sha256: str) -> bytes | None:
-    """Return the bytes of a file; None if they have another hash, or cannot be read."""
-    with contextlib.suppress(BadRecord):
-        content, _ = read_content(path)
-        if hashlib.sha256(content).hexdigest() == sha256:
-            return content
+        if is_copy:
+            with contextlib.suppress(OSError):
+                path.unlink()
     return None
 
 

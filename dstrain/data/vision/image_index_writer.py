@@ -18,7 +18,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_index import (
     IMAGE_INDEX_FILE,
     ImageEntry,
-    read_copy,
+    read_if_unchanged,
     size_and_mtime,
 )
 from dstrain.data.vision.image_io import DeferredImage, decode_image, read_content, resolve_image
@@ -121,7 +121,7 @@ class ImageIndexWriter:
                 found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
                 names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
         name = names.get(sha256[:32])
-        png = read_copy(folder / name, Path(name).stem.partition("-")[2]) if name else None
+        png = read_if_unchanged(folder / name, Path(name).stem.partition("-")[2], is_copy=True) if name else None
         return (None, b"") if png is None else (folder / str(name), png)
 
     def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:

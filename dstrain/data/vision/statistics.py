@@ -22,7 +22,7 @@ from dstrain.errors import DataError
 ParseRecord = Callable[[dict[str, Any]], RecordWithImages[Any]]
 MAX_IMAGES = 10_000
 """Maximum number of different images that are counted."""
-STATISTICS = "statistics.json"
+STATISTICS_FILE = "statistics.json"
 
 
 def compute_image_stats(source: Source, parse: ParseRecord, threads: int = 1) -> tuple[list[float], list[float]]:
@@ -41,10 +41,10 @@ def compute_image_stats(source: Source, parse: ParseRecord, threads: int = 1) ->
                 "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
             )
         mean, std = _mean_and_std(counts)
-        (folder / STATISTICS).write_text(json.dumps([mean.round(6).tolist(), std.round(6).tolist()]))
+        (folder / STATISTICS_FILE).write_text(json.dumps([mean.round(6).tolist(), std.round(6).tolist()]))
 
     def load(folder: Path) -> tuple[list[float], list[float]]:
-        mean, std = json.loads((folder / STATISTICS).read_text())
+        mean, std = json.loads((folder / STATISTICS_FILE).read_text())
         return mean, std
 
     return get_or_build("image_statistics", {"images": [*found], "most": MAX_IMAGES, "format": 2}, build, load)

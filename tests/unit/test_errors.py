@@ -305,6 +305,7 @@ def test_control_characters_of_files_do_not_reach_a_terminal(tmp_path: Path) -> 
     for arguments in (["train", str(tmp_path / name)], ["checkpoints", str(tmp_path / "run")]):
         result = CliRunner().invoke(main, arguments)
         assert not {*"\x1b\x07\x9b"} & {*result.output}, result.output
+    assert escape_controls("a\u202egpj.exe\u2069") == "a\\u202egpj.exe\\u2069"
     assert escape_controls("a\tb\nc\rd\x1be\x9bf\u200dg\xa0") == "a\tb\nc\\rd\\x1be\\x9bf\u200dg\xa0"
 
 

@@ -173,7 +173,7 @@ def report_as_json(report: PlanReport) -> str:
     return json.dumps(values, indent=2)
 
 
-WHEN = {"always": "", "pass": "passes", "head": "head", "layer": "one layer", "step": "step"}
+_WHEN_LABELS = {"always": "", "pass": "passes", "head": "head", "layer": "one layer", "step": "step"}
 
 
 def describe_run(task: str, plan: MemoryPlan) -> str:
@@ -223,7 +223,9 @@ def show_lines(plan: MemoryPlan) -> str:
     rows = [["what", "where", "when", "size", "formula", "source"]]
     order = {"gpu": 0, "host": 1, "nvme": 2}
     for line in sorted(plan.lines, key=lambda line: order[line.place]):
-        rows.append([line.name, line.place, WHEN[line.when], format_bytes(line.num_bytes), line.formula, line.source])
+        rows.append(
+            [line.name, line.place, _WHEN_LABELS[line.when], format_bytes(line.num_bytes), line.formula, line.source]
+        )
     times: tuple[When, ...] = ("always", "pass", "head", "layer", "step")
     at = {name: format_bytes(plan.total("gpu", name)) for name in times}
     peak = (

@@ -200,17 +200,17 @@ def check_learning_changes(
         )
         for key, (old, new) in find_learning_changes(before, after).items()
         if not any(key == name or key.startswith(name + ".") for name in allowed)
-        and not (key in moved and _differ_in_paths_alone(old, new))
+        and not (key in moved and _equal_except_paths(old, new))
     ]
 
 
-def _differ_in_paths_alone(old: Any, new: Any) -> bool:
+def _equal_except_paths(old: Any, new: Any) -> bool:
     if isinstance(old, str) and isinstance(new, str) and old.startswith("/") and new.startswith("/"):
         return True
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return old.keys() == new.keys() and all(_differ_in_paths_alone(old[key], new[key]) for key in old)
+        return old.keys() == new.keys() and all(_equal_except_paths(old[key], new[key]) for key in old)
     if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(_differ_in_paths_alone, old, new))
+        return len(old) == len(new) and all(map(_equal_except_paths, old, new))
     return bool(old == new)
 
 

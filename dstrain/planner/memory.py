@@ -178,7 +178,7 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """MAX_CHUNK_BYTES of models/heads/scores.py, which imports torch; a test compares."""
 KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
 """Those of models/heads/linear_head.py."""
-SOURCE = "dstrain/models/heads/linear_head.py"
+_HEAD_SOURCE = "dstrain/models/heads/linear_head.py"
 CHUNK_COPIES = 3
 """Copies of a chunk of fp32 logits that autograd holds where the head is not a plain linear layer."""
 
@@ -190,25 +190,25 @@ def head_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[Me
     targets, vocab, limit = workload.targets, shape.vocab, CHUNK_BYTES[workload.device]
     yield MemoryLine(
         "inputs of the head", 2 * width * targets * shape.hidden + 24 * targets, "gpu", "activation", "2 w N H",
-        f"{SOURCE}, _LinearScores", "pass",
+        f"{_HEAD_SOURCE}, _LinearScores", "pass",
     )  # fmt: skip
     kept = num_rows(shape, workload, width)
     if kept:
         yield MemoryLine(
             "errors of the head", width * kept * vocab, "gpu", "activation",
-            f"w V min(N, {KEPT_SHARE:g} x {limit >> 20} MiB / (w V))", f"{SOURCE}, KEPT_SHARE", "head",
+            f"w V min(N, {KEPT_SHARE:g} x {limit >> 20} MiB / (w V))", f"{_HEAD_SOURCE}, KEPT_SHARE", "head",
         )  # fmt: skip
     block = min(targets * vocab * 4, limit * BLOCK_SHARE[workload.device])
     slices = min(max(targets - kept, 0) * vocab * width, limit * SLICE_SHARE)
     yield MemoryLine(
         "logits of a slice", round(3 * block + slices), "gpu", "activation", "3 fp32 blocks and a slice",
-        f"{SOURCE}, SLICE_SHARE and BLOCK_SHARE", "head",
+        f"{_HEAD_SOURCE}, SLICE_SHARE and BLOCK_SHARE", "head",
     )  # fmt: skip
     if kept and kept < targets:
         # The gradient itself is counted with the gradients, or as the gradient of one tensor.
         yield MemoryLine(
             "fp32 sum of the head's gradient", 4 * vocab * shape.hidden, "gpu", "activation",
-            "4 V H where errors are recomputed", f"{SOURCE}, _parameter_gradient", "head",
+            "4 V H where errors are recomputed", f"{_HEAD_SOURCE}, _parameter_gradient", "head",
         )  # fmt: skip
 
 

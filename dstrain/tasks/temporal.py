@@ -381,17 +381,19 @@ PATTERN_WORDS: dict[str, str] = {
     "anomaly": r"anomal\w*|outlier\w*|sudden jump|unusual\w*",
 }
 """Pattern -> regular expression of the words that name it, as people write and misspell them."""
-ALONE = {"plateau": r"stead\w*|even(?:ly)?|straight|similar|sideways"}
+_LESS_CERTAIN_WORDS = {"plateau": r"stead\w*|even(?:ly)?|straight|similar|sideways"}
 """The same, for words that name a pattern only in a caption that names no other: `a steady increase` is up."""
-_COMPILED = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in PATTERN_WORDS.items()}
-_COMPILED_ALONE = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in ALONE.items()}
+_CERTAIN_PATTERNS = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in PATTERN_WORDS.items()}
+_LESS_CERTAIN_PATTERNS = {
+    name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in _LESS_CERTAIN_WORDS.items()
+}
 PATTERNS = tuple(PATTERN_WORDS)
 
 
 def find_patterns(caption: str) -> frozenset[str]:
     """Return the patterns that a caption names."""
-    found = frozenset(name for name, words in _COMPILED.items() if words.search(caption))
-    return found or frozenset(name for name, words in _COMPILED_ALONE.items() if words.search(caption))
+    found = frozenset(name for name, words in _CERTAIN_PATTERNS.items() if words.search(caption))
+    return found or frozenset(name for name, words in _LESS_CERTAIN_PATTERNS.items() if words.search(caption))
 
 
 def names_right_pattern(caption: str, references: Iterable[str]) -> float:

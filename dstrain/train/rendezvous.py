@@ -38,7 +38,7 @@ from dstrain.train.health.signals import StoppedBySignal
 # Keys of the store, after `dstrain/preparing/`:
 #
 #     beat/RANK       a number that grows while a rank is alive    failures   number of ranks that failed
-#     data/RANK       the cache entries that it checked     failed     which rank failed first, and why
+#     data/RANK       names of the cache entries that it checked   failed     which rank failed first, and why
 #     gather/N/RANK   a rank's value of the N-th `gather`          heard      number of ranks that know of it
 #     ready           number of ranks that have prepared all
 #

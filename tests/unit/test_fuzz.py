@@ -177,7 +177,9 @@ def test_any_config_of_a_model_is_planned_or_refused(count: int, tmp_path: Path)
         text = json.dumps({"model_type": given[0], **small, **given[1]})
         (tmp_path / "m/config.json").write_text(text)
         with only_errors_of_dstrain():
-            make_report(PlanRequest(recipe=recipe, gpu_memory="24GiB"))
+            report = make_report(PlanRequest(recipe=recipe, gpu_memory="24GiB"))
+            assert report.choice is not None or report.refusal
+            assert all(plan if isinstance(plan, str) else plan.lines for plan in report.plans)
 
     family = st.sampled_from(FAMILIES)
     fuzz(count, st.tuples(family, st.dictionaries(st.sampled_from(KEYS), SIZE | JSON, max_size=3)), claim)

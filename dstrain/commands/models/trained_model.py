@@ -271,7 +271,7 @@ def _check_model_config(
     if config is None or any(name == "model" or f"{name}.".startswith("model.config.") for name in named):
         return
     recorded = read_recorded_recipe(checkpoint)
-    if recorded is not None and recorded.model.config != config:
+    if recorded.model.config != config:
         problem = f"is not what the run was trained with (step {checkpoint.step})"
         fix = "restore the old file, or name the config: --set model.config={...}"
         raise UsageError(Fault(f"{run_dir / 'recipe.yaml'} model.config", problem, fix))

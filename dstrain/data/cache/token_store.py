@@ -19,7 +19,7 @@ from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
 from dstrain.files import stat_or_none
 
-META = "meta.json"
+META_FILE = "meta.json"
 """File of a store's folder with its columns and its report."""
 GROUP = "sample.group"
 """Key of an example's group. No column can have this name: names of columns are identifiers."""
@@ -155,7 +155,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         """Open a folder that `load_or_build_store` made. Raises ValueError, KeyError or OSError."""
-        manifest, meta = read_manifest(folder), json.loads((folder / META).read_text(encoding="utf-8"))
+        manifest, meta = read_manifest(folder), json.loads((folder / META_FILE).read_text(encoding="utf-8"))
         self.folder = folder
         self._sizes = {name: int(file["size"]) for name, file in manifest["files"].items()}
         columns = {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".npy")}
@@ -269,7 +269,8 @@ def load_or_build_store(
 ) -> TokenStore:
     """Return the store under this key, built first where it is not in the cache `root`, or its images have changed.
 
-    `write_extra` writes other files into the store's folder, once all examples are written; `options` are those of `get_or_build`.
+    `write_extra` writes other files into the store's folder, once all examples are written; `options` are those of
+    `get_or_build`.
     """
     return get_or_build(
         "tokens",
@@ -289,7 +290,7 @@ def _write_store(folder: Path, build: Build, write_extra: Callable[[Path], objec
         columns.append(chunk)
     meta = {**columns.close(), "report": asdict(report)}
     write_extra(folder)
-    (folder / META).write_text(json.dumps(meta), encoding="utf-8")
+    (folder / META_FILE).write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _open_column(path: Path) -> np.ndarray:

@@ -30,7 +30,8 @@ def load_or_train_tokenizer(
 ) -> Any:
     """Return a byte-level BPE of the source's texts, from the cache if it was trained before.
 
-    `texts_name`: what `extract_texts` is in the key; `alphabet`: as in model.tokenizer; `root`: of the cache. Raises DataError if vocab_size is too small.
+    `texts_name`: what `extract_texts` is in the key; `alphabet`: as in model.tokenizer; `root`: of the cache. Raises
+    DataError if vocab_size is too small.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -38,13 +39,7 @@ def load_or_train_tokenizer(
     if vocab_size < (least := MIN_VOCAB_SIZE[alphabet]):
         kind = "byte-level" if alphabet == "bytes" else "trained"
         raise DataError(f"a {kind} tokenizer has at least {least} entries, not {vocab_size}; raise vocab_size")
-    key = {
-        "data": source.digest,
-        "texts": texts_name,
-        "vocab_size": vocab_size,
-        "alphabet": alphabet,
-        "format": 2,
-    }
+    key = {"data": source.digest, "texts": texts_name, "vocab_size": vocab_size, "alphabet": alphabet, "format": 2}
 
     def build(folder: Path) -> None:
         tokenizer = train_tokenizer(_iter_texts(source, extract_texts), vocab_size, alphabet)

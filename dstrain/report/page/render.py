@@ -197,7 +197,7 @@ def _wrap(title: str, body: str, data: str, is_rewritten: bool) -> str:
     )
 
 
-_ORDER = {"bad": 0, "warning": 1, "good": 2, "info": 2}
+_LEVEL_ORDER = {"bad": 0, "warning": 1, "good": 2, "info": 2}
 
 
 def evaluate_rules(run: RunSummary) -> list[Verdict]:
@@ -205,5 +205,5 @@ def evaluate_rules(run: RunSummary) -> list[Verdict]:
     found = [verdict for rule in (*LEARNING_RULES, *RESOURCE_RULES) for verdict in rule(run)]
     return [
         *(verdict for rule in OUTCOME_RULES for verdict in rule(run)),
-        *sorted(found, key=lambda one: _ORDER[one.level]),
+        *sorted(found, key=lambda one: _LEVEL_ORDER[one.level]),
     ]

@@ -56,8 +56,7 @@ def iter_resume_changes(
     """
     before, at = read_recorded_recipe(checkpoint), f"from step {checkpoint.step} on"
     if get_run_dir(checkpoint) == run.run_dir and not (run.run_dir / "recipe.yaml").is_file():
-        known = "was compared with the recipe in the checkpoint"
-        line = f"recipe.yaml is missing in {get_run_dir(checkpoint)}; the run {known}, and the file is written again"
+        line = f"recipe.yaml is missing in {run.run_dir}; it is written again after a comparison with the checkpoint's recipe"
         yield ResumeChange("warning", {"what": line}, f"warning: {line}")
     found = find_learning_changes(before, run.config)
     for key, (old, new) in found.items():

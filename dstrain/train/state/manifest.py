@@ -21,7 +21,7 @@ from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileRe
 
 MANIFEST_FILE = "MANIFEST.json"
 MANIFEST_FORMAT = 1
-"""Version of the format; early manifests of version 1 have no such field."""
+"""Version of the format."""
 MANIFEST_FIELDS = ("step", "samples", "metric", "world_size", "zero_stage")
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}(\.old)?")
 MAX_LISTINGS = 10

@@ -405,8 +405,10 @@ def test_a_jpeg_that_repeats_its_scans_is_refused_before_it_is_decoded(before: b
 def test_bytes_of_metadata_and_videos_are_no_scans_of_a_jpeg() -> None:
     content, _ = make_jpeg()
     segment = b"\xff\xeb" + (2002).to_bytes(2) + b"\xff\xda" * 1000
-    decode_image(content[:2] + segment + content[2:] + b"\xff\xd9", "metadata.jpg")
-    decode_image(content + b"\xff\xd9" + b"\xff\xda" * 1000, "motion_photo.jpg")
+    pixels = decode_image(content + b"\xff\xd9", "normal.jpg").tobytes()
+    metadata = decode_image(content[:2] + segment + content[2:] + b"\xff\xd9", "metadata.jpg")
+    motion_photo = decode_image(content + b"\xff\xd9" + b"\xff\xda" * 1000, "motion_photo.jpg")
+    assert metadata.tobytes() == motion_photo.tobytes() == pixels
 
 
 def test_an_icon_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

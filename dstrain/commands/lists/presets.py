@@ -24,7 +24,7 @@ EXAMPLES: tuple[tuple[str, dict[str, Any] | None, int], ...] = (
     ("8B full, 8 GPUs", None, 8),
 )
 """Heading, adapters and GPUs of each column of memory: sft of SHAPE, one sample of 1024 tokens in a pass."""
-NOTE = (
+_PRESETS_NOTE = (
     "Memory of a GPU as `dstrain plan` predicts it: sft of Qwen3-8B, a sample of 1024 tokens in a pass. Your own recipe: "
     "`dstrain plan RECIPE --gpu-memory 24GiB --gpus 8`.\n"
     "Run: `dstrain train RECIPE --ds-config NAME`; --ds-config auto takes the fastest preset that fits.\n"
@@ -44,7 +44,7 @@ def list_presets(name: str | None) -> str:
     ]
     header = ("preset", *(title for title, _, _ in EXAMPLES), "divides")
     width = terminal_width()
-    return f"{format_table(header, rows, width)}\n\n{wrap_note(NOTE, width)}"
+    return f"{format_table(header, rows, width)}\n\n{wrap_note(_PRESETS_NOTE, width)}"
 
 
 def _memory(lora: dict[str, Any] | None, gpus: int) -> Iterator[str]:

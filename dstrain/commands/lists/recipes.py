@@ -16,7 +16,7 @@ NEEDS = "# Needs: "
 FILL_IN = re.compile(r"^ +(?P<key>path|train): .*# FILL IN", re.MULTILINE)
 """Lines of keys that a recipe leaves to the user."""
 STAND_INS = {"path": "model.path=MODEL", "train": "data.train=FILE"}
-NOTE = "`dstrain recipes NAME > mine.yaml` gives you a copy to edit."
+_RECIPES_NOTE = "`dstrain recipes NAME > mine.yaml` gives you a copy to edit."
 
 
 def list_recipes(name: str | None) -> str:
@@ -26,11 +26,11 @@ def list_recipes(name: str | None) -> str:
         if name not in names:
             raise UsageError(f"recipe '{name}': there is no such recipe; {suggest_name(name, names)}")
         return _read(name).rstrip()
-    rows = [(recipe, _task(recipe), find_comment(recipe, NEEDS), _summary(recipe)) for recipe in names]
+    rows = [(recipe, _task(recipe), find_comment(recipe, NEEDS), _summarize_recipe(recipe)) for recipe in names]
     width = terminal_width()
     table = format_table(("recipe", "task", "needs", "trains"), rows, width)
     runs = format_table(("recipe", "run"), [(recipe, run_command(recipe)) for recipe in names], width)
-    return f"{table}\n\n{runs}\n\n{wrap_note(NOTE, width)}"
+    return f"{table}\n\n{runs}\n\n{wrap_note(_RECIPES_NOTE, width)}"
 
 
 def _read(name: str) -> str:
@@ -42,7 +42,7 @@ def find_comment(name: str, begin: str) -> str:
     return next((line.removeprefix(begin) for line in _read(name).splitlines() if line.startswith(begin)), "")
 
 
-def _summary(name: str) -> str:
+def _summarize_recipe(name: str) -> str:
     return _read(name).splitlines()[0].removeprefix("#").strip()
 
 

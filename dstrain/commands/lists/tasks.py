@@ -9,20 +9,20 @@ from dstrain.commands.lists.table import format_table, terminal_width, wrap_note
 from dstrain.tasks import Task, builtin_tasks, default_learning_rate, default_lora, find_task, task_options
 from dstrain.tasks.common.options import Option
 
-NOTE = "Run: `dstrain init NAME --to mine.yaml` writes a recipe; `dstrain tasks NAME` prints the options of one."
+_TASKS_NOTE = "Run: `dstrain init NAME --to mine.yaml` writes a recipe; `dstrain tasks NAME` prints the options of one."
 
 
 def list_tasks(name: str | None) -> str:
     """Return a table of the packaged tasks, or one task's options with their help. Raises TaskError."""
     if name is None:
-        rows = [(task, _rates(find_task(task)), _metrics(find_task(task)), _summary(task)) for task in builtin_tasks()]
+        rows = [(task, _rates(find_task(task)), _metrics(find_task(task)), _summarize_task(task)) for task in builtin_tasks()]
         header = ("task", "optim.lr (LoRA)", "metrics", "trains")
         width = terminal_width()
-        return f"{format_table(header, rows, width)}\n\n{wrap_note(NOTE, width)}"
+        return f"{format_table(header, rows, width)}\n\n{wrap_note(_TASKS_NOTE, width)}"
     task = find_task(name)
     full, adapters = (default_learning_rate(task, lora) for lora in (False, True))
     lines = [
-        f"{name}: {_summary(name)}",
+        f"{name}: {_summarize_task(name)}",
         "",
         f"optim.lr: {full:g} by default, {adapters:g} with model.lora",
         *_describe_default_lora(task),
@@ -55,5 +55,5 @@ def _describe_default_lora(task: type[Task]) -> list[str]:
     return [] if lora is None else [f"model.lora: {format_lora(lora)} by default; null trains all weights"]
 
 
-def _summary(name: str) -> str:
+def _summarize_task(name: str) -> str:
     return (find_task(name).__doc__ or "").strip().splitlines()[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache import file_digest, get_or_build
-from dstrain.data.documents import pdfium
+from dstrain.data.documents.pdfium import count_pages, pdfium_version, render_page, write_texts
 from dstrain.data.documents.retrieval import PageIndex
 from dstrain.data.documents.sidecar_text import read_sidecar
 from dstrain.data.records import BadRecord
@@ -106,16 +106,16 @@ class PdfDocument(Document):
 
     def __init__(self, path: Path, name: str, dpi: int) -> None:
         """Count the pages. Raises BadRecord if the file cannot be opened or has none."""
-        self._cache = DocumentCache.of_file(path, f"pypdfium2-{pdfium.pdfium_version()}")
+        self._cache = DocumentCache.of_file(path, f"pypdfium2-{pdfium_version()}")
         count = self._cache.load_json("pages.json", _write_page_count)
         pages = [
-            CachedPage(self._cache, f"{dpi}dpi/{page:05}.png", partial(pdfium.render_page, page=page, dpi=dpi))
+            CachedPage(self._cache, f"{dpi}dpi/{page:05}.png", partial(render_page, page=page, dpi=dpi))
             for page in range(1, count + 1)
         ]
         super().__init__(name, pages)
 
     def read_texts(self) -> list[str]:
-        return [str(text) for text in self._cache.load_json("text.json", pdfium.write_texts)]
+        return [str(text) for text in self._cache.load_json("text.json", write_texts)]
 
 
 class TiffDocument(Document):
@@ -136,7 +136,7 @@ class TiffDocument(Document):
 
 
 def _write_page_count(path: Path, target: Path) -> None:
-    atomic_write(target, str(pdfium.count_pages(path)))
+    atomic_write(target, str(count_pages(path)))
 
 
 def _write_frame(path: Path, target: Path, page: int) -> None:

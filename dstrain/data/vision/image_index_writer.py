@@ -203,9 +203,9 @@ def _to_pixels(output: Any) -> np.ndarray | None:
 
 
 def _to_image(pixels: np.ndarray) -> Image:
-    from PIL import Image
+    from PIL.Image import fromarray
 
-    return Image.fromarray(np.ascontiguousarray(pixels))
+    return fromarray(np.ascontiguousarray(pixels))
 
 
 def _has_same_output(processor: Any, image: Image, expected: Any) -> bool:

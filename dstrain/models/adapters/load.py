@@ -35,7 +35,8 @@ def load_adapters(model: Any, folder: Path) -> Any:
     peft gets only known settings: others in adapter_config.json may name modules that it would import.
     """
     preload_bitsandbytes()
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig as PeftConfig
+    from peft import PeftModel
 
     values = read_json_object(folder / CONFIG_FILE, str(folder))
     if problem := find_invalid_setting(values):
@@ -48,7 +49,7 @@ def load_adapters(model: Any, folder: Path) -> Any:
         for name, value in values.items()
         if name in {*LORA_SETTINGS, *METADATA_SETTINGS} and value is not None
     }
-    return PeftModel.from_pretrained(model, str(folder), config=LoraConfig(**settings))
+    return PeftModel.from_pretrained(model, str(folder), config=PeftConfig(**settings))
 
 
 def check_adapter(model: torch.nn.Module, adapter: Adapter) -> None:
@@ -74,14 +75,15 @@ def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
 def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError."""
     preload_bitsandbytes()
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, get_peft_model_state_dict
 
     stored = open_tensors([adapter.weights_file])
     named = dict(model.named_parameters())  # before peft renames them
     try:
         with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
             warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, LoraConfig(**_without_saved_modules(adapter)))
+            wrapped = get_peft_model(model, PeftConfig(**_without_saved_modules(adapter)))
     except (ValueError, TypeError) as error:
         no_targets = "Target modules" in str(error)
         reason = "the model has none of the modules that it adapts" if no_targets else str(error)

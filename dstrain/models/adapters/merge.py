@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.params.zero3 import gathered, is_source_rank
 
 if TYPE_CHECKING:
+    import torch
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -20,6 +19,8 @@ def merge_adapters(model: PeftModel) -> PreTrainedModel:
     In place, because peft's safe_merge copies each weight. Two modules that share an adapted weight (tied embeddings)
     are untied first, as the merge would change the other one too. Raises RecipeError for these under ZeRO-3.
     """
+    import torch
+
     tied, shards = _find_tied_parameters(model), any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     if tied and shards:
         problem = "the adapter changes tied embeddings, which cannot be untied under ZeRO-3"
@@ -37,6 +38,7 @@ def merge_adapters(model: PeftModel) -> PreTrainedModel:
 
 def _merge_sharded(model: Any) -> PreTrainedModel:
     """Merge layer by layer: each is gathered, and changed by the rank whose values are partitioned again."""
+    import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:

@@ -103,8 +103,7 @@ def join_alone() -> Any:
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return (train module, parameter groups) with the same weights every time."""
-    from dstrain.models.params.groups import build_param_groups
-    from dstrain.models.params.zero3 import zero3_init
+    from dstrain.models.params import build_param_groups, zero3_init
     from dstrain.train.build_model import build_train_module
 
     with zero3_init(ds_config or {}):

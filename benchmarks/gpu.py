@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import count_tokens, join_alone, made_batches, made_ds_config, made_model, run, wait_for
 from benchmarks.trl_side import DPO, REWARD, SFT, StepByStep, made_side
 from dstrain.errors import UsageError
-from dstrain.models.heads import linear_head
+from dstrain.models import heads as linear_head
 from dstrain.report.flops import StepFlops, find_peak_flops
 
 TEXT: dict[str, tuple[int, int, int, int, int, int]] = {

@@ -17,8 +17,8 @@ import torch
 from benchmarks.attention_mask import answers, made_llama
 from benchmarks.checkpointing import measure_peaks, memory_columns
 from benchmarks.common import join_alone, ratio, run, take_turns
-from dstrain.models.heads import chunked_lm_head
-from dstrain.models.heads.linear_head import LinearHead
+from dstrain.models import heads
+from dstrain.models.heads import LinearHead
 from dstrain.tasks.common.forward import answer_log_probs
 
 VARIANTS = ("all logits", "chunks", "linear")
@@ -26,9 +26,9 @@ VARIANTS = ("all logits", "chunks", "linear")
 
 def passes(model: torch.nn.Module, batch: Any, variant: str) -> torch.Tensor:
     """Return the loss, (), and leave its gradient in the model."""
-    chunked_lm_head._IN_PLACE_MODELS.clear()
+    heads._IN_PLACE_MODELS.clear()
     if variant == "all logits":
-        chunked_lm_head._IN_PLACE_MODELS.add(model)
+        heads._IN_PLACE_MODELS.add(model)
     model.zero_grad(set_to_none=True)
     supports = LinearHead.supports if variant == "linear" else lambda *_: False
     with mock.patch.object(LinearHead, "supports", supports):

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.common import ratio, run, take_turns
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
-from dstrain.launch.threads import count_available_cores
+from dstrain.data.token_store import TokenStore
+from dstrain.launch.processes import count_available_cores
 from dstrain.tasks import make_task
 from tests.chat_templates import TEMPLATES
 
@@ -54,7 +54,7 @@ def made_store(task: Any, source: ConcatSource, folder: Path, count: int, thread
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
     with (
         patch.dict(os.environ, env),
-        patch("dstrain.tasks.common.store_builder.count_available_cores", lambda: count),
+        patch("dstrain.tasks.common.record_task.count_available_cores", lambda: count),
     ):
         return task.build_store(source)
 

@@ -143,7 +143,7 @@ def with_torch(task: Any) -> list[float]:
     """Return the losses of the same steps by TorchEngine, in this process."""
     import torch
 
-    from dstrain.models.params.groups import build_param_groups
+    from dstrain.models.params import build_param_groups
     from dstrain.schedule import LRSchedule
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.torch import TorchEngine

@@ -21,18 +21,16 @@ names stay. Importing them imports no torch.
 from dstrain.batch import Batch
 from dstrain.cache import file_digest
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache.build import ExampleSettings, prepare
-from dstrain.data.cache.token_store import TokenColumns, TokenStore
 from dstrain.data.dataset import Dataset
-from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.loading.collate import attention_mask, pad
-from dstrain.data.records import BadRecord
+from dstrain.data.prepare import ExampleSettings, prepare
+from dstrain.data.records import BadRecord, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
+from dstrain.data.token_store import TokenColumns, TokenStore
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError, RecipeError, TaskError
-from dstrain.tasks.common.record_task import RecordTask
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import RecordTask, policy_of
 from dstrain.tasks.common.task import (
     Checks,
     Export,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.state.files import CheckpointReader, write_state
 
 

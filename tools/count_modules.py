@@ -84,9 +84,9 @@ def trace_recipe(name: str, times: int) -> Counter[CodeType]:
     import torch
 
     from dstrain.config.schema import RunConfig
-    from dstrain.data.cache.build import CHUNK_SIZE, IMAGE_CHUNK_SIZE
     from dstrain.data.loading.loader import Loader
-    from dstrain.models.params.groups import build_param_groups
+    from dstrain.data.prepare import CHUNK_SIZE, IMAGE_CHUNK_SIZE
+    from dstrain.models.params import build_param_groups
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.torch import TorchEngine

@@ -20,7 +20,7 @@ from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options
-from dstrain.tasks.common.options import Option
+from dstrain.tasks.common.task import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTE = "<!-- Written by `make pages` (python -m tools.make_pages) from the code: do not edit. -->\n\n"

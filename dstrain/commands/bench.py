@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.commands.job.run_job import SINGLE_WORKER
-from dstrain.commands.job.temp_dirs import make_scratch, make_scratch_path
-from dstrain.commands.models.trained_model import hash_weights
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.run_job import SINGLE_WORKER, make_scratch, make_scratch_path
+from dstrain.commands.trained_model import hash_weights
 from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.units import format_count
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
-    from dstrain.train.memory.forecast import MemoryForecast
+    from dstrain.train.memory.monitor import MemoryForecast
     from dstrain.train.setup.plan import RunPlan
 
 WARMUP_STEPS = 3

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.build import MAX_ROWS_PER_REASON, format_bad_rows
-from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.conservation import describe_lost
-from dstrain.data.encoding.prompts import describe_missing_end
+from dstrain.data.encoding.conversations import describe_missing_end
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
+from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, format_bad_rows
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
 from dstrain.errors import TaskError
-from dstrain.launch.threads import count_available_cores
+from dstrain.launch.processes import count_available_cores
 from dstrain.tasks import make_task
 from dstrain.tasks.common.text import TextTask
 

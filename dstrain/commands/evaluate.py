@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.models.trained_model import (
+from dstrain.commands.trained_model import (
     ModelSelector,
     SavedModel,
     hash_weights,
@@ -73,9 +73,9 @@ class EvaluateJob:
         hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
     def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
-        from dstrain.models.params.zero3 import zero3_init
+        from dstrain.models.params import zero3_init
         from dstrain.train.build_model import add_frozen_models
-        from dstrain.train.engine.inference import ForwardEngine
+        from dstrain.train.engine.base import ForwardEngine
         from dstrain.train.evaluate import Evaluation
         from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 

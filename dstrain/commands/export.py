@@ -16,24 +16,21 @@ import torch
 from safetensors import SafetensorError
 
 from dstrain.batch import Batch
-from dstrain.commands.checks.untrusted_folder import is_precision_enabled
-from dstrain.commands.checks.untrusted_recipe import check_probe_data
-from dstrain.commands.models.trained_model import LoadedModel, load_trained_model
+from dstrain.commands.trained_model import LoadedModel, load_trained_model
+from dstrain.commands.untrusted import check_probe_data, is_precision_enabled
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
-from dstrain.models.adapters.merge import merge_adapters
-from dstrain.models.folder.adapter_config import read_adapter
-from dstrain.models.params.components import unwrap_peft
-from dstrain.models.quantization.layers import dequantized_weights
-from dstrain.models.quantization.library import preload_bitsandbytes
-from dstrain.models.weights.module_file import save_module
+from dstrain.models.adapters import merge_adapters
+from dstrain.models.folder import read_adapter
+from dstrain.models.params import unwrap_peft
+from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
+from dstrain.models.weights import save_module
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
+from dstrain.tasks.common.registry import copy_task_files
 from dstrain.tasks.common.task import EXPORT_RECIPE
-from dstrain.tasks.common.task_files import copy_task_files
-from dstrain.train.checkpoint.disk_space import get_free_bytes
-from dstrain.train.checkpoint.export_checks import (
+from dstrain.train.export_checks import (
     TensorDigest,
     check_exported_files,
     check_loaded_model,
@@ -44,6 +41,7 @@ from dstrain.train.checkpoint.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
+from dstrain.train.saver import get_free_bytes
 from dstrain.train.state.files import CheckpointReader
 from dstrain.units import format_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
-from dstrain.commands.models.trained_model import (
+from dstrain.commands.trained_model import (
     ModelSelector,
     SavedModel,
     hash_weights,
@@ -18,14 +18,14 @@ from dstrain.commands.models.trained_model import (
     quiet_libraries,
 )
 from dstrain.config import RunConfig
-from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
-from dstrain.data.cache.token_store import BuildReport
-from dstrain.data.encoding.prompts import EncodedPrompt, encode_image_prompts, encode_prompts
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.formats.columns import parse_record
-from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.formats.conversations import ParsedPrompt
+from dstrain.data.formats.images import RecordWithImages
+from dstrain.data.prepare import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
 from dstrain.data.sources.base import Source
+from dstrain.data.token_store import BuildReport
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
@@ -109,8 +109,8 @@ class GenerateJob:
         hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
     def run(self, prepared: PreparedGeneration, world: World) -> list[dict[str, Any]]:
-        from dstrain.models.params.components import unwrap_peft
-        from dstrain.train.engine.inference import ForwardEngine
+        from dstrain.models.params import unwrap_peft
+        from dstrain.train.engine.base import ForwardEngine
         from dstrain.train.generate import SamplingParams, generate_answers
 
         task = _get_text_task(prepared.saved_model)

@@ -19,7 +19,7 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
-from dstrain.planner.hardware import Hardware, ModelSuggestion, detect_hardware, suggest_model
+from dstrain.planner.choose import Hardware, ModelSuggestion, detect_hardware, suggest_model
 from dstrain.tasks import Task, default_learning_rate, default_lora, find_task, task_options
 
 TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (

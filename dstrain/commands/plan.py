@@ -8,18 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.commands.recipe.find_recipe import find_path, find_recipe
+from dstrain.commands.recipe_args import find_path, find_recipe
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus
 from dstrain.planner.choose import AUTO, MARGIN, Choice, choose_preset
-from dstrain.planner.cluster import COMMON_GPU_BYTES, Cluster, detect_gpu_bytes, parse_bytes
 from dstrain.planner.fixes import Budget, suggest_fixes
-from dstrain.planner.line import When
+from dstrain.planner.lines import When
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import describe_counts, named_config, read_shape
-from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import TaskProperties, read_properties
+from dstrain.planner.workload import (
+    COMMON_GPU_BYTES,
+    Cluster,
+    ModelShape,
+    TaskProperties,
+    detect_gpu_bytes,
+    parse_bytes,
+    read_properties,
+)
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import fill_learning_rate, fill_lora
 from dstrain.units import format_bytes, format_count

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from dstrain.cache import cache_root
-from dstrain.commands.models.trained_model import hash_weights, quiet_libraries
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.trained_model import hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
@@ -19,7 +19,7 @@ from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import Split, load_split
-from dstrain.tasks.safety.dataset import describe_order
+from dstrain.tasks.safety.pair_task import describe_order
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.units import format_count
 
@@ -62,7 +62,7 @@ class PrepareJob:
         return config
 
     def prepare(self, world_size: int, device: Device) -> PreparedData:
-        from dstrain.train.engine.inference import with_private_nvme_path
+        from dstrain.train.engine.base import with_private_nvme_path
 
         quiet_libraries()
         config = resolve_recipe(self.request).config

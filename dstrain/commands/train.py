@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.checks.preflight import check_data, check_launch
-from dstrain.commands.recipe.recipe_args import TrainRequest, get_run_dir, resolve_recipe
-from dstrain.commands.runs.report import rewrite_report
+from dstrain.commands.preflight import check_data, check_launch
+from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
+from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, dump_recipe, resolve_batch
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
@@ -22,14 +22,13 @@ from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
-from dstrain.planner.cluster import Cluster
+from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, read_preset
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
-from dstrain.train.ds_config import batch_warnings, check_offload_folders
+from dstrain.train.ds_config import batch_warnings, check_offload_folders, resolve_auto
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
-from dstrain.train.resume.recorded import ResumeOptions
-from dstrain.train.setup.auto_preset import resolve_auto
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.run_dir import check_run_dir_writable
 from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
 

@@ -1,17 +1,21 @@
-"""Patches of torch.distributed: collectives are logged, new groups get the run's timeout."""
+"""Changes to torch.distributed and DeepSpeed, each with its reason and version check."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog
 from dstrain.patching import check_version, replaced
+
+if TYPE_CHECKING:
+    import torch
+
 
 TESTED_TORCH = ("2.8", "2.14")
 """First version tested, and the first one not tested."""
@@ -102,3 +106,265 @@ def log_calls(name: str, function: Callable[..., Any], log: CollectiveLog) -> Ca
         return result
 
     return wrapper
+
+
+TESTED_DEEPSPEED = ("0.19", "0.20")
+"""First version tested, and the first one not tested."""
+PAGE_BYTES = 4096
+"""Alignment of direct I/O, in bytes."""
+NORM_ROW, NORM_BLOCK = 2**10, 2**18
+"""Values of a gradient of which one norm is computed, and that are copied at a time: 1 MiB in fp32."""
+MUON_COMPILED = ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz")
+"""Functions of DeepSpeed's Muon that are wrapped in torch.compile."""
+
+
+def skip_shm_comm_build() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce for inference, at every first start on a CPU.
+
+    It needs a compiler, a killed build locks all later ones out, and a killed run leaves 66 MiB per rank in /dev/shm.
+    """
+    import deepspeed
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    # deepspeed/comm/torch.py builds the op only where it is marked as compatible.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def reuse_hpz_group() -> None:
+    """Let several models of a process share the group of `zero_hpz_partition_size`.
+
+    DeepSpeed creates it with each model that is built in shards, and fails at the second one: a reference or reward
+    model next to the policy (0.19.8, `_create_zero_param_parallel_group` in deepspeed/utils/groups.py).
+    """
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    create = groups._create_zero_param_parallel_group
+    if hasattr(create, "original"):
+        return
+
+    def create_once(group_size: int) -> None:
+        group = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+        if group is not None and comm.get_world_size(group=group) == min(group_size, comm.get_world_size()):
+            return
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        create(group_size)
+
+    create_once.original = create  # type: ignore[attr-defined]
+    groups._create_zero_param_parallel_group = create_once
+
+
+def keep_unaligned_gradients(swapper: Any) -> None:
+    """Patch an NVMe optimizer swapper: gradients that are not page-aligned in their group's buffer stay in memory.
+
+    DeepSpeed writes each gradient above 1 MiB to a file and reads it back to its position among the others. Direct I/O
+    works on whole pages: at any other position the values arrive up to a page too early, without an error, and another
+    weight is updated with them (seen with 0.19.8, `_swap_in_pinned_gradients` in
+    deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py).
+    """
+    swap_out = swapper.swap_out_gradients
+
+    def swap_out_aligned(
+        parameter: Any, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
+    ) -> None:
+        swap_info = swapper.swap_params_info.get(swapper.parameter_id(parameter))
+        pairs = list(zip(gradient_offsets, gradient_tensors, strict=True))
+        for offset, tensor in pairs:
+            if swap_info is not None and offset * tensor.element_size() % PAGE_BYTES:
+                # Where DeepSpeed keeps gradients that are too small for a file; it reads them from memory.
+                swap_info.unswapped_gradients[offset] = tensor
+        aligned = [(offset, tensor) for offset, tensor in pairs if not offset * tensor.element_size() % PAGE_BYTES]
+        if aligned:
+            swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
+
+    swapper.swap_out_gradients = swap_out_aligned
+
+
+def compute_norm_in_blocks(optimizer: Any) -> None:
+    """Patch a ZeRO optimizer on a CPU: it computes the norm of a gradient from the norms of its blocks.
+
+    DeepSpeed copies each gradient to fp64, and most of the time goes into pages for the copy. The copy of a block stays
+    in the processor's cache.
+    """
+    # The optimizer of stage 1 in bf16 has another norm, which makes no such copy.
+    compute_norm = getattr(optimizer, "get_grad_norm_direct", None)
+    if compute_norm is None:
+        return
+
+    def norm_of_blocks(
+        gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor], norm_type: float = 2
+    ) -> torch.Tensor:
+        # DeepSpeed leaves out gradients with this mark, so they stay as they are.
+        blocks = [one if getattr(one, "_zero_padding", False) else block_norms(one) for one in gradients]
+        norm: torch.Tensor = compute_norm(blocks if norm_type == 2 else gradients, params, norm_type)
+        return norm
+
+    optimizer.get_grad_norm_direct = norm_of_blocks
+
+
+def block_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norms of rows of a gradient's values, in fp64; together they have the norm of the gradient.
+
+    A row is short enough to be summed in fp32: 7e-8 off in bf16, where torch's norm of 8 million values is 2e-4 off.
+    """
+    import torch
+
+    values = gradient.detach().flatten()
+    rows = values[: values.numel() // NORM_ROW * NORM_ROW].view(-1, NORM_ROW)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    found = [torch.linalg.vector_norm(block.to(wide), dim=1) for block in rows.split(NORM_BLOCK // NORM_ROW)]
+    found.append(values[rows.numel() :].to(wide).norm().view(1))
+    return torch.cat(found).double()
+
+
+def find_overflow_by_norm(optimizer: Any) -> None:
+    """Patch an optimizer of ZeRO stages 1 and 2: it finds inf and nan by the norm of the gradients alone.
+
+    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device; then
+    it computes the norm and checks that in the same way, with the same consequence (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py). Other optimizers are left alone, and those that offload: their check
+    reads a value that the backward pass has noted.
+    """
+    if not getattr(optimizer, "compute_grad_norm", False) or not hasattr(optimizer, "check_grad_overflow"):
+        return
+    if optimizer.check_grad_overflow and not optimizer.cpu_offload:
+        check_version("deepspeed", *TESTED_DEEPSPEED)
+        optimizer.has_overflow = lambda *_args, **_kwargs: False
+
+
+def flatten_gradients_in_fp32(optimizer: Any) -> None:
+    """Patch an optimizer of ZeRO stages 1 and 2: it copies 16-bit gradients into a flat fp32 tensor at once.
+
+    DeepSpeed concatenates them in 16 bits and converts the result (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py): 2 bytes more for each parameter of the partition, and a pass more. The
+    values are the same to the bit.
+    """
+    # Stage 3, and the optimizer of stage 1 in bf16, have other partitions.
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or not hasattr(optimizer, "averaged_gradients"):
+        return
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    flatten, flatten_aligned = optimizer.flatten, optimizer.flatten_dense_tensors_aligned
+
+    def flat_gradients(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the flat partition of a group's gradients; None where `tensors` are not the gradients of a group."""
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is tensors:
+                return _copy_flat(tensors, optimizer.single_partition_of_fp32_groups[group])
+        return None
+
+    def flatten_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten(tensors) if flat is None else flat
+
+    def flatten_last_group(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten_aligned(tensors, *args, **kwargs) if flat is None else flat
+
+    optimizer.flatten, optimizer.flatten_dense_tensors_aligned = flatten_group, flatten_last_group
+
+
+def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the values of the tensors in a flat one of the size and type of `like`, with zeros at the end."""
+    import torch
+
+    flat, start = torch.empty_like(like, requires_grad=False), 0
+    for tensor in tensors:
+        flat[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
+        start += tensor.numel()
+    flat[start:].zero_()
+    return flat
+
+
+def disable_muon_compile() -> Any:
+    """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
+
+    The rounding of a compiled function depends on the shapes it was traced with, so a resumed run, whose first
+    shape differs, would give other values. Compiling also needs a compiler on every host.
+
+    Call it before `deepspeed.initialize` with ZeRO, for any optimizer: DeepSpeed imports Muon there, and its decorators
+    load torch's compiler, which takes 1.2 s of a processor. Here the module is imported without them.
+    """
+    from deepspeed.runtime import compiler
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    with replaced(compiler, "compile", _keep_function):
+        from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+    # Of a module that was imported before.
+    for module in (original_muon, muon_optimizer):  # the second imports functions of the first by name
+        for name in MUON_COMPILED:
+            if hasattr(module, name):
+                setattr(module, name, inspect.unwrap(getattr(module, name)))
+    return muon_optimizer
+
+
+def _keep_function(*args: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that changes nothing."""
+    return lambda function: function
+
+
+def replay_bias_correction(adam: Any) -> None:
+    """Bring the beta^t of a DeepSpeedCPUAdam to the step that was loaded, by the products of an unbroken run.
+
+    Other optimizers are left alone. The powers are a running product in fp32 outside the optimizer's state. On a jump
+    of the step CPUAdam calls pow instead, and a resumed run would differ in the last bit (`IncrementStep` in
+    deepspeed/ops/csrc/includes/cpu_adam.h).
+    """
+    import torch
+
+    if not hasattr(adam, "ds_opt_adam"):
+        return
+    num_steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    betas, eps = adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]
+    dummies = [torch.zeros(1) for _ in range(4)]  # parameter, gradient and two averages
+    for step in range(1, num_steps + 1):
+        # Each call multiplies the powers once more; lr and weight decay are 0, and the tensors are not the
+        # model's.
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *dummies)
+
+
+class Zero3Subgroups:
+    """Subgroups of DeepSpeed's stage-3 optimizer, each in memory or on a disk.
+
+    DeepSpeed has no public way to read its NVMe state in parts: its own checkpoints need all of it in memory.
+    """
+
+    PRIVATE = (
+        "_swappable_optimizer_subgroup",
+        "_optimizer_states_and_gradient_swap_in",
+        "_optimizer_states_and_gradient_swap_out",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_release_swap_buffers",
+    )
+
+    def __init__(self, zero_optimizer: Any) -> None:
+        """Raises RuntimeError if this version of DeepSpeed lacks one of the private methods."""
+        self._zero = zero_optimizer
+        # Now, and not at the first save: private methods may go with any version.
+        if missing := [name for name in self.PRIVATE if not hasattr(zero_optimizer, name)]:
+            raise RuntimeError(
+                f"DeepSpeed's stage-3 optimizer has no {missing[0]}; install deepspeed>={TESTED_DEEPSPEED[0]},"
+                f"<{TESTED_DEEPSPEED[1]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._zero.fp16_groups)
+
+    def is_on_nvme(self, index: int) -> bool:
+        return bool(self._zero._swappable_optimizer_subgroup(index))
+
+    def swap_in(self, index: int) -> None:
+        """Read a subgroup's state from the disk into buffers."""
+        self._zero._optimizer_states_and_gradient_swap_in(index)
+
+    def swap_out(self, index: int) -> None:
+        """Write a subgroup's state to the disk and free its buffers."""
+        self._zero._optimizer_states_and_gradient_swap_out(index)
+
+    def release(self, index: int) -> None:
+        """Free a subgroup's buffers without writing them."""
+        self._zero._release_swap_buffers(index)
+
+    def update_weights(self, index: int) -> None:
+        """Copy a subgroup's master weights into the model's, in memory or on the disk."""
+        self._zero._reassign_or_swap_out_partitioned_parameters(index)

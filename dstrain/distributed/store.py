@@ -1,4 +1,4 @@
-"""Rendezvous of the processes of a launch over a torch store, before any process group."""
+"""The TCP store of a run and the errors of its connections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,9 +14,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dstrain.distributed.connection_errors import find_connection_error
 from dstrain.errors import PeerFailureError, RunError
 from dstrain.files import atomic_write
+
+
+def find_connection_error(error: BaseException | None) -> str | None:
+    """Return a short reason if the error, or one of its causes, is a lost connection between processes; else None.
+
+    Gloo raises plain RuntimeErrors that begin with a position in its source; NCCL and the store have error classes of their own.
+    """
+    while error is not None:
+        # By name, since this module does not import torch.
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "DistError" in kinds or ("RuntimeError" in kinds and re.match(r"\[\S*gloo/\S+\] ", str(error))):
+            return re.sub(r"^\[\S+\] ", "", re.split(r"\. |\n", str(error))[0])
+        # Another error, such as a PeerFailureError, may have been raised from torch's.
+        error = error.__cause__
+    return None
+
+
+def unknown_peer_message(reason: str) -> str:
+    """Return the message for a lost process whose rank is not known."""
+    return f"another process has ended or does not answer ({reason}); see its log"
+
 
 RANK_KEY_ENV = "DSTRAIN_RANK_KEY"
 """Environment variable with a secret of the ranks of a run; dstrain's launcher sets it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from dstrain.errors import UsageError
-from dstrain.launch.threads import count_available_cores, thread_environment
+from dstrain.launch.processes import count_available_cores, thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"

@@ -8,8 +8,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.load import load_pretrained
-from dstrain.models.padding import set_pad_token
+from dstrain.models.load import load_pretrained, set_pad_token
 from dstrain.models.patches import set_special_tokens
 
 if TYPE_CHECKING:

@@ -21,11 +21,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
-from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.folder.adapter_config import read_adapter
-from dstrain.models.folder.hub_code import find_hub_code
-from dstrain.models.params.zero3 import assign, full_shape, gathered
-from dstrain.models.weights.load_report import disable_transformers_logging
+from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
+from dstrain.models.folder import find_hub_code, read_adapter
+from dstrain.models.params import assign, full_shape, gathered
+from dstrain.models.weights import disable_transformers_logging
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

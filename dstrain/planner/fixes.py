@@ -9,11 +9,9 @@ from typing import Any
 from dstrain.config import RunConfig
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import UsageError
-from dstrain.planner.cluster import Cluster
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import read_shape
-from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import read_properties
+from dstrain.planner.workload import Cluster, ModelShape, read_properties
 from dstrain.preset import Preset, read_preset
 from dstrain.units import format_bytes
 

@@ -7,17 +7,27 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
-from dstrain.planner.byte_tables import DTYPE_BYTES
-from dstrain.planner.cluster import Cluster
-from dstrain.planner.line import MemoryLine, Place, When
-from dstrain.planner.lines.activations import activation_lines
-from dstrain.planner.lines.state_settings import StateSettings
-from dstrain.planner.lines.states import state_lines
-from dstrain.planner.lines.vision import vision_lines
+from dstrain.planner.lines import (
+    DTYPE_BYTES,
+    MemoryLine,
+    Place,
+    StateSettings,
+    When,
+    activation_lines,
+    state_lines,
+    vision_lines,
+)
 from dstrain.planner.read_shape import read_base_shape, read_shape, reference_shape
-from dstrain.planner.run_settings import make_run_settings
-from dstrain.planner.shape import ModelShape, with_score_head
-from dstrain.planner.workload import TaskProperties, Workload, make_workload, read_properties
+from dstrain.planner.workload import (
+    Cluster,
+    ModelShape,
+    TaskProperties,
+    Workload,
+    make_run_settings,
+    make_workload,
+    read_properties,
+    with_score_head,
+)
 from dstrain.preset import Device, Preset, complete_preset
 
 __all__ = ["MemoryLine", "MemoryPlan", "plan_memory"]
@@ -178,7 +188,7 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """MAX_CHUNK_BYTES of models/heads/scores.py, which imports torch; a test compares."""
 KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
 """Those of models/heads/linear_head.py."""
-_HEAD_SOURCE = "dstrain/models/heads/linear_head.py"
+_HEAD_SOURCE = "dstrain/models/heads.py"
 CHUNK_COPIES = 3
 """Copies of a chunk of fp32 logits that autograd holds where the head is not a plain linear layer."""
 
@@ -297,7 +307,7 @@ def host_lines(
         "dstrain/data/loading/loader.py",
     )
     if background_saves:
-        from dstrain.planner.byte_tables import OPTIMIZERS
+        from dstrain.planner.lines import OPTIMIZERS
 
         size = (4 + OPTIMIZERS[settings.optimizer].per_param) * settings.trained / settings.world_size
         yield MemoryLine(
@@ -306,5 +316,5 @@ def host_lines(
             "host",
             "buffer",
             "(4 + bytes of the states) T / N",
-            "dstrain/train/checkpoint/saver.py",
+            "dstrain/train/saver.py",
         )

@@ -1,12 +1,13 @@
-"""Shape of a recipe's model: from its config, a shipped shape, headers of weight files, or the meta device."""
+"""Shapes of models from configs: decoders and vision encoders."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,274 @@ from typing import Any
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
-from dstrain.models.folder.adapter_config import resolve_base_model
-from dstrain.models.folder.config_sizes import wrong_size_fault
-from dstrain.models.weights.files import find_weight_files
-from dstrain.planner.families.decoders import generic_shape, shape_from_config
-from dstrain.planner.shape import (
+from dstrain.models.folder import resolve_base_model, wrong_size_fault
+from dstrain.models.weights import find_weight_files
+from dstrain.planner.workload import (
     ModelShape,
     ParamTensor,
+    TaskProperties,
+    VisionShape,
     from_tensors,
     part_of,
     with_adapters,
     with_frozen,
     with_score_head,
 )
-from dstrain.planner.workload import TaskProperties
+
+Tensors = tuple[ParamTensor, ...]
+DEFAULT_IMAGE_TOKENS = 1024
+"""Tokens of an image whose size decides their number (Qwen-VL): one of 896 x 896 pixels."""
+
+
+def _clip(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[VisionShape, Tensors]:
+    """Return CLIP's tower as LLaVA uses it: one layer is left out, and so is the token of the class."""
+    defaults = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+                "image_size": 336, "patch_size": 14, "num_channels": 3}  # fmt: skip
+    given = {**defaults, **config}
+    hidden, inner, layers = (int(given[key]) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    side, patch = int(given["image_size"]), int(given["patch_size"])
+    patches = (side // patch) ** 2
+    feature_layer = int(whole.get("vision_feature_layer") or -2)
+    vision = VisionShape(
+        hidden=hidden, intermediate=inner, layers=feature_layer if feature_layer > 0 else layers + 1 + feature_layer,
+        heads=int(given["num_attention_heads"]), patches=patches + 1, tokens=patches, stored_layers=layers,
+        patch_values=int(given["num_channels"]) * patch**2,
+    )  # fmt: skip
+    return vision, _named(_clip_tensors(vision, patch, int(given["num_channels"])))
+
+
+def _clip_tensors(vision: VisionShape, patch: int, channels: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, at = vision.hidden, "model.vision_tower."
+    yield f"{at}embeddings.class_embedding", (hidden,)
+    yield f"{at}embeddings.patch_embedding.weight", (hidden, channels, patch, patch)
+    yield f"{at}embeddings.position_embedding.weight", (vision.patches, hidden)
+    for norm in ("pre_layrnorm", "post_layernorm"):
+        yield from ((f"{at}{norm}.{name}", (hidden,)) for name in ("weight", "bias"))
+    for layer in range(vision.stored_layers):
+        here = f"{at}encoder.layers.{layer}."
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield from _linear(f"{here}self_attn.{name}", hidden, hidden)
+        yield from _linear(f"{here}mlp.fc1", vision.intermediate, hidden)
+        yield from _linear(f"{here}mlp.fc2", hidden, vision.intermediate)
+        for norm in ("layer_norm1", "layer_norm2"):
+            yield from ((f"{here}{norm}.{name}", (hidden,)) for name in ("weight", "bias"))
+
+
+def _llava_projector(vision: VisionShape, width: int, whole: Mapping[str, Any]) -> Tensors:
+    has_bias = bool(whole.get("multimodal_projector_bias", True))
+    at = "model.multi_modal_projector.linear_"
+    return _named((*_linear(f"{at}1", width, vision.hidden, has_bias), *_linear(f"{at}2", width, width, has_bias)))
+
+
+def _qwen_2_5_tower(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[VisionShape, Tensors]:
+    """Return Qwen2.5-VL's tower without its merger."""
+    defaults = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+                "temporal_patch_size": 2, "spatial_merge_size": 2}  # fmt: skip
+    given = {**defaults, **config}
+    merge = int(given["spatial_merge_size"]) ** 2
+    channels = int(given.get("in_channels", given.get("in_chans", 3)))
+    patch = (channels, int(given["temporal_patch_size"]), int(given["patch_size"]), int(given["patch_size"]))
+    vision = VisionShape(
+        hidden=int(given["hidden_size"]), intermediate=int(given["intermediate_size"]), layers=int(given["depth"]),
+        heads=int(given["num_heads"]), patches=DEFAULT_IMAGE_TOKENS * merge, tokens=DEFAULT_IMAGE_TOKENS, is_gated=True,
+        stored_layers=int(given["depth"]), patch_values=math.prod(patch),
+    )  # fmt: skip
+    return vision, _named(_qwen_2_5_tensors(vision, patch))
+
+
+def _qwen_2_5_tensors(vision: VisionShape, patch: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = vision.hidden, vision.intermediate
+    yield "model.visual.patch_embed.proj.weight", (hidden, *patch)
+    for layer in range(vision.layers):
+        at = f"model.visual.blocks.{layer}."
+        yield from ((f"{at}{norm}.weight", (hidden,)) for norm in ("norm1", "norm2"))
+        yield from _linear(f"{at}attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{at}attn.proj", hidden, hidden)
+        yield from _linear(f"{at}mlp.gate_proj", inner, hidden)
+        yield from _linear(f"{at}mlp.up_proj", inner, hidden)
+        yield from _linear(f"{at}mlp.down_proj", hidden, inner)
+
+
+def _qwen_2_5_merger(vision: VisionShape, width: int, whole: Mapping[str, Any]) -> Tensors:
+    merged = vision.hidden * vision.patches // vision.tokens
+    tensors: list[tuple[str, tuple[int, ...]]] = [("model.visual.merger.ln_q.weight", (vision.hidden,))]
+    tensors += [
+        *_linear("model.visual.merger.mlp.0", merged, merged),
+        *_linear("model.visual.merger.mlp.2", width, merged),
+    ]
+    return _named(tensors)
+
+
+def _linear(name: str, rows: int, columns: int, has_bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _named(tensors: Any) -> Tensors:
+    return tuple(ParamTensor(name, size, part_of(name)) for name, size in tensors)
+
+
+VISION_FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[VisionShape, Tensors]]] = {
+    "clip_vision_model": _clip,
+    "qwen2_5_vl": _qwen_2_5_tower,
+    "qwen2_5_vl_vision": _qwen_2_5_tower,
+}
+"""Type of a vision encoder -> its sizes and parameters, from vision_config and the whole config."""
+PROJECTORS: dict[str, Callable[[VisionShape, int, Mapping[str, Any]], Tensors]] = {
+    "llava": _llava_projector,
+    "qwen2_5_vl": _qwen_2_5_merger,
+}
+"""Model type -> the parameters between vision encoder and language model."""
+
+
+# Shapes: H width, A heads times head width, K key-value heads times head width, I width of the MLP, V vocabulary.
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family of decoders has besides the layers of Llama, and transformers' defaults of its config."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    norms_per_layer: int = 2
+    has_softcap: bool = False
+
+
+_LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+          "num_attention_heads": 32}  # fmt: skip
+_QWEN = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_QWEN_VL = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8}  # fmt: skip
+_GEMMA = {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+          "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}  # fmt: skip
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_LLAMA),
+    "mistral": Family({**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8}),
+    "qwen2": Family(_QWEN, has_qkv_bias=True),
+    "qwen3": Family({**_QWEN, "head_dim": 128}, has_qk_norm=True),
+    "qwen2_5_vl_text": Family(_QWEN_VL, has_qkv_bias=True),
+    "gemma": Family(_GEMMA),
+    "gemma2": Family(
+        {**_GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+         "num_key_value_heads": 4}, norms_per_layer=4, has_softcap=True,
+    ),
+    "gemma3_text": Family(
+        {**_GEMMA, "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+         "num_attention_heads": 8, "num_key_value_heads": 4}, norms_per_layer=4, has_qk_norm=True,
+    ),
+}  # fmt: skip
+"""Model type -> its family. tests/unit/planner/families/test_decoders.py compares each with transformers' model on the meta device."""
+WRAPPERS = {"llava": "llama", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Model type with images -> default type of its text model."""
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of a causal or vision-language model, None for a family that is not in the tables."""
+    model_type = str(config.get("model_type"))
+    if model_type not in WRAPPERS:
+        return _decoder(config, "model.")
+    text = dict(config.get("text_config") or {})
+    if model_type.startswith("qwen"):  # the text settings are at the top of older config files
+        text = {**{key: value for key, value in config.items() if key in _QWEN_VL}, **text}
+    text["model_type"] = text.get("model_type", WRAPPERS[model_type])
+    if text["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
+        text["model_type"] += "_text"
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    decoder = _decoder({**text, "tie_word_embeddings": tied}, "model.language_model.")
+    family = VISION_FAMILIES.get(_vision_type(config))
+    if decoder is None or family is None:
+        return None
+    vision, tower = family(config.get("vision_config") or {}, config)
+    tensors = (*tower, *PROJECTORS[model_type](vision, decoder.hidden, config), *decoder.tensors)
+    return replace(decoder, model_type=model_type, tensors=tensors, vision=vision)
+
+
+def _vision_type(config: Mapping[str, Any]) -> str:
+    own = (config.get("vision_config") or {}).get("model_type")
+    return str(own or {"llava": "clip_vision_model"}.get(str(config["model_type"]), config["model_type"]))
+
+
+def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:
+    """Return the shape of a decoder with Llama's layers; None for another family."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    values = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+    shape = ModelShape(
+        model_type=str(config["model_type"]),
+        hidden=hidden,
+        intermediate=int(values["intermediate_size"]),
+        layers=int(values["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or hidden // heads),
+        vocab=int(values["vocab_size"]),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        tensors=(),
+        has_qk_norm=family.has_qk_norm,
+        norms_per_layer=family.norms_per_layer,
+        has_softcap=family.has_softcap and values.get("attn_logit_softcapping", 50.0) is not None,
+    )
+    has_bias = bool(values.get("attention_bias", False))
+    biases = (family.has_qkv_bias or has_bias, has_bias, bool(values.get("mlp_bias", False)))
+    sizes = _decoder_tensors(shape, biases, prefix)
+    return replace(shape, tensors=tuple(ParamTensor(name, size, part_of(name)) for name, size in sizes))
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _decoder_tensors(
+    shape: ModelShape, biases: tuple[bool, bool, bool], prefix: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and size of the decoder's parameters. `biases`: of q, k and v, of o, and of the MLP."""
+    hidden, wide = shape.hidden, shape.heads * shape.head_dim
+    narrow, inner = shape.kv_heads * shape.head_dim, shape.intermediate
+    qkv, out, mlp = biases
+    linears = [("self_attn.q_proj", wide, hidden, qkv), ("self_attn.k_proj", narrow, hidden, qkv),
+               ("self_attn.v_proj", narrow, hidden, qkv), ("self_attn.o_proj", hidden, wide, out),
+               ("mlp.gate_proj", inner, hidden, mlp), ("mlp.up_proj", inner, hidden, mlp),
+               ("mlp.down_proj", hidden, inner, mlp)]  # fmt: skip
+    yield f"{prefix}embed_tokens.weight", (shape.vocab, hidden)
+    for layer in range(shape.layers):
+        at = f"{prefix}layers.{layer}."
+        for name, rows, columns, has_bias in linears:
+            yield f"{at}{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{at}{name}.bias", (rows,)
+        if shape.has_qk_norm:
+            yield from ((f"{at}self_attn.{name}_norm.weight", (shape.head_dim,)) for name in "qk")
+        yield from ((f"{at}{name}.weight", (hidden,)) for name in _NORMS[: shape.norms_per_layer])
+    yield f"{prefix}norm.weight", (hidden,)
+    if not shape.tied:
+        yield "lm_head.weight", (shape.vocab, hidden)
+
+
+def generic_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes of a model of another family by the usual names of its config, without tensors."""
+    text = config.get("text_config") or config.get("decoder") or config
+
+    def find(names: str, default: int) -> int:
+        return next((int(text[name]) for name in names.split() if isinstance(text.get(name), int)), default)
+
+    hidden = find("hidden_size n_embd d_model dim width", 768)
+    heads = find("num_attention_heads n_head n_heads num_heads", 12)
+    return ModelShape(
+        model_type=str(config.get("model_type")),
+        hidden=hidden,
+        intermediate=find("intermediate_size n_inner ffn_dim d_ff d_inner", 4 * hidden),
+        layers=find("num_hidden_layers n_layer n_layers num_layers", 12),
+        heads=heads,
+        kv_heads=find("num_key_value_heads num_kv_heads", heads),
+        head_dim=find("head_dim", hidden // max(heads, 1)),
+        vocab=find("vocab_size", 1),
+        tied=bool(config.get("tie_word_embeddings", True)),
+        tensors=(),
+    )
+
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 META_MODULE = "dstrain.train.list_parameters"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from dstrain.errors import Fault, PresetError
-from dstrain.preset.key_schema import cast_integers
+from dstrain.preset.keys import cast_integers
 from dstrain.preset.read import Preset
 from dstrain.preset.rules import ZERO_BLOCK, get_nested
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault
-from dstrain.preset import key_conversion
-from dstrain.preset.check import Issue, check_schema, describe_auto_default
-from dstrain.preset.key_schema import KeyPath, cast_integers, find_key, format_json
-from dstrain.preset.read_json import read_json
+from dstrain.preset import keys
+from dstrain.preset.check import Issue, check_schema, describe_auto_default, read_json
+from dstrain.preset.keys import KeyPath, cast_integers, find_key, format_json
 from dstrain.preset.rules import ZERO_BLOCK, check_conflicts, get_nested
 from dstrain.source_map import SourceMap
 
@@ -55,7 +54,7 @@ def convert_source(source: SourceMap) -> ConvertedPreset:
             value = _pop_path(block, issue.path)
             lines += _convert_value(block, issue, value)
             if issue.kind == "learning":
-                converted = key_conversion.convert_key(issue.path[0], value)
+                converted = keys.convert_key(issue.path[0], value)
                 recipe |= {key.recipe_key: key.recipe_value for key in converted if key.recipe_key}
     left = [Fault(source.get_location(f.path), f.problem, f.fix) for f in check_schema(block) + check_conflicts(block)]
     return ConvertedPreset(cast_integers(block), lines, left, recipe)
@@ -71,7 +70,7 @@ def _convert_value(block: dict[str, Any], issue: Issue, value: Any) -> list[str]
     """Return the messages about a removed value; a renamed key is written back under its new name."""
     dotted = ".".join(issue.path)
     if issue.kind == "learning":
-        return [str(key) for key in key_conversion.convert_key(dotted, value)]
+        return [str(key) for key in keys.convert_key(dotted, value)]
     if issue.kind == "auto":
         return [f'"auto" at {dotted} -> dropped, {describe_auto_default(issue.path, find_key(issue.path) or {})}']
     if issue.kind == "renamed":

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault, PresetError, suggest_name
-from dstrain.preset.check import Issue, check_schema
+from dstrain.preset.check import Issue, check_schema, read_json
 from dstrain.preset.convert import convert_source
-from dstrain.preset.read_json import read_json
 from dstrain.preset.rules import check_conflicts, get_nested, get_offload_device, get_zero_stage
 from dstrain.resources import find_resource_dir
 from dstrain.source_map import SourceMap

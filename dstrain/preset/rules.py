@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.preset.check import Issue
-from dstrain.preset.key_schema import KeyPath, find_key
+from dstrain.preset.keys import KeyPath, find_key
 
 # Each rule is from reading DeepSpeed 0.19.8, which either raises an error after the process group has started, or
 # silently does something else than the JSON says.

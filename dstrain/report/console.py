@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-from dstrain.report.progress_line import (
+from dstrain.report.progress import (
     EVAL_PREFIX,
     ProgressLine,
     TableLayout,

@@ -135,7 +135,7 @@ class _TrainedCalls(_TopLevelCalls):
             return
         product, done = flops, 0
         if type(module) is torch.nn.Linear and inputs:
-            # `dstrain.models.heads.linear_head` computes the gradient of the rows in the forward pass.
+            # `dstrain.models.heads` computes the gradient of the rows in the forward pass.
             product = 2 * inputs[0].numel() * module.out_features
             done = flops - product
         # The backward pass of a matrix product has two of its size.

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dstrain.config.read_yaml import read_yaml
+from dstrain.config.read import read_yaml
 from dstrain.errors import RecipeError, UsageError, mask_secrets
 from dstrain.files import open_regular_file
 from dstrain.report.run_log import parse_row

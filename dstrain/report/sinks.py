@@ -1,19 +1,198 @@
-"""Metric sinks: metrics.jsonl and TensorBoard, on rank 0 only."""
+"""Where metrics go beside the run's files: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import logging
+import os
+import secrets
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dstrain.config.schema import LogConfig
-from dstrain.errors import UsageError
+import psutil
+
+from dstrain.config.schema import LogConfig, WandbConfig
+from dstrain.errors import EXIT_STOPPED, UsageError, mask_secrets
+from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import Row, RunLog
-from dstrain.report.wandb import check_wandb
 
 log = logging.getLogger(__name__)
+
+FALLBACKS = {"online": "its rows go to files", "offline": "this run continues without it"}
+"""Mode that could not start -> what happens instead; the modes are tried in this order."""
+INIT_SECONDS = 20.0
+"""Timeout of wandb.init; after it the run is logged offline."""
+FINISH_SECONDS = 20.0
+"""Timeout of the last upload; rows that were not uploaded stay on disk."""
+GRACE_SECONDS = 10.0
+"""Additional time before a hanging service process is killed."""
+
+
+class WandbSink:
+    """Sink that logs to W&B: one W&B run per run folder, also across resumes. A failing server never stops training."""
+
+    def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+        """Start the run, offline where the server does not answer. `recipe` becomes the run's config."""
+        self._run: Any = None
+        self.event_fields: dict[str, Any] = {"mode": "off"}
+        """Mode, id and url (or folder) of the run, for events.jsonl."""
+        mode = resolve_mode(config.mode, os.environ)
+        if mode == "disabled":
+            log.warning("log.wandb is left out: WANDB_MODE or WANDB_DISABLED disables it")
+            return
+        for attempt in list(FALLBACKS)[mode == "offline" :]:
+            try:
+                self._run = _init(config, run_dir, recipe, attempt)
+            except Exception as error:  # wandb's own errors, and those of pydantic and the network
+                reason = mask_secrets(" ".join(str(error).split()))
+                log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, reason, FALLBACKS[attempt])
+                _end_service()  # it still holds the run id of this attempt
+                continue
+            folder = str(Path(self._run.dir).parent)
+            self._sync_command = f"`wandb sync {folder}`"
+            place = {"folder": folder} if attempt == "offline" else {"url": self._run.url}
+            self.event_fields = {"id": self._run.id, "mode": attempt, **place}
+            where = place.get("url", f"files for {self._sync_command}")
+            log_stdout(f"weights & biases: run {self._run.id}, {where}")
+            return
+
+    def write(self, row: Row) -> None:
+        """Log the numbers of a row as `train/…` or `eval/…`; those on the x-axis keep their names."""
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        shared = ("step", "samples", "epoch")
+        try:
+            if self._run is not None:
+                self._run.log({n if n in shared else f"{row['split']}/{n}": v for n, v in numbers.items()})
+        except Exception as error:  # the service process died
+            log.warning("Weights & Biases takes no more rows (%s); this run continues without it", error)
+            self._run = None
+            _end_service()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Report the exit code, upload the last rows within FINISH_SECONDS, and end wandb's processes."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if error := _end_service(run, exit_code):
+            reason = str(error) or type(error).__name__
+            log.warning("Weights & Biases may not have the last rows (%s); %s uploads them", reason, self._sync_command)
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Raise UsageError where `log.wandb` cannot work: wandb or its API key is missing. Contacts no server."""
+    mode = resolve_mode(config.mode, os.environ)
+    if mode == "disabled":
+        return
+    if not getattr(importlib.util.find_spec("wandb"), "origin", None):  # a plain folder named wandb has no origin
+        fix = "run `pip install wandb`, or leave log.wandb out"
+        raise UsageError(f"log.wandb is set, but wandb is not installed; {fix}")
+    if mode == "offline":
+        return
+    try:
+        wandb = _import_wandb()
+        wandb.setup(wandb.Settings(mode="online", silent=True))
+        problem = "" if wandb.login(prompt=False, verify=False) else "there is no API key"
+    except Exception as error:  # wandb's own errors, or pydantic's for an invalid environment variable
+        problem = f"its API key cannot be used ({' '.join(str(error).split()).rstrip('.')})"
+    finally:
+        _end_service()
+    if problem:
+        fix = "set WANDB_API_KEY, run `wandb login`, or set log.wandb.mode=offline"
+        raise UsageError(f"log.wandb.mode is online, but {problem}; {fix}")
+
+
+def resolve_mode(recipe_mode: str, env: Mapping[str, str]) -> str:
+    """Return online, offline or disabled: WANDB_MODE and WANDB_DISABLED can lower the recipe's mode, not raise it."""
+    aliases = {"": "online", "run": "online", "shared": "online", "dryrun": "offline"}
+    name = env.get("WANDB_MODE", "").lower()
+    is_disabled = env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    modes = {recipe_mode, aliases.get(name, name), "disabled" if is_disabled else "online"}
+    if not modes <= {"disabled", "offline", "online"}:
+        raise UsageError(f"WANDB_MODE={name}: not a valid mode; set it to online, offline or disabled")
+    return min(modes, key=("disabled", "offline", "online").index)
+
+
+def get_run_id(run_dir: Path) -> str:
+    """Return the W&B run id of a run folder, stored in `wandb/id` so that every resume continues the same W&B run."""
+    # resume="auto" of wandb stores an id too, but generates another than WANDB_RUN_ID's or that of older run folders.
+    path = run_dir / "wandb" / "id"
+    if not path.is_file() or not path.read_text().strip():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+def _import_wandb() -> Any:
+    """Import wandb with the settings that only environment variables can set everywhere."""
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+        del os.environ[name]  # wandb rejects empty values
+    os.environ.setdefault("WANDB_SILENT", "true")  # login prints the server's URL
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # without network it delays the exit by 10 s
+    # The default is 15 s: a killed run would lose that much. An unknown variable is ignored, an unknown field raises.
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.5")
+    import wandb
+
+    return wandb
+
+
+def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: str) -> Any:
+    wandb = _import_wandb()
+    run = wandb.init(
+        project=config.project,
+        name=config.name or run_dir.name,
+        id=get_run_id(run_dir),
+        resume="allow",
+        mode=mode,
+        dir=str(run_dir),
+        config=dict(recipe),
+        settings=wandb.Settings(
+            silent=True,
+            console="off",  # the output is in logs/ already
+            disable_git=True,  # a remote's URL may contain a password
+            disable_code=True,
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        ),
+    )
+    # wandb drops rows whose own step is not rising, as after a resume; so `step` is a metric and the x-axis.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _end_service(run: Any = None, exit_code: int = 0) -> Exception | None:
+    """Finish the run and end wandb's processes; return the error if the server may lack rows. They stay on disk."""
+    error = None
+    # finish_timeout covers a silent server. finish() and teardown() wait forever for a service that hangs.
+    timer = threading.Timer(FINISH_SECONDS + GRACE_SECONDS, _kill_service, [True])
+    timer.daemon = True
+    timer.start()
+    try:
+        if run is not None and exit_code == EXIT_STOPPED:
+            run.mark_preempting()  # shown as preempted, not as failed
+        if run is not None:
+            run.finish(exit_code=exit_code)
+    except Exception as fault:
+        error = fault
+    with contextlib.suppress(Exception, SystemExit):  # it calls sys.exit where its process was killed or failed
+        _import_wandb().teardown()
+    timer.cancel()
+    _kill_service()
+    return error
+
+
+def _kill_service(has_timed_out: bool = False) -> None:
+    if has_timed_out:
+        log.warning("Weights & Biases does not end, so its processes are killed")
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.name().startswith("wandb-"):
+                child.kill()
+                child.wait(1)
 
 
 class Sink(Protocol):

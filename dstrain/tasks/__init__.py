@@ -1,6 +1,5 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
-from dstrain.tasks.common.options import Option, task_options
 from dstrain.tasks.common.registry import (
     builtin_tasks,
     default_learning_rate,
@@ -10,7 +9,18 @@ from dstrain.tasks.common.registry import (
     find_task,
     make_task,
 )
-from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, Loss, LossInputs, Reference, Split, Task
+from dstrain.tasks.common.task import (
+    Checks,
+    Export,
+    GenerationMetrics,
+    Loss,
+    LossInputs,
+    Option,
+    Reference,
+    Split,
+    Task,
+    task_options,
+)
 
 __all__ = [
     "Checks",

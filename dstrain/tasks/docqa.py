@@ -10,23 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config.field_types import check_limits
-from dstrain.config.schema import DatasetConfig, LoraConfig
-from dstrain.data.documents.options import DocumentOptions
-from dstrain.data.documents.source import DocumentSource
-from dstrain.data.encoding.conversations import encode_conversations
-from dstrain.data.encoding.prompts import EncodedPrompt
+from dstrain.config.schema import DatasetConfig, LoraConfig, check_limits
+from dstrain.data.documents.source import DocumentOptions, DocumentSource
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations
 from dstrain.data.encoding.rendering import PlaceholderExpansion, messages_to_transcript
-from dstrain.data.formats.conversations import Conversation
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
-from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
 from dstrain.errors import Fault, RecipeError
-from dstrain.tasks.common.task import GenerationMetrics, Loss
-from dstrain.tasks.common.tiny import tiny_recipe
-from dstrain.tasks.metrics.answers import ANSWER_METRICS
+from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
 from dstrain.tasks.sft import SFT
 from dstrain.tasks.vlm import COLORS, TINY_CONFIG, VLMChecks
 
@@ -54,7 +49,7 @@ class DocQAChecks(VLMChecks):
     task: DocQA
 
     def run(self) -> None:
-        from dstrain.models.checks.max_positions import max_positions
+        from dstrain.models.checks import max_positions
 
         super().run()
         source, longest = self.task.model_source, self.task.recipe.data.max_length + self.task.max_new_tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.config.field_types import check_limits
+from dstrain.config.schema import check_limits
 from dstrain.tasks.common.pairs import PairChecks, pair_metrics, tiny_pair_recipe
 from dstrain.tasks.common.reference import ReferenceChecks
 from dstrain.tasks.common.task import Loss, ReferenceKind

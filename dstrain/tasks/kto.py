@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch, PackedGroup
-from dstrain.config.field_types import check_limits
-from dstrain.data.cache.token_store import TokenStore
+from dstrain.config.schema import check_limits
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.encoding.unpaired import UnpairedEncoder
-from dstrain.data.formats.image_placeholders import RecordWithImages
+from dstrain.data.encoding.preferences import UnpairedEncoder
+from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.sources.base import ConcatSource
+from dstrain.data.token_store import TokenStore
 from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
-from dstrain.tasks.common.task import Loss, LossInputs
-from dstrain.tasks.common.tiny import tiny_recipe
+from dstrain.tasks.common.task import Loss, LossInputs, tiny_recipe
 
 if TYPE_CHECKING:
     import torch

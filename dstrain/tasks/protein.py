@@ -14,28 +14,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.config.field_types import check_limits
-from dstrain.data.cache.build import RecordEncode, prepare
-from dstrain.data.cache.dataset import NO_TRAIN_DATA
-from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
+from dstrain.config.schema import check_limits
 from dstrain.data.dataset import Samples
+from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import ConcatSource
-from dstrain.data.structures.chain import (
+from dstrain.data.structures import (
     AMINO_ACIDS,
     BACKBONE_ATOMS,
     MASK,
     NUM_TYPES,
     PAD,
+    READER_VERSION,
     Chain,
     chain_from_columns,
+    choose_eval_chains,
+    gemmi_version,
+    load_or_cluster,
+    read_chains,
+    require_gemmi,
 )
-from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
-from dstrain.data.structures.similarity import choose_eval_chains, load_or_cluster
+from dstrain.data.token_store import TokenizedDataset, TokenStore
 from dstrain.errors import Fault, RecipeError
-from dstrain.tasks.common.record_task import RecordTask
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import RecordTask, policy_of
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Loss
 
 if TYPE_CHECKING:
@@ -213,7 +215,7 @@ class Protein(RecordTask):
     def build_model(self) -> torch.nn.Module:
         import torch
 
-        from dstrain.models.protein.model import ProteinConfig, ProteinModel
+        from dstrain.models.protein import ProteinConfig, ProteinModel
 
         torch.manual_seed(self.recipe.seed)  # the same weights on every process
         return ProteinModel(
@@ -232,7 +234,7 @@ class Protein(RecordTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from torch.nn import functional as F
 
-        from dstrain.models.protein.geometry import superposed_rmsd
+        from dstrain.models.protein import superposed_rmsd
 
         logits, found = model(batch.tensors)  # (B, L, 20), (B, L, 4, 3)
         targets, atoms = batch.tensors["targets"], batch.tensors["hidden_atoms"]

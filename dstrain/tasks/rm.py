@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
-from dstrain.config.field_types import check_limits
-from dstrain.config.schema import ModelConfig
+from dstrain.config.schema import ModelConfig, check_limits
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
@@ -56,7 +55,7 @@ class RewardModelSource(ModelSource):
 
         A base that already gives scores keeps it: its scores are read with that pad token.
         """
-        from dstrain.models.padding import replace_eos_pad_token
+        from dstrain.models.load import replace_eos_pad_token
         from dstrain.models.reward_model import has_score_head
 
         tokenizer, model = super().base_tokenizer, self.recipe.model

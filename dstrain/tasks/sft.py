@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.task import Loss, tiny_recipe
 from dstrain.tasks.common.text import TextExport, TextTask
-from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch

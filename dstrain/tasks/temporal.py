@@ -1,13 +1,11 @@
-"""Time series: an encoder of patches, alone or as soft tokens of a causal language model."""
-
-# Shapes: B series, N patches, P values of a patch.
+"""Task temporal: questions about curves, answered by an LLM behind a temporal encoder."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,42 +14,246 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.config.field_types import check_limits
-from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
-from dstrain.data.cache.build import RecordEncode, prepare
-from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.prompts import EncodedPrompt
+from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig, check_limits
+from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations
 from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.formats.conversations import Conversation
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import Message, has_images
-from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, prepare
 from dstrain.data.records import BadRecord, EncodeResult, as_record, has, try_parse
-from dstrain.data.series.options import EncoderOptions
-from dstrain.data.series.patches import (
+from dstrain.data.series import (
+    EncoderOptions,
     PatchConfig,
     Patches,
+    SeriesRecord,
+    SyntheticCurves,
+    SyntheticOptions,
     choose_masked,
     cut_patches,
     from_columns,
     insert_soft_tokens,
+    read_label,
+    read_series_record,
     stack_patches,
     to_columns,
 )
-from dstrain.data.series.record import SeriesRecord, read_label, read_series_record
-from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
-from dstrain.errors import DataError
-from dstrain.tasks.common.store_builder import policy_of
-from dstrain.tasks.common.task import GenerationMetrics, Loss
-from dstrain.tasks.common.tiny import tiny_recipe
-from dstrain.tasks.series.checks import TemporalChecks, TemporalExport
-from dstrain.tasks.series.model_source import LANGUAGE_STAGES, TemporalModelSource
-from dstrain.tasks.sft import SFT
+from dstrain.data.token_store import TokenStore
+from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.models.checks import ModelValidator, check_model
+from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
+from dstrain.models.params import check_freeze_and_groups
+from dstrain.models.weights import check_weight_files
+from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.record_task import policy_of
+from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
+from dstrain.tasks.common.text import TextChecks
+from dstrain.tasks.sft import SFT, SFTExport
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
+
+    from dstrain.batch import Batch
+
+
+LANGUAGE_STAGES = ("align", "sft")
+"""Stages with a language model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporalModelSource(ModelSource):
+    """A temporal model: `model` of the recipe names a language model, or an exported temporal model."""
+
+    stage: str = "align"
+    encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    get_labels: Callable[[], Sequence[str]] | None = None
+    """Returns the labels of stage classify."""
+
+    @property
+    def has_language_model(self) -> bool:
+        """True where the model reads and writes text."""
+        return self.stage in LANGUAGE_STAGES
+
+    @property
+    def reads_text(self) -> bool:
+        return self.has_language_model
+
+    @property
+    def is_named(self) -> bool:
+        return not self.has_language_model or super().is_named
+
+    @property
+    def can_generate(self) -> bool:
+        return self.has_language_model
+
+    @property
+    def is_multimodal(self) -> bool:
+        return False
+
+    @property
+    def has_encoder(self) -> bool:
+        """True where model.path is an exported temporal model."""
+        from dstrain.models.folder import is_temporal_folder, resolve_base_model
+
+        return is_temporal_folder(resolve_base_model(self.recipe.model).path)
+
+    @property
+    def wraps_language_model(self) -> bool:
+        """True where model.path is a language model, around which a temporal model is built."""
+        return self.has_language_model and self.recipe.model.path is not None and not self.has_encoder
+
+    @property
+    def language_source(self) -> ModelSource:
+        """The language model without an encoder."""
+        return ModelSource(recipe=self.recipe, records=self.records, get_tokenizer=lambda: self.tokenizer)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        return self._read_config(self.recipe.model)
+
+    def _read_config(self, model: ModelConfig) -> PretrainedConfig:
+        """Return a `TemporalConfig` with the sizes of a saved encoder, or of the options. Raises RecipeError."""
+        from dstrain.models.temporal import TemporalConfig  # also registers the type with transformers
+
+        own = self.encoder.config_values()
+        if not self.has_language_model:
+            config = read_config(model) if self.has_encoder else TemporalConfig(**own)
+            config.text_config = None
+        else:
+            config = read_config(model)
+            if not isinstance(config, TemporalConfig):
+                config = TemporalConfig(text_config=config, **own)
+        if self.get_labels is not None:
+            labels = self.get_labels()
+            config.id2label = dict(enumerate(labels))
+            config.label2id = {label: index for index, label in enumerate(labels)}
+        return config
+
+    @cached_property
+    def saved_labels(self) -> tuple[str, ...]:
+        """The labels of an exported classifier; empty where model.path is none."""
+        if not self.has_encoder:
+            return ()
+        import dstrain.models.temporal  # noqa: F401  # registers the type
+
+        config: Any = read_config(self.recipe.model)
+        if "TemporalForClassification" not in (config.architectures or ()):
+            return ()
+        return tuple(config.id2label[index] for index in sorted(config.id2label))
+
+    @cached_property
+    def patches(self) -> PatchConfig:
+        """How series are cut into patches."""
+        if not self.has_encoder:
+            return self.encoder.patches  # without transformers
+        config: Any = self.config
+        return PatchConfig(config.patch_length, config.patches_per_token)
+
+    @property
+    def auto_class(self) -> Any:
+        from dstrain.models.temporal import AutoTemporalModel
+
+        return AutoTemporalModel(self.stage)
+
+    def build_config(self, model: ModelConfig) -> PretrainedConfig:
+        config: Any = self._read_config(model)
+        if model.config is not None and self.has_language_model:
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config.text_config, name, getattr(self.tokenizer, name))
+        if self.has_language_model:
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(config.text_config, name, None))
+        return config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The language model's tokenizer; None for an encoder alone."""
+        return super().tokenizer if self.has_language_model else None
+
+    @cached_property
+    def recipe_tokenizer(self) -> Any:
+        return super().recipe_tokenizer if self.has_language_model else None
+
+    @cached_property
+    def vision_processor(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporalChecks(TextChecks):
+    """The checks of a text task for the language model, and of the encoder's settings."""
+
+    task: Any
+    """A `Temporal`, which imports this module."""
+
+    def required_keys(self) -> None:
+        recipe, source = self.task.recipe, self.task.model_source
+        faults = [MISSING_MODEL] * (not source.is_named)
+        faults += [NO_TRAIN_DATA] * (not self.task.training_items)
+        if source.is_named and not source.has_encoder and not faults:
+            faults += check_model(recipe)
+        if not source.has_language_model and recipe.model.path is not None and not source.has_encoder:
+            problem = f"is not an exported temporal model, and stage {self.task.stage} has no language model"
+            faults.append(Fault("model.path", problem, "give an export of task temporal, or leave it out"))
+        if faults:
+            raise RecipeError(faults)
+
+    def run(self) -> None:
+        recipe, source = self.task.recipe, self.task.model_source
+        self._check_encoder(source)
+        check_weight_files(recipe.model)
+        if source.has_language_model:
+            check_vocab_size(recipe.model, source.config, len(self.task.tokenizer), False)
+        meta_model = source.build_meta_model()
+        if source.wraps_language_model:
+            check_freeze_and_groups(meta_model, recipe)
+            meta_model = source.language_source.build_meta_model()
+        self.validator.check(meta_model)
+
+    def _check_encoder(self, source: Any) -> None:
+        given = self.task.recipe.options.get("encoder", {})
+        if source.has_encoder and (names := self.task.encoder.find_mismatched(source.config, given)):
+            problem = f"differs from the encoder in {self.task.recipe.model.path} ({', '.join(names)})"
+            raise RecipeError(Fault("options.encoder", problem, "remove it: a saved encoder keeps its sizes"))
+
+    def info_messages(self) -> Sequence[str]:
+        return super().info_messages() if self.task.has_language_model else self.validator.info_messages
+
+    @cached_property
+    def validator(self) -> ModelValidator:
+        task, recipe = self.task, self.task.recipe
+        if task.model_source.wraps_language_model:  # whose parts the patterns of the recipe may not name
+            model = recipe.model.model_copy(update={"freeze": [], "lora": None, "init": None})
+            optim = recipe.optim.model_copy(update={"groups": {}})
+            recipe = recipe.model_copy(update={"model": model, "optim": optim})
+        heads = task.modules_to_save if task.stage == "classify" else ("reconstruction", "mask_embedding")
+        return ModelValidator(recipe, heads if not task.has_language_model else (), task.has_language_model)
+
+
+@dataclass(frozen=True)
+class TemporalExport(SFTExport):
+    """Exports a folder that `dstrain.models.temporal` loads; the labels of a classifier are in its config."""
+
+    task: Any
+    """A `Temporal`, which imports this module."""
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if self.task.has_language_model:
+            return super().outputs(model, batch)
+        return self.task.loss(model, batch).total
+
+    def recipe(self, merged: bool) -> RunConfig:
+        recipe = super().recipe(merged)
+        if self.task.stage != "classify":
+            return recipe
+        options: dict[str, Any] = {**recipe.options, "labels": list(self.task.known_labels)}
+        return recipe.model_copy(update={"options": options})
+
+
+# Shapes: B series, N patches, P values of a patch.
+
 
 METRICS = {
     "align": ("token_accuracy", "pattern_accuracy"),

@@ -13,15 +13,14 @@ import numpy as np
 
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.formats.conversations import PromptCompletion
-from dstrain.data.formats.group_by_image import GroupByImageSource
-from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
+from dstrain.data.formats.images import GroupByImageSource, RecordWithImages, read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.rng import IMAGE_STREAM, make_random_state
 from dstrain.data.sources.base import Source
 from dstrain.errors import RecipeError
-from dstrain.models.checks.preflight import text_only_fault
+from dstrain.models.checks import text_only_fault
+from dstrain.tasks.common.task import tiny_recipe
 from dstrain.tasks.common.text import TextChecks
-from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 
 from dstrain.config import RunConfig
-from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.params.components import unwrap_peft
-from dstrain.models.params.freeze import freeze
-from dstrain.models.params.zero3 import full_numel
-from dstrain.models.quantization.layers import quantize_model
-from dstrain.models.weights.init_weights import load_init
+from dstrain.models.adapters import add_adapters
+from dstrain.models.init_weights import load_init
+from dstrain.models.params import freeze, full_numel, unwrap_peft
+from dstrain.models.quantization import quantize_model
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
-from dstrain.tasks.common.dropout import disable_dropout_in_model
+from dstrain.tasks.common.forward import disable_dropout_in_model
 from dstrain.tasks.common.task import has_dropout_disabled
 from dstrain.train.engine.module import TrainModule
 

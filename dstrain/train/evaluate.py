@@ -10,7 +10,7 @@ from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.models.params.components import unwrap_peft
+from dstrain.models.params import unwrap_peft
 from dstrain.report.meter import Meter
 from dstrain.tasks import GenerationMetrics, Task
 from dstrain.tasks.common.text import TextTask

@@ -12,9 +12,9 @@ import torch
 from transformers import StoppingCriteria
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.prompts import EncodedPrompt, stop_token_ids
+from dstrain.data.encoding.conversations import EncodedPrompt, stop_token_ids
 from dstrain.data.loading.collate import attention_mask, pad
-from dstrain.data.series.patches import stack_patches
+from dstrain.data.series import stack_patches
 from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor

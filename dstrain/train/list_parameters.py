@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError
 
 def list_parameters(config: RunConfig) -> list[tuple[str, list[int], bool]]:
     """Return (name, size, whether it is trained) of every parameter of the model that the task builds."""
-    from dstrain.models.weights.meta_init import meta_parameters
+    from dstrain.models.meta_init import meta_parameters
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_model_without_init
 

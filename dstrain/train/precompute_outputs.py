@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 from dstrain.cache import load_entry, write_entry
-from dstrain.data.cache.token_store import AlignedStore, TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
+from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
-from dstrain.models.params.zero3 import is_zero3, zero3_init
-from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.params import is_zero3, zero3_init
+from dstrain.models.weights import weights_fingerprint
 from dstrain.process_setup import log_stdout
 from dstrain.tasks import LossInputs, Task, make_task
 from dstrain.tasks.common.task import FrozenModel, Split
 from dstrain.train.build_model import with_training_dtype
-from dstrain.train.engine.inference import ForwardEngine
+from dstrain.train.engine.base import ForwardEngine
 from dstrain.train.engine.module import FrozenModule
 
 CACHE_VERSION = 2

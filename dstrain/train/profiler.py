@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain.config.schema import ProfileConfig
-from dstrain.models.params.zero3 import full_numel
+from dstrain.models.params import full_numel
 from dstrain.process_setup import log_stdout
 from dstrain.report.flops import FLOP_FORMULAS
 from dstrain.train.engine.base import Engine

@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dstrain.cache import cache_root, check_once
-from dstrain.distributed.connection_errors import find_connection_error
-from dstrain.distributed.store import rendezvous_over_store, sign, verify
+from dstrain.distributed.store import find_connection_error, rendezvous_over_store, sign, verify
 from dstrain.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -30,9 +29,9 @@ from dstrain.errors import (
 )
 from dstrain.files import get_host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
-from dstrain.launch.multihost.versions import hash_source_tree, iter_version_diffs, read_package_versions
+from dstrain.launch.multihost.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
-from dstrain.train.health.rank_status import call_with_timeout
+from dstrain.train.health.diagnosis import call_with_timeout
 from dstrain.train.health.signals import StoppedBySignal
 
 # Keys of the store, after `dstrain/preparing/`:

@@ -1,4 +1,4 @@
-"""A training run: its components, and the operations of the loop that need several of them."""
+"""A run: the loop over steps, evaluation, saves, and what is watched meanwhile."""
 
 from __future__ import annotations
 
@@ -18,15 +18,42 @@ from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
-from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.base import Engine, seed_step
-from dstrain.train.engine.recovery import free_cached_memory
+from dstrain.train.engine.deepspeed import free_cached_memory
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.health.signals import SignalHandler
+from dstrain.train.health.signals import GracePeriod, SignalHandler
+from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.memory.monitor import MemoryMonitor
-from dstrain.train.monitors import StepMonitors
+from dstrain.train.profiler import StepProfiler
+from dstrain.train.saver import CheckpointSaver
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import CheckpointInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMonitors:
+    """The observers of a run that are called before and after each step."""
+
+    profiler: StepProfiler
+    grace: GracePeriod
+    trainability: TrainabilityCheck
+    nonfinite: NonFiniteGuard
+
+    def start(self) -> None:
+        """Record the weights before the first step of this start. Call it after loading. Collective."""
+        self.trainability.start()
+
+    def begin(self, step: int) -> None:
+        """Begin to observe a step, counted from 1 as in metrics.jsonl."""
+        self.profiler.begin_step(step)
+        self.grace.begin_step()
+
+    def end(self, result: StepResult, progress: Progress, lr: float) -> None:
+        """Check the step just taken with learning rate `lr`. Raises RunError on every rank alike. Collective."""
+        self.trainability.check_step(result, lr)
+        self.nonfinite.check_step(result, progress)
+        self.grace.end_step()
+
 
 Phase = Literal["step", "evaluation", "save"]
 
@@ -232,3 +259,28 @@ class Run:
         position = {"step": progress.step, "samples": progress.samples, "epoch": epoch}
         for sink in self.sinks:
             sink.write({**position, **row})
+
+
+def train(run: Run) -> Progress:
+    """Train until all steps are taken or a signal asks for a stop; return where it ended. Collective."""
+    progress = run.resume()
+    steps, is_last = run.iter_steps(progress), progress.step >= run.total_steps
+    while not is_last:
+        with run.phase("step", progress):
+            step = next(steps)  # in the phase: a rank that waits for data keeps the others waiting
+            result = run.take_step(step, progress)
+            if result.out_of_memory:  # all ranks have dropped the step: take it again, in smaller passes
+                run, steps = run.shrink_micro_batch(result, progress, steps)
+                continue
+            progress = progress.advance(step.num_samples)
+            run.end_step(result, progress)
+            due = run.due_after(progress, run.should_stop(progress))
+            run.write_profile(progress, due.is_last)
+            if due.log:
+                run.log_train_metrics(progress)
+            metric = run.evaluate(progress) if due.eval else None
+            due = run.due_after_evaluation(progress, due)
+            if due.save:
+                run.save_checkpoint(progress, metric, due.is_last)
+            is_last = due.is_last
+    return progress

@@ -11,11 +11,11 @@ from pathlib import Path
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.report.page.render import RunReport, render_page
-from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State, find_end
 from dstrain.report.run_history import RunHistory
 from dstrain.report.run_log import Row
-from dstrain.train.checkpoint.select import list_checkpoint_rows
+from dstrain.train.checkpoints import list_checkpoint_rows
 
 log = logging.getLogger(__name__)
 

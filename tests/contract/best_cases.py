@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.models.trained_model import ModelSelector, load_saved_model
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.trained_model import ModelSelector, load_saved_model
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.run import Run
 from dstrain.train.setup.build_run import build_run, with_frozen_outputs
 from dstrain.train.setup.plan import make_plan

@@ -21,24 +21,22 @@ from dstrain.batch import Progress
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.export import export_model
 from dstrain.commands.generate import GenerateJob
-from dstrain.commands.models.trained_model import ModelSelector, load_trained_model
 from dstrain.commands.prepare import PrepareJob
-from dstrain.commands.recipe.recipe_args import TrainRequest
+from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.trained_model import ModelSelector, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import is_zero3, zero3_init
-from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.params import build_param_groups, is_zero3, zero3_init
+from dstrain.models.weights import weights_fingerprint
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_outputs
 from dstrain.train.build_model import build_model
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.resume.inputs import digest_model_files
-from dstrain.train.resume.recorded import dump_training_recipe
+from dstrain.train.resume import digest_model_files, dump_training_recipe
 from dstrain.train.setup.run_dir import save_base_config
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world

@@ -17,16 +17,16 @@ from safetensors.torch import save_file
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.aliases import UNSUPPORTED_VALUES
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import ResumeOptions, dump_training_recipe
 from dstrain.train.setup.run_dir import write_run_config
-from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.state.manifest import write_hashed_file
 
 Folder = Path
 RECIPE = "recipe.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from dstrain.commands.models.trained_model import find_saved_model
+from dstrain.commands.trained_model import find_saved_model
 from dstrain.errors import UsageError
 from dstrain.tasks import find_task
 from tests.contract.best_cases import sums

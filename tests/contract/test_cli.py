@@ -15,14 +15,13 @@ from dstrain.batch import Progress
 from dstrain.cli import main
 from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.commands.data import NO_TOKENIZER_HINT
-from dstrain.commands.recipe.find_recipe import list_builtin_recipes
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, list_builtin_recipes, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.state.manifest import write_hashed_file
 from tests.vocabulary import invoke
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.errors import EXIT_STOPPED
 from dstrain.tasks import find_task
-from dstrain.tasks.metrics.answers import ANSWER_METRICS
+from dstrain.tasks.common.answers import ANSWER_METRICS
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
 from tests.vocabulary import RUN, read_jsonl, write_jsonl, write_recipe

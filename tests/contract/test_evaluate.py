@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dstrain.commands.evaluate import EvaluateJob, check_reference, make_eval_source
-from dstrain.commands.job.run_job import JobResult
-from dstrain.commands.models.trained_model import ModelSelector, find_saved_model
+from dstrain.commands.run_job import JobResult
+from dstrain.commands.trained_model import ModelSelector, find_saved_model
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
@@ -146,7 +146,7 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     from tests.vocabulary import invoke
 
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.job.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     asked = [
         "--data",
         "evil.jsonl",

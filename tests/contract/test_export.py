@@ -237,7 +237,7 @@ def test_what_was_loaded_is_compared_too(
 def test_a_model_that_is_not_the_checkpoint_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrain.train.state import weights as restore
+    from dstrain.train.state import load as restore
 
     fill = restore._load_unsharded
 
@@ -332,7 +332,7 @@ class Evil:
 
 
 def test_pickles_are_never_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands.models.trained_model import load_trained_model
+    from dstrain.commands.trained_model import load_trained_model
 
     monkeypatch.chdir(tmp_path)
     export_model(run, "last", tmp_path / "out")

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
-from dstrain.commands.models.trained_model import find_saved_model, load_saved_model, load_trained_model
+from dstrain.commands.trained_model import find_saved_model, load_saved_model, load_trained_model
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.task_files import TASK_FILE, copy_task_files, find_task_file
+from dstrain.tasks.common.registry import TASK_FILE, copy_task_files, find_task_file
 from tests.adapters import adapter
 from tests.contract.export_cases import make_run
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dstrain.commands.generate import GenerateJob, show_answers
-from dstrain.commands.job.run_job import JobResult
-from dstrain.commands.models.trained_model import ModelSelector
+from dstrain.commands.run_job import JobResult
+from dstrain.commands.trained_model import ModelSelector
 from dstrain.tasks import find_task
 from tests.contract.test_evaluate import start
 from tests.vocabulary import RUN, invoke, write_recipe
@@ -129,7 +129,7 @@ def test_an_answer_needs_room(trained: Any) -> None:
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.job.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     prompts = ["--prompt", "\n\nHuman: 'hi'\n\nAssistant:", "--prompt", "--dashes"]
     sampling = ["--max_new_tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--batch", "2"]
     assert invoke("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0

@@ -14,8 +14,8 @@ from PIL import Image
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.export import export_model
 from dstrain.commands.generate import GenerateJob
-from dstrain.commands.job.run_job import SINGLE_WORKER, run_in_process
-from dstrain.commands.models.trained_model import ModelSelector, find_saved_model, load_trained_model
+from dstrain.commands.run_job import SINGLE_WORKER, run_in_process
+from dstrain.commands.trained_model import ModelSelector, find_saved_model, load_trained_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, stored

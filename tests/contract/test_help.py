@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.cli.command_group import EXAMPLES
-from dstrain.cli.completion import SCRIPT_ENV
-from dstrain.commands.recipe.find_recipe import list_builtin_recipes
+from dstrain.cli.options import SCRIPT_ENV
+from dstrain.commands.recipe_args import list_builtin_recipes
 from dstrain.preset import preset_names
 from dstrain.tasks import builtin_tasks
 from tests.vocabulary import invoke

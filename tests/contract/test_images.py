@@ -16,15 +16,15 @@ import torch
 from PIL import Image
 
 from dstrain.commands.data import NO_TOKENIZER_HINT
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache.token_store import TokenizedDataset
+from dstrain.data.token_store import TokenizedDataset
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
 from dstrain.train.precompute_outputs import OutputsJob, build_cache_key, iter_model_jobs
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import make_plan
 from tests.vision_recipes import picture
 from tests.vocabulary import invoke, read_jsonl, write_recipe

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from dstrain.cli import main
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError

@@ -145,13 +145,13 @@ def test_a_resumed_run_takes_the_stored_preset(
 
 
 def test_gpus_of_unknown_memory_need_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.planner import cluster
-    from dstrain.train.setup.auto_preset import find_budget
+    from dstrain.planner import workload
+    from dstrain.train.ds_config import find_budget
 
     monkeypatch.delenv("DSTRAIN_GPU_MEMORY", raising=False)
-    monkeypatch.setattr(cluster, "_ask_nvml", lambda: None)
-    monkeypatch.setattr(cluster, "_ask_nvidia_smi", list)
+    monkeypatch.setattr(workload, "_ask_nvml", lambda: None)
+    monkeypatch.setattr(workload, "_ask_nvidia_smi", list)
     with pytest.raises(
         PresetError, match=r"the memory of the GPUs cannot be read .*; name a preset, or set DSTRAIN_GPU_MEMORY=24GiB"
     ):
-        find_budget(cluster.Cluster(kind="cuda"))
+        find_budget(workload.Cluster(kind="cuda"))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from dstrain.commands.data import NO_TOKENIZER_HINT
-from dstrain.commands.job.run_job import JobResult
 from dstrain.commands.prepare import PrepareJob
-from dstrain.commands.recipe.recipe_args import TrainRequest
+from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
 from dstrain.train.setup.startup import describe_truncation
@@ -119,7 +119,7 @@ def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.job.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     recipe = written(tmp_path)
     words = ["--task", "rm", "--ds-config", "zero1", "--set", "seed=1", "--set", "steps=2"]
     assert invoke("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.report.page.render import RunReport, render_page
-from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.browser import Browser, chromium

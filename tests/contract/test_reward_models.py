@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from dstrain.commands.export import export_model
 from dstrain.commands.prepare import PrepareJob
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import make_plan
 from tests.reward_models import export_reward_model
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dstrain.cli.selftest import DEFAULT as DEFAULT_PRESETS
-from dstrain.commands.selftest.checks import CHECKS, TOLERANCE
+from dstrain.cli import DEFAULT as DEFAULT_PRESETS
+from dstrain.commands.selftest import CHECKS, TOLERANCE
 
 MAX_SECONDS = 300
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.temporal import names_right_pattern
 from tests.contract.test_generate import GENERATE

@@ -18,16 +18,15 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
-from dstrain.commands.checks import untrusted_folder
-from dstrain.commands.checks.untrusted_folder import pattern_fault, read_forward_preset
-from dstrain.commands.checks.untrusted_recipe import load_folder_recipe
+from dstrain.commands import untrusted
 from dstrain.commands.export import export_model
-from dstrain.commands.models.trained_model import find_saved_model
+from dstrain.commands.trained_model import find_saved_model
+from dstrain.commands.untrusted import load_folder_recipe, pattern_fault, read_forward_preset
 from dstrain.config.schema import RunConfig
 from dstrain.data.limited_process import ResourceLimits
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
-from dstrain.train.checkpoint.select import find_best, read_best_name
+from dstrain.train.checkpoints import find_best, read_best_name
 from tests.contract.export_cases import make_run
 
 OWN = """
@@ -53,7 +52,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(handed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dstrain.commands.checks.untrusted_folder.PATTERN_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr("dstrain.commands.untrusted.PATTERN_TIMEOUT_SECONDS", 1)
     shutil.copytree(handed, tmp_path / "got", symlinks=True)
     return tmp_path / "got"
 
@@ -137,7 +136,7 @@ def test_the_users_word_runs_it(kind: str, word: str, folder: Path) -> None:
 def test_workers_are_told_the_users_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a path that holds in another working folder, and they do not import from the one they start in."""
     from dstrain.commands.evaluate import EvaluateJob
-    from dstrain.commands.models.trained_model import ModelSelector
+    from dstrain.commands.trained_model import ModelSelector
 
     monkeypatch.chdir(folder)
     (folder / "own_task.py").write_text(OWN.format(mark=str(folder / "ran")))
@@ -200,9 +199,9 @@ def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dstrain.commands import run_job
     from dstrain.commands.evaluate import EvaluateJob
-    from dstrain.commands.job import run_job
-    from dstrain.commands.models.trained_model import ModelSelector
+    from dstrain.commands.trained_model import ModelSelector
 
     seen: dict[str, Any] = {}
 
@@ -514,7 +513,7 @@ def test_an_exported_config_with_layers_that_its_files_lack_is_refused(layers: i
 def test_a_tokenizer_that_makes_texts_endless_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(untrusted_folder, "TOKENIZER_LIMITS", ResourceLimits(64 << 20, 10, 60.0))
+    monkeypatch.setattr(untrusted, "TOKENIZER_LIMITS", ResourceLimits(64 << 20, 10, 60.0))
     file = folder / "exported/tokenizer.json"
     replace = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
     normalizer = {"type": "Sequence", "normalizers": [replace] * 8}

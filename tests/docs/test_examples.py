@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from dstrain.config.schema import RunConfig
-from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.adapters import add_adapters
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from tests.workers import ROOT

@@ -15,7 +15,7 @@ from dstrain.data.encoding.conversations import EncodingConfig, encode_conversat
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
-from dstrain.data.formats.image_placeholders import read_with_images
+from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dstrain.commands.recipe.find_recipe import RECIPES_DIR
+from dstrain.commands.recipe_args import RECIPES_DIR
 from dstrain.config import read_recipe
 from dstrain.config.aliases import KEY_ALIASES
 from tests.docs.test_docs import COMMANDS, PAGES

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dstrain.commands.recipe.find_recipe import RECIPES_DIR
+from dstrain.commands.recipe_args import RECIPES_DIR
 from dstrain.config import read_recipe
 from dstrain.tasks import builtin_tasks, find_task, task_options
 from tests.workers import ROOT

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.recipe.find_recipe import RECIPES_DIR
+from dstrain.commands.recipe_args import RECIPES_DIR
 from tests.workers import ROOT
 
 PAGE = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")

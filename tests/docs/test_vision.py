@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.recipe.find_recipe import RECIPES_DIR
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
-from dstrain.models.params.freeze import freeze
+from dstrain.models.params import freeze
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_model

@@ -23,23 +23,21 @@ from torch import nn
 
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
+from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.preset import Device, read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.saver import CheckpointSaver
+from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.resume.decision import decide_start
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions, decide_start
+from dstrain.train.saver import CheckpointSaver
 from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints

@@ -19,12 +19,11 @@ from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.models.params.groups import ParamGroup
-from dstrain.models.params.zero3 import gathered
+from dstrain.models.params import ParamGroup, gathered
 from dstrain.preset import read_preset
 from dstrain.train.engine.optimizers import make_optimizer
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.health.nonfinite import NonFiniteGuard
+from dstrain.train.health.trainability import NonFiniteGuard
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task
 from tests.resume import cases as resume_cases

@@ -46,8 +46,8 @@ def made(run: dict[str, Any]) -> Any:
 
 def predict(run: dict[str, Any]) -> Any:
     """Return the plan of a run on one GPU."""
-    from dstrain.planner.cluster import Cluster
     from dstrain.planner.memory import plan_memory
+    from dstrain.planner.workload import Cluster
     from dstrain.preset import read_preset
 
     config = made(run).recipe.model_copy(update={"precision": "bf16"})

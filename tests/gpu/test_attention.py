@@ -10,8 +10,13 @@ import torch
 from dstrain.batch import PackedGroup
 from dstrain.models.attention.by_group import attention_by_group
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
-from dstrain.models.attention.packed import choose_kernel, enable_packed_attention, packed_flex_attention
-from dstrain.models.attention.varlen import packed_varlen_attention, varlen_unsupported_reason
+from dstrain.models.attention.packed import (
+    choose_kernel,
+    enable_packed_attention,
+    packed_flex_attention,
+    packed_varlen_attention,
+    varlen_unsupported_reason,
+)
 from tests.unit.models.attention.packed_rows import gradient, made, packed, packed_logits, padded_logits
 
 pytestmark = pytest.mark.usefixtures("only_gpu")

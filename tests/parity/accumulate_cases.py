@@ -8,8 +8,7 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import make_batch
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine

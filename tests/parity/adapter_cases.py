@@ -8,7 +8,7 @@ import transformers
 
 from dstrain.config.schema import ModelConfig
 from dstrain.models.load import load_model, read_config
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params import zero3_init
 from tests.parity.cases import ds_config, weights, world
 
 

@@ -17,8 +17,7 @@ from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.loading.micro_batches import MicroBatchLimits, make_cost_function, of_rank, split_by_tokens
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import gathered, zero3_init
+from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from dstrain.models.heads import chunked_lm_head, linear_head
+from dstrain.models import heads
 from tests.parity.cases import one_step
 
 VOCABULARY = 320
@@ -13,8 +13,8 @@ VOCABULARY = 320
 
 def step_in_chunks(rows: int, **arguments: Any) -> dict[str, Any]:
     """Return `one_step` with `rows` rows of logits per chunk, and how many models did not use chunks. Collective."""
-    with mock.patch.dict(linear_head.MAX_CHUNK_BYTES, cpu=4 * VOCABULARY * rows):
+    with mock.patch.dict(heads.MAX_CHUNK_BYTES, cpu=4 * VOCABULARY * rows):
         found = one_step(**arguments)
-    inseparable = len(chunked_lm_head._IN_PLACE_MODELS)
-    chunked_lm_head._IN_PLACE_MODELS.clear()
+    inseparable = len(heads._IN_PLACE_MODELS)
+    heads._IN_PLACE_MODELS.clear()
     return found | {"inseparable": inseparable}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dstrain.models.params.zero3 import zero3_init
-from dstrain.models.weights.init_weights import load_init
+from dstrain.models.init_weights import load_init
+from dstrain.models.params import zero3_init
 from tests.parity.cases import ds_config, tiny_task, weights, world
 
 

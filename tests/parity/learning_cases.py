@@ -10,8 +10,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import RunConfig
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.tasks import Loss, Task
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule

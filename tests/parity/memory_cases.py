@@ -17,15 +17,11 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
-from dstrain.models.params.components import unwrap_peft
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import zero3_init
-from dstrain.planner.cluster import Cluster
-from dstrain.planner.lines.activations import activation_lines
-from dstrain.planner.lines.states import gradient_overlaps, state_lines
+from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
+from dstrain.planner.lines import activation_lines, gradient_overlaps, state_lines
 from dstrain.planner.memory import make_state_settings, saved_head_bytes
 from dstrain.planner.read_shape import read_shape
-from dstrain.planner.workload import make_workload, read_properties
+from dstrain.planner.workload import Cluster, make_workload, read_properties
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine

@@ -17,8 +17,8 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.models.params.groups import build_param_groups
-from dstrain.planner import run_settings as settings
+from dstrain.models.params import build_param_groups
+from dstrain.planner import workload as settings
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss

@@ -8,8 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig
 from dstrain.models.load import load_model, read_config
-from dstrain.models.params.components import components_by_id
-from dstrain.models.params.zero3 import zero3_init
+from dstrain.models.params import components_by_id, zero3_init
 from dstrain.models.reward_model import AutoRewardModel
 from tests.parity.cases import ds_config, weights, world
 

@@ -13,11 +13,11 @@ import psutil
 import torch
 
 from dstrain.batch import Batch, StepResult
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
-from dstrain.train.loop import train
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
+from dstrain.train.run import train
 from dstrain.train.setup.build_run import build_run, with_frozen_outputs
 from dstrain.train.setup.plan import make_plan
 from dstrain.train.setup.startup import finish_run

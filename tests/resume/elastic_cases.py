@@ -21,8 +21,7 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.load import load_model, read_config
-from dstrain.models.params.groups import build_param_groups
-from dstrain.models.params.zero3 import full_numel, zero3_init
+from dstrain.models.params import build_param_groups, full_numel, zero3_init
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import ROOT, certificate, table
-from dstrain.commands.models.trained_model import load_trained_model
+from dstrain.commands.trained_model import load_trained_model
 from dstrain.data.dataset import Samples
 from dstrain.data.loading.loader import make_batch
 from dstrain.tasks.protein import Protein

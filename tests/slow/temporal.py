@@ -22,8 +22,7 @@ import numpy as np
 import yaml
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.series.record import read_series_record
-from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
+from dstrain.data.series import SyntheticCurves, SyntheticOptions, read_series_record
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.tasks import make_task
 from dstrain.tasks.temporal import names_right_pattern

@@ -38,16 +38,15 @@ from dstrain.cache import (
 )
 from dstrain.cli import main
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.token_store import load_or_build_store
-from dstrain.data.documents.document import PdfDocument
-from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.documents.pages import PdfDocument
+from dstrain.data.encoding.tokenization import load_or_train_tokenizer
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
-from dstrain.data.structures.similarity import load_or_cluster
-from dstrain.data.vision.image_index import ImageIndex
-from dstrain.data.vision.image_index_writer import ImageIndexWriter
-from dstrain.data.vision.statistics import compute_image_stats
+from dstrain.data.structures import load_or_cluster
+from dstrain.data.token_store import load_or_build_store
+from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
+from dstrain.data.vision.processor import compute_image_stats
 from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
 from dstrain.train.precompute_outputs import read_columns, write_columns

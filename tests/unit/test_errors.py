@@ -21,10 +21,10 @@ from click.testing import CliRunner
 import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main, run_and_exit
-from dstrain.commands.selftest.job import _raise_on_all_ranks
+from dstrain.commands.selftest import _raise_on_all_ranks
 from dstrain.config import read_recipe
-from dstrain.data.cache.token_store import read_column
 from dstrain.data.sources.open import open_source
+from dstrain.data.token_store import read_column
 from dstrain.distributed.store import rendezvous_over_store
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import (
@@ -45,12 +45,12 @@ from dstrain.errors import (
     suggest_name,
 )
 from dstrain.launch.lease import Lease, check_lease
-from dstrain.planner.cluster import parse_bytes
+from dstrain.planner.workload import parse_bytes
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space
-from dstrain.train.health.nonfinite import NonFiniteGuard
+from dstrain.train.health.trainability import NonFiniteGuard
+from dstrain.train.saver import DiskForecast, check_disk_space
 from tests.unit.train.memory.test_monitor import monitor
 
 
@@ -221,7 +221,7 @@ def test_a_command_prints_one_line_for_an_unexpected_error_and_all_of_it_with_de
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("DSTRAIN_DEBUG", "0")  # --debug sets it; monkeypatch takes that back
-    monkeypatch.setattr("dstrain.commands.lists.tasks.list_tasks", {}.__getitem__)
+    monkeypatch.setattr("dstrain.commands.lists.list_tasks", {}.__getitem__)
     result = CliRunner().invoke(main, ["tasks"])
     (file,) = tmp_path.glob("dstrain-traceback-*.log")
     assert (result.exit_code, len(result.output.splitlines())) == (1, 1)
@@ -314,7 +314,7 @@ def test_answers_of_a_model_are_escaped_on_a_terminal_alone(
     on_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = SimpleNamespace(value="a\x1b]52;c;x\x07b", exit_code=0)
-    monkeypatch.setattr("dstrain.commands.job.run_job.run_job", lambda *_: done)
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *_: done)
     monkeypatch.setattr("dstrain.cli.is_terminal", lambda: on_terminal)
     with pytest.raises(SystemExit):
         run_and_exit(cast("Any", None), {}, None, str)

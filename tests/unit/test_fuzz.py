@@ -25,7 +25,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.multihost.hostfile import read_hostfile, select_hosts
 from dstrain.launch.multihost.plan import read_env_file
 from dstrain.launch.topology import visible_devices, worker_from_env
-from dstrain.planner.cluster import parse_bytes
+from dstrain.planner.workload import parse_bytes
 from dstrain.tasks import find_task
 from tests.unit.test_hypothesis import JSON, RECORD, TEXT
 from tests.vocabulary import write_recipe

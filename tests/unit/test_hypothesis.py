@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES, parse_transcript
@@ -27,8 +27,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
-from dstrain.preset.key_conversion import LEARNING_KEYS
-from dstrain.preset.key_schema import load_key_schema
+from dstrain.preset.keys import LEARNING_KEYS, load_key_schema
 from dstrain.resources import find_resource_dir
 
 Error = TypeVar("Error", bound=Exception)

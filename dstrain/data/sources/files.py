@@ -1,10 +1,13 @@
-"""Strict JSON decoding; record sources for JSON Lines and JSON files; table of file types."""
+"""Files of records by line or table: JSONL, JSON, text, CSV, TS."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import hashlib
+import io
+import itertools
 import json
 import os
 import re
@@ -13,7 +16,9 @@ import tempfile
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +27,7 @@ import psutil
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import BaseSource, Columns, Source
 from dstrain.data.sources.parquet import ParquetSource
-from dstrain.errors import DataError, describe_decode_error
+from dstrain.errors import DataError, describe_decode_error, one_line
 from dstrain.files import display_path
 from dstrain.units import format_bytes
 
@@ -338,3 +343,282 @@ class _SizeLimitedWriter:
         size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
         problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
         raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")
+
+
+TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
+"""Columns that are not values of the series."""
+TIME_COLUMNS = ("", "timestamp", "time", "date", "datetime", "index", "ds", "t", "unnamed: 0")
+"""Names of a first column that counts time: a row of such a table is a time step, not a series."""
+MIN_ASCENDING_ROWS = 8
+"""Rows from which on a strictly ascending first column counts time; by chance one order in 40,320 is ascending."""
+
+
+class CsvSource(BaseSource):
+    """The rows of a .csv file with a header: {"series": [...], "label", "caption", ...}. All in memory.
+
+    The columns label, caption, prompt, pattern and id (in any case) are texts; all others are the values of one channel, in the
+    order of the columns. An empty cell is a missing value; empty cells at the end of a row make a shorter series.
+    Raises DataError for a file without a header; a bad row is listed with its line.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        super().__init__(display_path(path), path.parent, columns)
+        content = path.read_bytes()
+        try:
+            reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        except UnicodeDecodeError as fault:
+            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+        names: list[str | None] | None = None
+        self._written: set[str] = set()
+        try:
+            for row in reader:
+                if not any(cell.strip() for cell in row):
+                    continue
+                if names is None:
+                    names = self._read_header(row)
+                    continue
+                self._add_row(reader.line_num, names, row)
+            self._check_rows_are_series(names or [])
+        except csv.Error as fault:
+            raise DataError(f"{self.name}:{reader.line_num}: {fault}; correct the quotes") from fault
+        self._set_digest(hashlib.sha256(content).hexdigest(), self._written)
+
+    def _read_header(self, row: list[str]) -> list[str | None]:
+        self._written = {cell.strip() for cell in row}
+        if separator := next((mark for mark in ";\t|" if len(row) == 1 and mark in row[0]), None):
+            raise DataError(f"{self.name}:1: the cells are separated by {separator!r}; write commas instead")
+        renamed = [self.columns.get(cell.strip(), cell.strip()) for cell in row]
+        names = [name if name is None else _lower_text_column(name) for name in renamed]
+        kept = [name for name in names if name is not None]
+        counts = Counter(kept)
+        if doubled := next((name for name in kept if counts[name] > 1), None):
+            raise DataError(f"{self.name}:1: the column '{doubled}' is written twice; rename one")
+        if not any(name not in TEXT_COLUMNS for name in kept):
+            raise DataError(f"{self.name}:1: has no column of values; the first line names the columns")
+        if all(_is_number(name) for name in kept):
+            problem = "the first line holds numbers, but it must name the columns"
+            raise DataError(f"{self.name}:1: {problem}; add a line such as t0,t1,…,label")
+        # `t0,t1,t2` are time steps of one series; `t,value` is a table of time steps.
+        if kept[0].lower() in TIME_COLUMNS:
+            raise self._time_order_error(kept[0])
+        return names
+
+    def _check_rows_are_series(self, names: list[str | None]) -> None:
+        """Raise DataError where the first value of each row is larger than that of the row before."""
+        first = [row["series"][0] for _, row in self._rows if row["series"]]
+        if len(first) >= MIN_ASCENDING_ROWS and all(left < right for left, right in itertools.pairwise(first)):
+            raise self._time_order_error(next(name for name in names if name and name not in TEXT_COLUMNS))
+
+    def _time_order_error(self, column: str) -> DataError:
+        """Return the error for a table whose rows are time steps."""
+        problem = f"the first column '{column}' counts time, so each row is a time step, and a row must be a series"
+        fix = f'write one series per row, or leave the column out with data.columns {{"{column}": null}}'
+        return DataError(f"{self.name}: {problem} with one value per column; {fix}")
+
+    def _add_row(self, number: int, names: list[str | None], row: list[str]) -> None:
+        try:
+            self._rows.append((number, read_row(names, row)))
+        except ValueError as fault:
+            self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index][1]
+
+    def location(self, index: int) -> str:
+        return f"{self.name}:{self._rows[index][0]}"
+
+
+def read_row(names: list[str | None], row: list[str]) -> dict[str, Any]:
+    """Return the record of a row. Raises ValueError with the reason."""
+    if len(row) != len(names):
+        raise ValueError(f"has {len(row)} cells, and the header has {len(names)} columns; correct one of them")
+    record: dict[str, Any] = {}
+    values: list[float] = []
+    for name, cell in zip(names, row, strict=True):
+        if name is None:
+            continue
+        if name in TEXT_COLUMNS:
+            record |= {name: cell.strip()} if cell.strip() else {}
+        elif not cell.strip():
+            values.append(float("nan"))
+        elif _is_number(cell):
+            values.append(float(cell))
+        else:
+            texts = "label, caption, prompt and id"
+            raise ValueError(
+                f"column '{name}' has text ('{cell.strip()[:20]}'), not a number; correct it, leave it empty, or, since the "
+                f"columns of texts are {texts}, rename it with data.columns {{{name}: caption}}"
+            )
+    while values and values[-1] != values[-1]:  # NaN
+        values.pop()
+    return {"series": values, **record}
+
+
+def _lower_text_column(name: str) -> str:
+    """Return the name; as lower case where it is that of a text: `Label` is no value of the series."""
+    return name.lower() if name.lower() in TEXT_COLUMNS else name
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+_TRUE_FALSE = {"true": True, "false": False}
+_HEADER_KEYS = (
+    "problemname",
+    "timestamps",
+    "missing",
+    "univariate",
+    "dimension",
+    "dimensions",
+    "equallength",
+    "serieslength",
+    "classlabel",
+    "targetlabel",
+)
+
+
+@dataclass
+class TsHeader:
+    """What the lines before @data say."""
+
+    has_label: bool = False
+    labels: tuple[str, ...] = ()
+    num_channels: int | None = None
+    """Number of channels of each series; None: not said."""
+    length: int | None = None
+    """Number of values of each channel; None: not said, or unequal."""
+    keys: set[str] = field(default_factory=set)
+
+
+class TsSource(BaseSource):
+    """The series of a .ts file: {"series": [[...], ...], "label": "..."}. All in memory.
+
+    Channels are separated by colons, values by commas; the last field is the label. A question mark is a missing value
+    and becomes NaN. Timestamps are not supported. Raises DataError for a header that cannot be used; a bad line is
+    a bad row.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        super().__init__(display_path(path), path.parent, columns)
+        content = path.read_bytes()
+        try:
+            lines = content.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError as fault:
+            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+        header, start = self._read_header(lines)
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+        for number, line in enumerate(lines[start:], start + 1):
+            if not line.strip() or line.startswith(("#", "%")):
+                continue
+            try:
+                self._rows.append((number, parse_line(line, header)))
+            except ValueError as fault:
+                self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
+        self._set_digest(hashlib.sha256(content).hexdigest(), {name for _, row in self._rows for name in row})
+
+    def _read_header(self, lines: Iterable[str]) -> tuple[TsHeader, int]:
+        """Return the header, and the number of its lines. Raises DataError."""
+        header = TsHeader()
+        for number, raw in enumerate(lines, 1):
+            line = raw.strip()
+            if not line or line.startswith(("#", "%")):
+                continue
+            if line.lower() == "@data":
+                return header, number
+            try:
+                read_header_line(line, header)
+            except ValueError as fault:
+                raise DataError(f"{self.name}:{number}: {one_line(str(fault))}") from fault
+        raise DataError(f"{self.name} has no line @data; its series begin after one")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rename_columns(self._rows[index][1])
+
+    def location(self, index: int) -> str:
+        return f"{self.name}:{self._rows[index][0]}"
+
+
+def read_header_line(line: str, header: TsHeader) -> None:
+    """Add a line of the header, such as `@seriesLength 150`. Raises ValueError with the reason."""
+    if not line.startswith("@"):
+        raise ValueError("a line before @data begins with @ or #; add @data before the first series")
+    key, *words = line[1:].split() or [""]
+    name = key.lower()
+    if name not in _HEADER_KEYS:
+        raise ValueError(f"@{key} is not a key of the .ts format; remove the line")
+    if name in header.keys and name != "problemname":  # files of the archive name their problem twice
+        raise ValueError(f"@{key} is written twice; keep one of the lines")
+    header.keys.add(name)
+    if name == "timestamps" and _read_bool(key, words):
+        raise ValueError("timestamps are not supported; write the values without them, and @timeStamps false")
+    if name == "targetlabel" and _read_bool(key, words):
+        raise ValueError("a regression target is not supported; give a file with @classLabel")
+    if name == "classlabel":
+        header.has_label, header.labels = _read_bool(key, words[:1]), tuple(words[1:])
+        if header.has_label and not header.labels:
+            raise ValueError("@classLabel true has no labels; list them after it")
+    elif name == "univariate" and _read_bool(key, words):
+        header.num_channels = 1
+    elif name in ("dimension", "dimensions"):
+        header.num_channels = _read_count(key, words)
+    elif name == "serieslength":
+        header.length = _read_count(key, words) or None  # 0 where lengths are unequal
+
+
+def parse_line(line: str, header: TsHeader) -> dict[str, Any]:
+    """Return the record of a line. Raises ValueError with the reason."""
+    fields = line.strip().split(":")
+    record: dict[str, Any] = {}
+    if header.has_label:
+        if len(fields) < 2:
+            raise ValueError("has no label after the last colon; add one")
+        record["label"] = fields.pop().strip()
+        if record["label"] not in header.labels:
+            known = ", ".join(header.labels)
+            raise ValueError(f"the label '{record['label']}' is not in @classLabel ({known}); correct one of them")
+    channels = [_read_channel(text, number) for number, text in enumerate(fields, 1)]
+    if header.num_channels is not None and len(channels) != header.num_channels:
+        raise ValueError(
+            f"has {len(channels)} channels, and the header says {header.num_channels}; correct one of them"
+        )
+    if header.length is not None and any(len(channel) != header.length for channel in channels):
+        lengths = ", ".join(str(len(channel)) for channel in channels)
+        raise ValueError(f"has {lengths} values, and @seriesLength is {header.length}; correct one of them")
+    return {"series": channels, **record}
+
+
+def _read_channel(text: str, number: int) -> list[float]:
+    if "(" in text:
+        raise ValueError("has timestamps, which are not supported; write the values alone")
+    values = []
+    for word in text.split(","):
+        try:
+            values.append(float("nan") if word.strip() == "?" else float(word))
+        except ValueError:
+            problem = f"'{word.strip()[:20]}' in channel {number} is not a number"
+            raise ValueError(f"{problem}; correct it, or write ? for a missing value") from None
+    return values
+
+
+def _read_bool(key: str, words: list[str]) -> bool:
+    if len(words) != 1 or words[0].lower() not in _TRUE_FALSE:
+        raise ValueError(f"@{key} is followed by {' '.join(words) or 'nothing'}; write true or false")
+    return _TRUE_FALSE[words[0].lower()]
+
+
+def _read_count(key: str, words: list[str]) -> int:
+    if len(words) != 1 or not re.fullmatch(r"[0-9]{1,9}", words[0]):
+        raise ValueError(f"@{key} is followed by {' '.join(words) or 'nothing'}; write a whole number")
+    return int(words[0])

@@ -3,20 +3,75 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from dstrain.cache import file_state, load_file_result, save_file_result
+from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.sources.base import Columns, LazySource, Source
-from dstrain.data.sources.csv_file import CsvSource
-from dstrain.data.sources.files import SOURCE_TYPES, file_extension
-from dstrain.data.sources.folder import FolderSource, find_structure_files, is_structure_file
+from dstrain.data.sources.base import BaseSource, Columns, LazySource, Source
+from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
-from dstrain.data.sources.ts_file import TsSource
 from dstrain.errors import DataError
 from dstrain.files import display_path, not_file_reason
+
+STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
+"""Ends of the names of structure files; each may be followed by .gz."""
+
+
+def is_structure_file(path: Path) -> bool:
+    """Return whether the name is that of a structure file."""
+    return path.name.lower().removesuffix(".gz").endswith(STRUCTURE_EXTENSIONS)
+
+
+def find_structure_files(path: Path) -> list[Path]:
+    """Return a structure file, or those of a folder and its subfolders in the order of their relative paths.
+
+    Hidden files are left out. Raises DataError for a folder that cannot be read.
+    """
+    if not path.is_dir():
+        return [path] if is_structure_file(path) else []
+    try:
+        found = [one for one in path.rglob("*") if is_structure_file(one) and one.is_file()]
+    except OSError as fault:
+        raise DataError(f"{display_path(path)} cannot be read ({fault.strerror}); check its permissions") from fault
+    return sorted(
+        (one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)),
+        key=lambda one: one.relative_to(path).as_posix(),
+    )
+
+
+class FolderSource(BaseSource):
+    """Structure files as records `{"path": ...}`; the digest covers their names and contents."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        """Raises DataError for a file that cannot be read."""
+        folder = path if path.is_dir() else path.parent
+        super().__init__(path.name, folder, columns)
+        self.files = find_structure_files(path)
+        digest = hashlib.sha256()
+        for file in self.files:
+            try:
+                digest.update(os.fsencode(f"{file.relative_to(folder).as_posix()}\0{file_digest(file)}\n"))
+            except OSError as fault:
+                problem = f"{display_path(file)} cannot be read ({fault.strerror})"
+                raise DataError(f"{problem}; check its permissions") from fault
+        self._set_digest(digest.hexdigest(), {"path"})
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._rename_columns({"path": str(self.files[index])})
+
+    def location(self, index: int) -> str:
+        return display_path(self.files[index])
+
 
 READER_VERSION = 3
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""

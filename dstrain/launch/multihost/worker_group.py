@@ -24,13 +24,14 @@ from dstrain.launch.multihost.plan import (
     MultiHostLaunch,
     agent_command,
     check_runner,
+    choose_master,
     node_command,
     node_environment,
+    probe_hosts,
     remote_command,
     runner_command,
     runner_environment,
 )
-from dstrain.launch.multihost.preflight import choose_master, probe_hosts
 from dstrain.launch.processes import find_processes, has_marker, kill_processes
 from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import (

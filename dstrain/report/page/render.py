@@ -14,10 +14,8 @@ from typing import Any
 
 from dstrain import __version__
 from dstrain.report.page.charts import build_axes, build_charts, build_marks
-from dstrain.report.page.compare import diff_settings
-from dstrain.report.page.learning_rules import LEARNING_RULES
-from dstrain.report.page.resource_rules import OUTCOME_RULES, RESOURCE_RULES
 from dstrain.report.page.sections import (
+    diff_settings,
     escape,
     key_figures,
     render_cards,
@@ -30,7 +28,7 @@ from dstrain.report.page.sections import (
     render_time_use,
     render_verdict_list,
 )
-from dstrain.report.page.verdict import RunSummary, Verdict
+from dstrain.report.page.verdicts import LEARNING_RULES, OUTCOME_RULES, RESOURCE_RULES, RunSummary, Verdict
 from dstrain.report.progress import last_start
 
 GENERATOR = '<meta name="generator" content="dstrain report">'

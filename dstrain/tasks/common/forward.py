@@ -1,10 +1,9 @@
-"""Forward passes: logits, log-probabilities of targets, attention masks, vision inputs."""
-
-# Shapes: B rows, L tokens, K targets, V vocabulary. A model is one of transformers, out of peft's wrapper (`unwrap_peft`).
+"""Forward passes that return scores of targets, and dropout in training alone."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -20,10 +19,11 @@ from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
-from dstrain.models.heads.chunked_lm_head import capture_head_input
-from dstrain.models.heads.linear_head import ScoreFields, TokenScores, rows_per_chunk, score_logits
+from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input, rows_per_chunk, score_logits
 from dstrain.models.patches import rows_of_one_sequence
 from dstrain.models.router_loss import router_logits_disabled
+
+# Shapes: B rows, L tokens, K targets, V vocabulary. A model is one of transformers, out of peft's wrapper (`unwrap_peft`).
 
 
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,3 +241,32 @@ def prefix_token_types(batch: Batch) -> torch.Tensor:
 @cache
 def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
+
+
+def disable_dropout_in_model(model: torch.nn.Module) -> None:
+    """Set every dropout probability (of units, paths, whole layers) to 0; the model's own config stays unchanged.
+
+    Modules that read a probability from their config in the forward pass (Falcon, Hubert) get a copy of the config.
+    The jitter of expert routers is not dropout and stays.
+    """
+    from transformers import PretrainedConfig
+
+    copies: dict[int, Any] = {}  # deepcopy's memo: modules that share a config share its copy
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, float) and ("drop" in name or name == "config"):  # Idefics keeps a dropout as `config`
+                setattr(module, name, 0.0)
+            elif isinstance(value, PretrainedConfig) and module is not model:
+                setattr(module, name, _zero_config_dropout(copy.deepcopy(value, copies)))
+
+
+def _zero_config_dropout(config: Any) -> Any:
+    """Set the dropout probabilities of a config, and of the configs inside it, to 0. Returns it."""
+    for name, value in [*vars(config).items()]:
+        if hasattr(value, "to_diff_dict"):  # a nested config
+            _zero_config_dropout(value)
+        elif isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    return config

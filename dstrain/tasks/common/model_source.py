@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.launch.threads import count_available_cores
-from dstrain.models.adapters.load import load_adapters
-from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
+from dstrain.launch.processes import count_available_cores
+from dstrain.models.adapters import load_adapters
+from dstrain.models.folder import find_tokenizer_folder
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.models.load import build_meta_model, load_model, read_config, read_tokenizer
-from dstrain.models.padding import set_pad_token
+from dstrain.models.load import build_meta_model, load_model, read_config, read_tokenizer, set_pad_token
 from dstrain.models.processors import (
     build_processor,
     count_special_tokens,
@@ -118,7 +117,7 @@ class ModelSource:
 
     def load(self, model: ModelConfig) -> torch.nn.Module:
         """Load or initialize the model that `model` describes. Collective under ZeRO-3."""
-        from dstrain.tasks.common.dropout import disable_dropout_in_model
+        from dstrain.tasks.common.forward import disable_dropout_in_model
 
         loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
         # On the model, not in its config, which an export writes.
@@ -147,7 +146,7 @@ class ModelSource:
         """Load the model, or the base with the adapters, of an exported folder."""
         if not (folder / "adapter_config.json").is_file():
             return self.auto_class.from_pretrained(str(folder))
-        from dstrain.models.quantization.layers import quantize_model
+        from dstrain.models.quantization import quantize_model
 
         base, quantize = self.load(self.recipe.model), self.recipe.model.quantize
         if quantize is not None:
@@ -178,7 +177,7 @@ class ModelSource:
 
     def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
         """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
-        from dstrain.data.encoding.chat_template import resolve_chat_template
+        from dstrain.data.encoding.rendering import resolve_chat_template
 
         wanted = self.recipe.model.chat_template
         if wanted is not None:
@@ -213,7 +212,7 @@ class ModelSource:
 
     def _image_stats(self) -> tuple[list[float] | None, list[float] | None]:
         """Return mean and deviation of the training images, where the recipe asks for them."""
-        from dstrain.data.vision.statistics import compute_image_stats
+        from dstrain.data.vision.processor import compute_image_stats
 
         wanted = self.recipe.model.processor
         if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
@@ -224,7 +223,7 @@ class ModelSource:
     @cached_property
     def base_tokenizer(self) -> Any:
         """The tokenizer of a folder, or a trained one, without the tokens that a processor adds."""
-        from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+        from dstrain.data.encoding.tokenization import load_or_train_tokenizer
 
         model = self.recipe.model
         wanted = model.tokenizer

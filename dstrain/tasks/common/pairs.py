@@ -13,8 +13,8 @@ from dstrain.data.dataset import Samples
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Preference, Response, read_preference
 from dstrain.data.records import BadRecord
+from dstrain.tasks.common.task import tiny_recipe
 from dstrain.tasks.common.text import TextChecks, TextTask
-from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.folder.location import check_local_folder
+from dstrain.models.folder import check_local_folder
 from dstrain.models.load import read_config
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
-from dstrain.tasks.common.text import TextChecks, TextExport, TextTask
-from dstrain.tasks.data.packing_mode import model_unsupported_reason
+from dstrain.tasks.common.text import TextChecks, TextExport, TextTask, model_unsupported_reason
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +124,8 @@ class ReferenceTask(TextTask):
 
     def build_reference(self) -> torch.nn.Module:
         """Load the reference as a whole model. Collective under ZeRO-3."""
-        from dstrain.models.quantization.layers import quantize_model
-        from dstrain.models.weights.init_weights import load_init
+        from dstrain.models.init_weights import load_init
+        from dstrain.models.quantization import quantize_model
 
         wanted = self.reference_config
         model = self.model_source.load(wanted)

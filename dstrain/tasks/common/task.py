@@ -1,27 +1,31 @@
-"""Base class of tasks and of their optional parts: reference, loss inputs, generation, checks, export.
-
-B rows of a batch. Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a
-login node.
-"""
+"""The interface of a task, and the options that are its fields."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.batch import PADDED, Batch, PackingMode
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
-from dstrain.errors import TaskError
+from dstrain.errors import Fault, TaskError, suggest_name
 
 if TYPE_CHECKING:
     import torch
 
-    from dstrain.data.encoding.prompts import EncodedPrompt
+    from dstrain.data.encoding.conversations import EncodedPrompt
     from dstrain.data.vision.processor import VisionProcessor
+
 
 Split = Literal["train", "eval"]
 DATA_KEYS = ("columns", "eval_fraction", "eval_group", "max_samples", "on_error", "weight")
@@ -195,7 +199,7 @@ class Export:
 
     def reload(self, folder: Path) -> torch.nn.Module:
         """Load the model of an exported folder, by transformers where its class is transformers'."""
-        from dstrain.models.weights.module_file import load_module
+        from dstrain.models.weights import load_module
 
         model: Any = self.task.build_model()
         if hasattr(model, "save_pretrained"):
@@ -300,3 +304,170 @@ def load_dataset(task: Task, split: Split) -> Dataset | None:
             f"task {task.recipe.task}: examples('{split}') returned a {kind}; return a list or another sequence"
         )
     return as_dataset(examples)
+
+
+@dataclass(frozen=True)
+class Option:
+    """Option of a task, for help texts."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    nested: tuple[Option, ...] = ()
+    """Options of a block, where the option is one: `options: {safety: {delta: 5}}`."""
+
+
+def get_option_fields(task: type[Task]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a task that are options: all but those of `Task` itself."""
+    inherited = {field.name for field in dataclasses.fields(Task)}
+    return [field for field in dataclasses.fields(task) if field.name not in inherited]
+
+
+def task_options(task: type[Task]) -> list[Option]:
+    """Return the task's options with the strings under its fields as help."""
+    return _describe_options(task, get_option_fields(task))
+
+
+def _describe_options(owner: type, fields: Sequence[dataclasses.Field[Any]]) -> list[Option]:
+    helps: dict[str, str] = {}
+    for cls in reversed(owner.__mro__):
+        if dataclasses.is_dataclass(cls) and cls is not Task:
+            helps.update(_field_docstrings(cls))
+    types = _option_types(owner)
+    described = []
+    for option_field in fields:
+        name = (
+            option_field.type
+            if isinstance(option_field.type, str)
+            else getattr(option_field.type, "__name__", str(option_field.type))
+        )
+        default = None if option_field.default is dataclasses.MISSING else option_field.default
+        if option_field.default_factory is not dataclasses.MISSING:  # a block of options with their own defaults
+            default = {}
+        block = _find_block(types[option_field.name])
+        nested = () if block is None else tuple(_describe_options(block, dataclasses.fields(block)))
+        described.append(Option(option_field.name, name, default, helps.get(option_field.name, ""), nested))
+    return described
+
+
+def _option_types(owner: type) -> dict[str, Any]:
+    """Return the evaluated annotation of each option of a task, or of a block of options."""
+    types: dict[str, Any] = {}
+    for cls in reversed(owner.__mro__):
+        if dataclasses.is_dataclass(cls) and cls is not Task:
+            types.update(inspect.get_annotations(cls, eval_str=True))
+    return types
+
+
+def _find_block(annotation: Any) -> Any:
+    """Return the dataclass of an option that is a block of options, or None where it may be left out; else None."""
+    return next((one for one in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(one)), None)
+
+
+def _field_docstrings(cls: type) -> dict[str, str]:
+    """Return the string literal under each field, by the field's name."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, text in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            found[statement.target.id] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+def validate_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
+    """Return the recipe's options, each of its field's type. Raises TaskError with every fault."""
+    faults: list[Fault] = []
+    fields = _OptionFields("options", f"task {recipe.task}", [field.name for field in get_option_fields(task)], faults)
+    values = fields.validate(_option_types(task), recipe.options)
+    if faults:
+        raise TaskError(faults)
+    return values
+
+
+@dataclass(frozen=True)
+class _OptionFields:
+    """Fields of a task or of a block of options, and the faults found in their values."""
+
+    place: str
+    """Dotted key of the block."""
+    owner: str
+    names: Sequence[str]
+    faults: list[Fault]
+
+    def validate(self, types: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values without faults, each of its type; add a fault for each of the others."""
+        values = {}
+        for name, value in given.items():
+            if name not in self.names:
+                near = suggest_name(str(name), self.names)
+                self.faults.append(Fault(f"{self.place}.{name}", f"is not an option of {self.owner}", near))
+                continue
+            block = _find_block(types[name])
+            if block is not None and isinstance(value, Mapping):
+                values[name] = self._read_block(name, block, value)
+            elif (problem := _check_value(types[name], value, values, name)) is not None:
+                fix = f"write {name}: {{…}}" if block is not None else "correct it"
+                self.faults.append(Fault(f"{self.place}.{name}", f"is {value!r}, but {problem}", fix))
+        return values
+
+    def _read_block(self, name: str, block: Any, given: Mapping[str, Any]) -> Any:
+        """Return the block as its dataclass, None if it has a fault."""
+        place, known = f"{self.place}.{name}", [field.name for field in dataclasses.fields(block)]
+        before = len(self.faults)
+        values = _OptionFields(place, place, known, self.faults).validate(_option_types(block), given)
+        if len(self.faults) > before:
+            return None
+        try:
+            return block(**values)
+        except (TypeError, ValueError) as error:
+            self.faults.append(Fault(place, str(error), ""))
+            return None
+
+
+def _check_value(annotation: Any, value: Any, values: dict[str, Any], name: str) -> str | None:
+    """Put the value of its type into `values`; return what is wrong with it, None if nothing."""
+    if _find_block(annotation) is not None:
+        if value is None and type(None) in get_args(annotation):
+            values[name] = None
+            return None
+        return "input should be a block of options"
+    try:
+        read = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+    except ValidationError as error:
+        problem = str(error.errors()[0]["msg"])
+        return problem[0].lower() + problem[1:]
+    if isinstance(value, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+        return "input should be a number"
+    values[name] = read
+    return None
+
+
+def tiny_recipe(folder: Path, task: str, make_record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """Return a recipe that trains in seconds, with `make_record(split, index)` written as its data."""
+    for name, count in (("train", 64), ("eval", 16)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(make_record(name, i)) + "\n" for i in range(count)))
+    return {
+        "task": task,
+        "model": {
+            "config": {
+                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            }
+        },
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
+        "batch": {"total": 4, "micro": 2},
+        "optim": {"lr": 1e-3},
+        "steps": 4,
+        "log": {"every": 1, "tensorboard": False},
+        "ds_config": "zero2",
+    }  # fmt: skip

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from dstrain.batch import Batch
 from dstrain.tasks.common.task import Sums
-from dstrain.tasks.safety.options import SafetyOptions
-from dstrain.tasks.safety.ordering import (
+from dstrain.tasks.safety.options import (
     COLUMNS,
     HARMLESS_COLUMNS,
     HELPFUL_COLUMNS,
     PairOrder,
+    SafetyOptions,
     order_pairs,
     reward_margin,
 )

@@ -1,9 +1,8 @@
-"""Base class of tasks on pairs with a reference, whose option `safety` orders the pairs and adds loss terms."""
-
-# Shapes: B pairs, B' of them with a corrupted image, K targets.
+"""Pairs with safety labels or without: records, batches, corrupted images, losses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,21 +12,20 @@ from dstrain.batch import Batch
 from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import SAFETY_KEYS, Preference, to_chosen_rejected
 from dstrain.data.records import BadRecord
+from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
 from dstrain.errors import DataError, Fault, RecipeError, suggest_name
 from dstrain.tasks.common.pairs import PairTask, pair_metrics
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import Loss, LossInputs, Split, Sums
-from dstrain.tasks.safety.collate import (
-    corrupt_images,
-    count_selected,
-    order_examples,
-    pairs_with_images,
-    preferred_sides,
+from dstrain.tasks.safety.options import (
+    HARMLESS_COLUMNS,
+    HELPFUL_COLUMNS,
+    LABEL_COLUMNS,
+    MIN_CROP_AREA,
+    PairOrder,
+    SafetyOptions,
+    order_pairs,
 )
-from dstrain.tasks.safety.corrupted_images import CORRUPTION_VERSION
-from dstrain.tasks.safety.dataset import order_dataset
-from dstrain.tasks.safety.options import SafetyOptions
-from dstrain.tasks.safety.ordering import LABEL_COLUMNS
 from dstrain.tasks.safety.reward_models import FrozenRewardModel, cached_scores, make_reward_models
 
 if TYPE_CHECKING:
@@ -35,10 +33,132 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.cache.token_store import TokenizedDataset
     from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.token_store import TokenizedDataset
+
+
+# Shapes: N examples of a split.
+
+
+def column_names(options: SafetyOptions) -> tuple[str, ...]:
+    """Return the columns that order the pairs before a step; empty where scores are computed in the step."""
+    if options.scores_pairs and options.scoring == "online":
+        return ()
+    harmless = HARMLESS_COLUMNS if options.harmless_rm else LABEL_COLUMNS
+    return (*harmless, *(HELPFUL_COLUMNS if options.helpful_rm else ()))
+
+
+def order_dataset(dataset: TokenizedDataset, options: SafetyOptions, split: Split) -> TokenizedDataset:
+    """Return the dataset with the numbers of reordered and dropped pairs in its report, if its pairs are reordered.
+
+    Training data lose the pairs of two unsafe answers. Held-out data keep them, with weight 0 in the loss. Raises
+    DataError where no pair has a safe answer, or none of a source of training data.
+    """
+    names = column_names(options)
+    if options.method == "none" or not names:
+        return dataset
+    order = order_pairs({name: dataset.column(name) for name in names}, options.harmless_threshold)
+    if not order.keep.any():
+        raise DataError(_describe_unsafe(f"{len(dataset)} pairs", options, split))
+    counts = {"pairs_reordered": int(order.swap.sum()), "pairs_dropped": int((~order.keep).sum())}
+    kept = dataset.select(order.keep) if split == "train" else dataset
+    for number, (before, after) in enumerate(zip(dataset.sizes, kept.sizes, strict=True), 1):
+        if before and not after:
+            raise DataError(_describe_unsafe(f"{before} pairs of source {number}", options, split))
+    return replace(kept, counts=counts)
+
+
+def describe_order(split: str, report: Mapping[str, Any]) -> str:
+    """Return a line on the reordered and dropped pairs of a split's report; empty if it does not count them."""
+    if "pairs_reordered" not in report:
+        return ""
+    left_out = "dropped" if split == "train" else "left out of the loss"
+    reordered, dropped = report["pairs_reordered"], report["pairs_dropped"]
+    return f"{split}: {reordered} pairs reordered, {dropped} of two unsafe answers {left_out}"
+
+
+def _describe_unsafe(pairs: str, options: SafetyOptions, split: Split) -> str:
+    remedy = ", remove the source" if "source" in pairs else ""
+    if options.harmless_rm:
+        threshold = f"{options.harmless_threshold:g}"
+        return (
+            f"data.{split}: no answer of its {pairs} has a harmless score of at least {threshold}; "
+            f"lower options.safety.harmless_threshold{remedy}"
+        )
+    return (
+        f"data.{split}: both answers of all {pairs} are labelled unsafe; correct the labels{remedy}, "
+        "or write options.safety.method: none"
+    )
+
+
+# Shapes of images: W width, H height.
+
+
+CORRUPTION_VERSION = 1
+"""Increase it when the same seed and sample give another image, so that cached reference outputs are ignored."""
+
+
+def corrupt_image(image: Image, key: Sequence[int], max_area: float) -> Image:
+    """Return a random part of the image in the image's own size, so that it has as many image tokens.
+
+    mDPO, Wang et al. (arXiv 2406.11839), crops to at most 20 %. As in the authors' code (luka-group/mDPO, `crop_images`
+    of modeling_bunny_phi.py: torchvision's RandomResizedCrop, scale 0.01 to 0.2) the share of the area is uniform from
+    0.01 to `max_area`, and the place is uniform. Theirs draws an aspect ratio from 3/4 to 4/3, and a new crop in each
+    step, of the processed pixels; this one keeps the ratio of the image, and `key` (seed, sample, number of the image)
+    fixes it, so a cached reference sees the same image as the policy.
+    """
+    from PIL.Image import Resampling
+
+    seed, sample, number = key
+    share, left, top = make_random_state((seed, CORRUPTION_STREAM, sample, number)).random_sample(3)
+    side = math.sqrt(MIN_CROP_AREA + share * (max_area - MIN_CROP_AREA))
+    width, height = (max(1, round(side * length)) for length in image.size)
+    x, y = int(left * (image.width - width + 1)), int(top * (image.height - height + 1))
+    return image.resize(image.size, Resampling.BICUBIC, box=(x, y, x + width, y + height))
+
+
+# Shapes: B pairs.
+
 
 Examples = Sequence[Mapping[str, Any]]
+
+
+def order_examples(examples: Examples, options: SafetyOptions) -> PairOrder | None:
+    """Return the order of the pairs; None where it is the data's, or is not known before the step."""
+    names = column_names(options)
+    if options.method == "none" or not names or any(name not in examples[0] for name in names):
+        return None
+    import numpy as np
+
+    columns = {name: np.array([example[name] for example in examples]) for name in names}
+    return order_pairs(columns, options.harmless_threshold)
+
+
+def count_selected(examples: Examples, options: SafetyOptions) -> int:
+    """Return the number of pairs that the loss sums over; all where that is not known before the step."""
+    order = order_examples(examples, options)
+    return len(examples) if order is None else int(order.keep.sum())
+
+
+def preferred_sides(examples: Examples, options: SafetyOptions) -> list[str]:
+    """Return the column of the preferred answer of each pair: chosen or rejected."""
+    order = order_examples(examples, options)
+    swap = [False] * len(examples) if order is None else order.swap.tolist()
+    return ["rejected" if one else "chosen" for one in swap]
+
+
+def pairs_with_images(examples: Examples) -> list[int]:
+    """Return the positions in the batch of the pairs that have images."""
+    return [index for index, example in enumerate(examples) if example.get("images")]
+
+
+def corrupt_images(images: Sequence[Image], examples: Examples, options: SafetyOptions, seed: int) -> list[Image]:
+    """Return a corrupted copy of each image; `images` are those of the examples, one example after another."""
+    keys = [(seed, example["sample"], at) for example in examples for at in range(len(example["images"]))]
+    return [corrupt_image(image, key, options.crop_max_area) for image, key in zip(images, keys, strict=True)]
+
+
+# Shapes: B pairs, B' of them with a corrupted image, K targets.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +233,7 @@ class SafePairTask(PairTask, ReferenceTask):
 
     def _select_pairs(self, dataset: Dataset, split: Split) -> Dataset:
         """Return the dataset ordered by its scores, which only the started processes compute."""
-        from dstrain.data.cache.token_store import TokenizedDataset
+        from dstrain.data.token_store import TokenizedDataset
 
         assert self.safety is not None
         assert isinstance(dataset, TokenizedDataset)

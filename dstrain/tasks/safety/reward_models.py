@@ -17,8 +17,8 @@ from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, EvalConfig, ModelConfig
 from dstrain.data.dataset import Dataset
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, UsageError
-from dstrain.models.checks.preflight import check_model
-from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.checks import check_model
+from dstrain.models.folder import read_adapter
 from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, Scorer, Split
 from dstrain.tasks.common.text import TextTask
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dstrain.data.cache.token_store import TokenStore
     from dstrain.data.sources.base import ConcatSource
+    from dstrain.data.token_store import TokenStore
 
 SIDES = ("chosen", "rejected")
 HEADS = ("helpful", "harmless")
@@ -146,8 +146,8 @@ class FrozenRewardModel:
 
         Raises RecipeError for a model that cannot be used, DataError for samples that it cannot score.
         """
-        from dstrain.data.cache.dataset import align_store
-        from dstrain.data.cache.token_store import TokenizedDataset
+        from dstrain.data.prepare import align_store
+        from dstrain.data.token_store import TokenizedDataset
 
         task = self.checked_task
         if not isinstance(dataset, TokenizedDataset):
@@ -212,7 +212,7 @@ class FrozenRewardModel:
 
 def input_fingerprint(task: TextTask) -> str:
     """Return a hash of tokenizer, chat template and processor; the pad token, which changes no token, is left out."""
-    from dstrain.data.fingerprint import tokenizer_fingerprint
+    from dstrain.data.records import tokenizer_fingerprint
 
     processor = task.model_source.vision_processor
     if processor is not None:

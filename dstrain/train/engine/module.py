@@ -14,8 +14,8 @@ import torch
 from dstrain.batch import Batch, FailedPass, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
-from dstrain.models.adapters.lora import adapters_disabled
-from dstrain.models.params.components import unwrap_peft
+from dstrain.models.adapters import adapters_disabled
+from dstrain.models.params import unwrap_peft
 from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficient
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import FrozenModel, Loss, LossInputs

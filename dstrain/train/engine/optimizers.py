@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.deepspeed_patches import disable_muon_compile
+from dstrain.distributed.patches import disable_muon_compile
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.params.groups import ParamGroup
-from dstrain.models.quantization.library import OPTIMIZERS_8BIT, import_bitsandbytes
+from dstrain.models.params import ParamGroup
+from dstrain.models.quantization import OPTIMIZERS_8BIT, import_bitsandbytes
 
 MUON_MOMENTUM = 0.95
 """Nesterov momentum of Muon, the value of Keller Jordan (2024)."""

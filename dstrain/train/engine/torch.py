@@ -11,7 +11,8 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params import ParamGroup
+from dstrain.train.engine.deepspeed import ForwardRecovery, MakeFiller
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
     StepAccumulator,
@@ -27,10 +28,9 @@ from dstrain.train.engine.module import (
     with_step_stats,
 )
 from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.engine.recovery import ForwardRecovery, MakeFiller
 from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
+from dstrain.train.state.layout import StateSlice
 from dstrain.train.state.load import iter_state, load_state
-from dstrain.train.state.slices import StateSlice
 
 
 class TorchEngine:

@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import IO, Self
 
 from dstrain.distributed.collective_log import CollectiveLog
-from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
+from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
-from dstrain.train.health.diagnosis import Diagnosis
-from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
+from dstrain.train.health.diagnosis import STATUS_TIMEOUT_SECONDS, Diagnosis, RankStatusBoard
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8

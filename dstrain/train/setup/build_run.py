@@ -12,41 +12,45 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
-from dstrain.models.params.components import COMPONENTS, components_by_name
-from dstrain.models.params.groups import build_param_groups, find_group_and_lr
-from dstrain.models.params.zero3 import full_numel, zero3_init
+from dstrain.models.params import (
+    COMPONENTS,
+    build_param_groups,
+    components_by_name,
+    find_group_and_lr,
+    full_numel,
+    zero3_init,
+)
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.tasks.common.task_files import copy_task_files
+from dstrain.tasks.common.registry import copy_task_files
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.disk_space import (
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.train.evaluate import Evaluation
+from dstrain.train.health.signals import GracePeriod, SignalHandler, StoppedBySignal
+from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
+from dstrain.train.health.watchdog import peer_watchdog
+from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
+from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+from dstrain.train.profiler import StepProfiler
+from dstrain.train.resume import (
+    StartDecision,
+    check_fingerprints,
+    dump_training_recipe,
+    get_run_dir,
+    iter_resume_changes,
+    with_selected_samples,
+)
+from dstrain.train.run import Run, StepMonitors, train
+from dstrain.train.saver import (
+    CheckpointSaver,
     DiskForecast,
     check_disk_space,
     compute_max_checkpoints,
     ensure_disk_space,
     get_free_bytes,
 )
-from dstrain.train.checkpoint.saver import CheckpointSaver
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.evaluate import Evaluation
-from dstrain.train.health.grace import GracePeriod
-from dstrain.train.health.nonfinite import NonFiniteGuard
-from dstrain.train.health.signals import SignalHandler, StoppedBySignal
-from dstrain.train.health.trainability import TrainabilityCheck
-from dstrain.train.health.watchdog import peer_watchdog
-from dstrain.train.loop import train
-from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
-from dstrain.train.monitors import StepMonitors
-from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
-from dstrain.train.profiler import StepProfiler
-from dstrain.train.resume.changes import iter_resume_changes
-from dstrain.train.resume.decision import StartDecision
-from dstrain.train.resume.fingerprints import check_fingerprints
-from dstrain.train.resume.inputs import with_selected_samples
-from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
-from dstrain.train.run import Run
 from dstrain.train.setup.plan import (
     RunPlan,
     build_loader,

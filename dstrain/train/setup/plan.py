@@ -23,9 +23,9 @@ from dstrain.distributed.world import Ranks, SingleProcessWorld, World
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
-from dstrain.launch.threads import count_available_cores, threads_per_process
+from dstrain.launch.processes import count_available_cores, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
-from dstrain.models.quantization.library import check_bitsandbytes, iter_bitsandbytes_keys
+from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.process_setup import log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
@@ -34,18 +34,23 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
-from dstrain.train.memory.forecast import make_forecast
-from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.monitor import MemoryMonitor
-from dstrain.train.memory.reduced_batch import use_batch_of_rank_0
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.ds_config import check_offload_folders, resolve_auto_on_rank_0, resolve_ds_config
+from dstrain.train.memory.monitor import MemoryMonitor, make_forecast
+from dstrain.train.memory.reduced_batch import MicroBatch, use_batch_of_rank_0
 from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.resume.decision import StartDecision, decide_start
-from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
-from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files, digest_inputs
-from dstrain.train.resume.recorded import ResumeOptions, check_recipe_unchanged, with_saved_batch_total
-from dstrain.train.setup.auto_preset import resolve_auto_on_rank_0
+from dstrain.train.resume import (
+    ResumeOptions,
+    StartDecision,
+    check_fingerprints,
+    check_inputs_unchanged,
+    check_recipe_unchanged,
+    decide_start,
+    digest_input_files,
+    digest_inputs,
+    fingerprint_weights,
+    with_saved_batch_total,
+)
 from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.train.state.manifest import CheckpointInfo
 

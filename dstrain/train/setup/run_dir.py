@@ -18,10 +18,10 @@ from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.launch.multihost.versions import read_installed_versions
+from dstrain.launch.multihost.probe import read_installed_versions
 from dstrain.models.load import read_config
 from dstrain.process_setup import log_stdout
-from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
+from dstrain.train.resume import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")

@@ -16,13 +16,12 @@ from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
-from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink
-from dstrain.report.wandb import WandbSink
+from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
-from dstrain.tasks.safety.dataset import describe_order
+from dstrain.tasks.safety.pair_task import describe_order
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
-from dstrain.train.resume.changes import ResumeChange
+from dstrain.train.resume import ResumeChange
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
 from dstrain.train.setup.plan import RunPlan

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dstrain.train.state.files import CheckpointReader
-from dstrain.train.state.slices import BLOCK, SCALE_KEYS, ParamRange, StateSlice
+from dstrain.train.state.layout import BLOCK, SCALE_KEYS, ParamRange, StateSlice
 
 PIECE = BLOCK << 14
 """Values that are loaded at a time."""

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from dstrain.errors import CheckpointError
-from dstrain.train.state.hashed_file import (
+from dstrain.train.state.layout import WEIGHT_KEY, ParamRange, StateSlice
+from dstrain.train.state.manifest import (
     BLOCK_BYTES,
     FileEntry,
     HashedFileReader,
     HashedFileWriter,
     check_no_pickles,
+    read_file_entries,
     write_hashed_file,
 )
-from dstrain.train.state.manifest import read_file_entries
-from dstrain.train.state.slices import WEIGHT_KEY, ParamRange, StateSlice
 
 STATE_DIR = "state"
 METADATA_FILE = "state/about.json"

@@ -1,23 +1,147 @@
-"""Manifest of a checkpoint, with sizes and hashes; checks and listing of checkpoints."""
+"""MANIFEST.json of a checkpoint: its files with hashes, written and checked by all ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import stat
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, UsageError
+from dstrain.distributed.world import Ranks
+from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
 from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, stat_or_none, sync_folder
 from dstrain.report.run_log import replace_nonfinite
-from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileReader, write_hashed_file
+
+BLOCK_BYTES = 4 << 20
+"""Size of a block."""
+MAX_CACHED_BLOCKS = 4
+"""Blocks of a file that a reader caches."""
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+
+FileEntry = dict[str, Any]
+"""{"size": bytes, "sha256": [one hash per block]}"""
+
+
+class HashedFileWriter:
+    """Writer of a file with hashes; `entry` is set once the file is closed and flushed to the disk."""
+
+    entry: FileEntry
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        self._hashes: list[str] = []
+        self._block_hash = hashlib.sha256()
+        self._bytes_in_block = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append the content and hash it."""
+        view = memoryview(content).cast("B")
+        self._file.write(view)
+        while len(view):
+            part = view[: BLOCK_BYTES - self._bytes_in_block]
+            self._block_hash.update(part)
+            self._bytes_in_block += len(part)
+            view = view[len(part) :]
+            if self._bytes_in_block == BLOCK_BYTES:
+                self._finish_block()
+
+    def _finish_block(self) -> None:
+        self._hashes.append(self._block_hash.hexdigest())
+        self._block_hash, self._bytes_in_block = hashlib.sha256(), 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            # After an error there is no entry, so no manifest can name the file.
+            if exc is None:
+                self._file.flush()
+                # Before the manifest names the file: a complete manifest means complete files, also after a
+                # power failure.
+                os.fsync(self._file.fileno())
+                size = self._file.tell()
+                # An empty file has one hash too, that of nothing.
+                if self._bytes_in_block or not size:
+                    self._finish_block()
+                self.entry = {"size": size, "sha256": self._hashes}
+        finally:
+            self._file.close()
+
+
+def write_hashed_file(path: Path, content: bytes) -> FileEntry:
+    """Write a complete file; return its size and hashes."""
+    with HashedFileWriter(path) as file:
+        file.write(content)
+    return file.entry
+
+
+class HashedFileReader:
+    """Reader that compares each block with its hash. Raises CheckpointError if one differs."""
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self.path, self.size, self._hashes = path, int(entry["size"]), entry["sha256"]
+        self._cached_blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return `length` bytes from `offset` on."""
+        if offset < 0 or offset + length > self.size:
+            raise CheckpointError(f"{self.path}: names values beyond its end; choose another checkpoint")
+        found = bytearray()
+        while len(found) < length:
+            index, skip = divmod(offset + len(found), BLOCK_BYTES)
+            found += memoryview(self.read_block(index))[skip : skip + length - len(found)]
+        return found
+
+    def read_block(self, index: int) -> bytes:
+        """Return one verified block."""
+        # Small tensors share a block; without the cache each of them would hash it again.
+        if index in self._cached_blocks:
+            self._cached_blocks.move_to_end(index)
+            return self._cached_blocks[index]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(index * BLOCK_BYTES)
+                content = file.read(BLOCK_BYTES)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be read ({error.strerror}); choose another checkpoint"
+            ) from error
+        if hashlib.sha256(content).hexdigest() != self._hashes[index]:
+            raise CheckpointError(
+                f"{self.path}: is not what was written, the sha256 of bytes {index * BLOCK_BYTES} to "
+                f"{index * BLOCK_BYTES + len(content)} differs; choose another checkpoint"
+            )
+        self._cached_blocks[index] = content
+        if len(self._cached_blocks) > MAX_CACHED_BLOCKS:
+            self._cached_blocks.popitem(last=False)
+        return content
+
+
+def check_no_pickles(folder: Path) -> None:
+    """Raise CheckpointError if a folder has pickle files, which run code when read; dstrain writes none."""
+    found = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix.lower() in PICKLE_SUFFIXES
+    )
+    if found:
+        raise CheckpointError(
+            f"{folder}: {found[0]} may be a pickle, which runs code when it is read, and dstrain writes none; "
+            "nothing of it was read: remove it if you know its origin, or choose another checkpoint"
+        )
+
 
 MANIFEST_FILE = "MANIFEST.json"
 MANIFEST_FORMAT = 1
@@ -295,3 +419,37 @@ def _to_json(value: Any) -> bytes:
 def _iter_folders(folder: Path) -> Iterator[Path]:
     yield folder
     yield from (path for path in folder.rglob("*") if path.is_dir())
+
+
+T = TypeVar("T")
+
+
+def gather_or_raise(
+    world: Ranks, value: T, error: Exception | None, summarize: Callable[[list[str]], str] = lambda faults: faults[0]
+) -> list[T]:
+    """Return every rank's value, by rank; or raise on all ranks if one has an error, which they would wait for. Collective.
+
+    Raises RunFolderLockedError if that is the error of any rank, else CheckpointError with `summarize(faults)`, of
+    faults such as `rank 3: OSError: ...`.
+    """
+    kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+    fault = None if error is None else f"{kind}{error}"
+    taken = str(error) if isinstance(error, RunFolderLockedError) else ""
+    outcomes = world.gather((value, fault, taken))
+    if taken := next((text for _, _, text in outcomes if text), ""):
+        raise RunFolderLockedError(taken) from error
+    faults = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text is not None]
+    if faults:
+        raise CheckpointError(summarize(faults)) from error
+    return [value for value, _, _ in outcomes]
+
+
+@contextmanager
+def raise_on_all_ranks(world: Ranks) -> Iterator[None]:
+    """Raise CheckpointError on all ranks if the body fails on one. Collective."""
+    error = None
+    try:
+        yield
+    except Exception as caught:  # of any kind: the other ranks must learn of it
+        error = caught
+    gather_or_raise(world, None, error)

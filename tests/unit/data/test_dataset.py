@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.data.cache.build import PreparePolicy, prepare
 from dstrain.data.dataset import as_dataset
+from dstrain.data.prepare import PreparePolicy, prepare
 from dstrain.data.sources.open import open_source
 
 

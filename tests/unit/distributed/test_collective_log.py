@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog, GroupLog
-from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.patches import log_calls
+from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.errors import PeerFailureError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.distributed import deepspeed_patches
-from dstrain.distributed.deepspeed_patches import (
+from dstrain.distributed import patches
+from dstrain.distributed.patches import (
     MUON_COMPILED,
     NORM_BLOCK,
     PAGE_BYTES,
@@ -124,7 +124,7 @@ def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> No
 def test_importing_muon_does_not_load_torchs_compiler() -> None:
     """It takes as long as importing torch, and DeepSpeed imports Muon for every optimizer with ZeRO."""
     probe = "import sys; {}; print('torch._inductor.compile_fx' in sys.modules)"
-    patched = "from dstrain.distributed.deepspeed_patches import disable_muon_compile; disable_muon_compile()"
+    patched = "from dstrain.distributed.patches import disable_muon_compile; disable_muon_compile()"
     plain = "import deepspeed.runtime.zero.muon.muon_optimizer"
 
     def loads_compiler(code: str) -> bool:
@@ -334,4 +334,4 @@ def test_the_subgroups_of_stage_3_are_moved_by_its_private_methods() -> None:
 
 
 def test_without_compilation_a_function_stays_as_it_is() -> None:
-    assert deepspeed_patches._keep_function(dynamic=True)(len) is len
+    assert patches._keep_function(dynamic=True)(len) is len

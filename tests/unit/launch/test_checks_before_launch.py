@@ -14,15 +14,14 @@ import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
+from dstrain.commands import preflight
 from dstrain.commands import train as train_command
-from dstrain.commands.checks import preflight
-from dstrain.commands.recipe.recipe_args import TrainRequest
+from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
-from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.reduced_batch import apply_reduced_batch
+from dstrain.train.memory.reduced_batch import MicroBatch, apply_reduced_batch
 from dstrain.train.setup import build_run
 from tests.vision_recipes import named_recipe
 

@@ -20,8 +20,7 @@ from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.files import atomic_write
 from dstrain.launch import lease as module
-from dstrain.launch.lease import Lease, check_lease
-from dstrain.launch.lease_file import LeaseHolder, read_latest_lease
+from dstrain.launch.lease import Lease, LeaseHolder, check_lease, read_latest_lease
 from dstrain.launch.processes import start_time
 
 

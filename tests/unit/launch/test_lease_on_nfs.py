@@ -14,10 +14,9 @@ import pytest
 
 from dstrain.errors import ResumeError, RunError
 from dstrain.files import atomic_write
+from dstrain.launch import lease as lease_file
 from dstrain.launch import lease as module
-from dstrain.launch import lease_file
-from dstrain.launch.lease import Lease, check_lease
-from dstrain.launch.lease_file import read_latest_lease
+from dstrain.launch.lease import Lease, check_lease, read_latest_lease
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.errors import UsageError
 from dstrain.launch import topology
-from dstrain.launch.threads import thread_environment, threads_per_process
+from dstrain.launch.processes import thread_environment, threads_per_process
 from dstrain.launch.topology import (
     expand_nodelist,
     expand_task_counts,

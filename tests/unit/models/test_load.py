@@ -15,7 +15,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError, UsageError
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.models.load import build_meta_model, load_model, read_config
-from dstrain.models.weights.check_files import check_weight_files
+from dstrain.models.weights import check_weight_files
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -161,7 +161,7 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         raise refused
 
     with monkeypatch.context() as patch:
-        patch.setattr("dstrain.models.weights.check_files.os.listdir", no_folder)
+        patch.setattr("dstrain.models.weights.os.listdir", no_folder)
         with pytest.raises(
             RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
         ):

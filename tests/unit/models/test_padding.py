@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.errors import RecipeError
-from dstrain.models.padding import clear_padding_idx, set_pad_token
+from dstrain.models.load import clear_padding_idx, set_pad_token
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 

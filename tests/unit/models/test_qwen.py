@@ -11,10 +11,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
-from dstrain.models.params.components import components_by_id
+from dstrain.models.params import components_by_id
 from dstrain.models.processors import is_multimodal
 from dstrain.tasks.common.forward import forward_logits
 from tests.vision_recipes import picture

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from dstrain.config import RunConfig
-from dstrain.data.encoding.prompts import EncodedPrompt
+from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError

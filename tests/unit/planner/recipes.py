@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.schema import RunConfig
-from dstrain.planner.cluster import Cluster
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import named_config
+from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
 
 GIB = 2**30

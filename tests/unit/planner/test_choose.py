@@ -6,9 +6,9 @@ import pytest
 
 from dstrain.errors import PresetError, RecipeError
 from dstrain.planner.choose import MARGIN, choose_preset
-from dstrain.planner.cluster import Cluster
 from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
 from dstrain.planner.memory import plan_memory
+from dstrain.planner.workload import Cluster
 from dstrain.preset import preset_names, read_preset
 from tests.unit.planner.recipes import GIB, made_config
 

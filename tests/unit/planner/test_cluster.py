@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
-from dstrain.planner import cluster
-from dstrain.planner.cluster import detect_gpu_bytes, parse_bytes
+from dstrain.planner import workload
+from dstrain.planner.workload import detect_gpu_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_hidden_gpus_have_no_memory() -> None:
 
 
 def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_ask_nvml", lambda: ([1 << 30, 80 << 30], "pynvml"))
+    monkeypatch.setattr(workload, "_ask_nvml", lambda: ([1 << 30, 80 << 30], "pynvml"))
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "1"})[0] == [80 << 30]
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "GPU-ab"})[0] == [1 << 30, 80 << 30]
     assert detect_gpu_bytes({})[0] == [1 << 30, 80 << 30]

@@ -10,8 +10,8 @@ import yaml
 
 from dstrain.config import RunConfig
 from dstrain.errors import UsageError
-from dstrain.planner import hardware
-from dstrain.planner.hardware import Hardware, detect_hardware, suggest_model
+from dstrain.planner import choose
+from dstrain.planner.choose import Hardware, detect_hardware, suggest_model
 from tests.vocabulary import invoke
 
 GIB = 2**30
@@ -73,9 +73,9 @@ def test_precision_and_workers_follow_from_the_devices() -> None:
 
 
 def test_this_machine_is_read_from_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda env: 2)
-    monkeypatch.setattr(hardware, "detect_gpu_bytes", lambda env: ([24 * GIB, 20 * GIB], "pynvml"))
-    monkeypatch.setattr(hardware, "gpus_support_bf16", lambda: False)
+    monkeypatch.setattr(choose, "visible_gpus", lambda env: 2)
+    monkeypatch.setattr(choose, "detect_gpu_bytes", lambda env: ([24 * GIB, 20 * GIB], "pynvml"))
+    monkeypatch.setattr(choose, "gpus_support_bf16", lambda: False)
     found = detect_hardware()
     assert (found.gpus, found.gpu_bytes, found.bf16) == (2, 20 * GIB, False)
 

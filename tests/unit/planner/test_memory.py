@@ -11,10 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from dstrain.errors import PresetError
-from dstrain.planner import memory as heads
-from dstrain.planner.byte_tables import OPTIMIZERS, QUANTIZED_WEIGHTS
-from dstrain.planner.cluster import Cluster
+from dstrain.planner.lines import OPTIMIZERS, QUANTIZED_WEIGHTS
 from dstrain.planner.memory import MemoryPlan, plan_memory
+from dstrain.planner.workload import Cluster
 from dstrain.preset import preset_names, read_preset
 from tests.reward_models import export_reward_model
 from tests.unit.planner.recipes import GIB, made_config, made_plan
@@ -117,11 +116,11 @@ def test_the_head_never_holds_all_logits() -> None:
 
 
 def test_the_head_is_computed_in_the_chunks_of_the_model() -> None:
-    from dstrain.models.heads import linear_head
+    from dstrain.models import heads
 
-    assert heads.CHUNK_BYTES == linear_head.MAX_CHUNK_BYTES
+    assert heads.CHUNK_BYTES == heads.MAX_CHUNK_BYTES
     own = (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
-    assert own == (linear_head.KEPT_SHARE, linear_head.SLICE_SHARE, linear_head.BLOCK_SHARE)
+    assert own == (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
 
 
 def test_images_are_counted_with_their_encoder() -> None:

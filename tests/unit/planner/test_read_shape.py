@@ -10,10 +10,8 @@ import pytest
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.planner.families.decoders import shape_from_config
-from dstrain.planner.read_shape import named_config, read_base_shape, read_shape, shape_names
-from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import read_properties
+from dstrain.planner.read_shape import named_config, read_base_shape, read_shape, shape_from_config, shape_names
+from dstrain.planner.workload import ModelShape, read_properties
 from tests.unit.planner.recipes import made_config
 
 KNOWN = {

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dstrain.preset.key_schema import find_key, load_key_schema
+from dstrain.preset.keys import find_key, load_key_schema
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "make_ds_keys.py"

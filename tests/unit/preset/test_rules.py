@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.errors import PresetError
 from dstrain.preset import check_ds_config, convert_preset, read_preset, summarize_presets
-from dstrain.preset.key_schema import find_key, find_value_problem
+from dstrain.preset.keys import find_key, find_value_problem
 from tests.unit.preset.presets import refusal, write, zero
 
 HOST = {"device": "cpu"}

@@ -21,7 +21,7 @@ import pytest
 
 import dstrain
 from dstrain.report.console import ConsoleSink, format_row
-from dstrain.report.progress_line import ProgressLine, format_clock
+from dstrain.report.progress import ProgressLine, format_clock
 from tests.run_folders import ROW
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

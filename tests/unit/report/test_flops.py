@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.models.heads.chunked_lm_head import HeadInput
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES, ScoreFields
-from dstrain.models.params.components import unwrap_peft
+from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, ScoreFields
+from dstrain.models.params import unwrap_peft
 from dstrain.report.flops import StepFlops, find_peak_flops
 from dstrain.tasks import find_task, make_task
 from dstrain.train.build_model import build_train_module

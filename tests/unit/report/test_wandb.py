@@ -17,8 +17,8 @@ import pytest
 
 from dstrain.config.schema import WandbConfig
 from dstrain.errors import UsageError
-from dstrain.report import wandb as sink
-from dstrain.report.wandb import WandbSink, check_wandb, get_run_id, resolve_mode
+from dstrain.report import sinks as sink
+from dstrain.report.sinks import WandbSink, check_wandb, get_run_id, resolve_mode
 from tests.unit.report.wandb_files import files, only, records, rows, values
 from tests.unit.report.wandb_server import Server
 

@@ -13,7 +13,7 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.commands.generate import PromptReader
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.loading.loader import make_batch
@@ -21,12 +21,12 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError, TaskError
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
-from dstrain.models.params.groups import build_param_groups
+from dstrain.models.heads import MAX_CHUNK_BYTES
+from dstrain.models.params import build_param_groups
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
+from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.task import load_dataset
-from dstrain.tasks.metrics.answers import ANSWER_METRICS
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import Evaluation

@@ -18,7 +18,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
+from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.dpo import DPO

@@ -11,7 +11,7 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.dropout import disable_dropout_in_model
+from dstrain.tasks.common.forward import disable_dropout_in_model
 from dstrain.train.build_model import build_model
 
 TEXT = {

@@ -15,7 +15,7 @@ from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
-from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params import build_param_groups
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.kto import KTO, kto
 from dstrain.tasks.rm import RewardModel

@@ -12,7 +12,7 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.structures.chain import BACKBONE_ATOMS, MASK
+from dstrain.data.structures import BACKBONE_ATOMS, MASK
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import make_task
 from dstrain.tasks.protein import NO_TARGET, Protein
@@ -235,6 +235,6 @@ def test_a_recipe_without_data_is_refused() -> None:
 
 
 def test_the_atoms_of_the_store_are_those_of_the_head() -> None:
-    from dstrain.models.protein.layers import NUM_ATOMS
+    from dstrain.models.protein import NUM_ATOMS
 
     assert len(BACKBONE_ATOMS) == NUM_ATOMS

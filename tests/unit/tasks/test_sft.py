@@ -11,7 +11,7 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
+from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dstrain.data.documents.options import DocumentOptions
-from dstrain.data.documents.source import DocumentSource
+from dstrain.data.documents.source import DocumentOptions, DocumentSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from tests.vocabulary import read_jsonl

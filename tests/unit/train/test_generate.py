@@ -10,16 +10,16 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
-from dstrain.data.formats.prompts import read_prompt
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_prompts
+from dstrain.data.formats.conversations import read_prompt
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.engine.inference import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.engine.base import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
 from dstrain.train.generate import SamplingParams, generate_answers
 from dstrain.train.state.files import StateFile, write_state
-from dstrain.train.state.weights import load_weights
+from dstrain.train.state.load import load_weights
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import pytest
 import yaml
 
 from dstrain.batch import Progress
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
-from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params import build_param_groups
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe, find_compatible_candidate
-from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import ResumeOptions, dump_training_recipe, find_compatible_candidate
+from dstrain.train.state.manifest import write_hashed_file
 from tests.workers import ROOT
 
 

@@ -11,11 +11,10 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.decision import decide_start
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import ResumeOptions, decide_start
 from dstrain.train.setup.build_run import prepare_start
-from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.state.manifest import write_hashed_file
 
 
 @pytest.fixture

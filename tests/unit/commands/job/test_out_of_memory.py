@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.commands.job.run_job import explain_out_of_memory
+from dstrain.commands.run_job import explain_out_of_memory
 from dstrain.errors import OutOfMemoryError
 
 GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8.00 GiB"

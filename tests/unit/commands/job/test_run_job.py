@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.job.run_job import JobResult, _launch_workers
+from dstrain.commands.run_job import JobResult, _launch_workers
 from dstrain.launch.command import LocalLaunch
 from tests.workers import ROOT
 
@@ -57,7 +57,7 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     main = f"""
         import sys
         from pathlib import Path
-        from dstrain.commands.job.run_job import _launch_workers
+        from dstrain.commands.run_job import _launch_workers
         from tests.unit.commands.job.test_run_job import launch
         place = Path({str(tmp_path / "place")!r})
         sys.exit(_launch_workers(launch({work!r}, place), place).exit_code)

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from dstrain.commands.job import temp_dirs
-from dstrain.commands.job.temp_dirs import OWNER_FILE, keep_scratch, make_scratch, remove_stale_scratch
+from dstrain.commands import run_job
+from dstrain.commands.run_job import OWNER_FILE, keep_scratch, make_scratch, remove_stale_scratch
 from dstrain.files import get_host_id
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="start times of processes are Linux's here")
-KILLED = "import os, sys\nfrom pathlib import Path\nfrom dstrain.commands.job.temp_dirs import make_scratch\nmake_scratch(Path(sys.argv[1]))\nos.kill(os.getpid(), 9)"
+KILLED = "import os, sys\nfrom pathlib import Path\nfrom dstrain.commands.run_job import make_scratch\nmake_scratch(Path(sys.argv[1]))\nos.kill(os.getpid(), 9)"
 
 
 def killed(place):
@@ -43,7 +43,7 @@ def test_a_folder_that_was_kept_or_is_somebody_elses_stays(tmp_path, monkeypatch
             (place / OWNER_FILE).write_text(json.dumps(owner))
             keep_scratch(place)
         elif name == "alive":
-            owner |= {"pid": os.getpid(), "started": temp_dirs.start_time(os.getpid())}
+            owner |= {"pid": os.getpid(), "started": run_job.start_time(os.getpid())}
         elif name == "other machine":
             owner["machine"] = "elsewhere"
         if name == "link":
@@ -63,7 +63,7 @@ def test_a_folder_that_was_kept_or_is_somebody_elses_stays(tmp_path, monkeypatch
 
 
 def test_only_so_many_are_removed_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(temp_dirs, "_MAX_REMOVED", 2)
+    monkeypatch.setattr(run_job, "_MAX_REMOVED", 2)
     for index in range(3):
         place = tmp_path / f"dstrain-{index:016x}"
         place.mkdir()

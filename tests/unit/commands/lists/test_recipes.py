@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from dstrain.commands.lists.recipes import NEEDS, find_comment, run_command
-from dstrain.commands.recipe.find_recipe import find_recipe, list_builtin_recipes
+from dstrain.commands.lists import NEEDS, find_comment, run_command
+from dstrain.commands.recipe_args import find_recipe, list_builtin_recipes
 from dstrain.config import read_recipe
 from tests.vocabulary import invoke
 

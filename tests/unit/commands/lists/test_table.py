@@ -8,7 +8,7 @@ from os import terminal_size
 
 import pytest
 
-from dstrain.commands.lists.table import format_table, terminal_width, wrap_note
+from dstrain.commands.lists import format_table, terminal_width, wrap_note
 from tests.vocabulary import invoke
 
 HEADER = ("name", "task", "trains")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.commands.recipe.recipe_args import resolve_paths
+from dstrain.commands.recipe_args import resolve_paths
 from dstrain.config import read_recipe
 
 

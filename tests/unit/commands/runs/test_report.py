@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.runs.report import rewrite_report
+from dstrain.commands.runs import rewrite_report
 from dstrain.launch.lease import Lease
 from dstrain.launch.worker import LAUNCH_ID_ENV, record_end, record_start
 from tests.run_folders import event, finished_run, started, train_row, write_run

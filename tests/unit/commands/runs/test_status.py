@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.runs import liveness
-from dstrain.commands.runs.liveness import find_liveness
-from dstrain.launch.lease import Lease
-from dstrain.launch.lease_file import format_heartbeat, lease_path
+from dstrain.commands import runs
+from dstrain.commands.runs import find_liveness
+from dstrain.launch.lease import Lease, format_heartbeat, lease_path
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, record_end, record_start
 from dstrain.report.run_history import open_run
 from tests.run_folders import event, finished_run, started, train_row, write_run
@@ -145,12 +144,12 @@ def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
 ) -> None:
     path = lease_path(get_workers_dir(held), 1)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "elsewhere", "host": "node7"}))
-    monkeypatch.setattr(liveness, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runs, "_POLL_SECONDS", 0.01)
     if beats:
         read = iter(range(1, 100))
-        original = liveness.read_latest_lease
+        original = runs.read_latest_lease
         monkeypatch.setattr(
-            liveness,
+            runs,
             "read_latest_lease",
             lambda folder: (
                 1,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.selftest.checks import (
+from dstrain.commands.selftest import (
     TOLERANCE,
     CheckResult,
     compare_losses,

@@ -13,9 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.selftest import run
-from dstrain.commands.selftest.checks import CHECKS, CheckResult, Phase, error_path, result_path, write_results
-from dstrain.commands.selftest.run import LaunchSequence, Processes, plan_processes, run_selftest, work_folder
+from dstrain.commands import selftest
+from dstrain.commands.selftest import (
+    CHECKS,
+    CheckResult,
+    LaunchSequence,
+    Phase,
+    Processes,
+    error_path,
+    plan_processes,
+    result_path,
+    run_selftest,
+    work_folder,
+    write_results,
+)
 from dstrain.errors import UsageError
 from tests.vocabulary import invoke
 
@@ -58,7 +69,7 @@ def test_a_run_is_resumed_by_another_number_of_processes(gpus: int, first: str, 
 
 
 def test_two_launches_do_for_all_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_child", launch := FakeLaunch(tmp_path))
+    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path))
     report = run_selftest(["zero0", "zero3"], tmp_path, lambda line: None)
     assert launch.calls == [["stop", "zero0", "zero3"], ["resume", "zero0", "zero3"]]
     assert report.passed
@@ -66,7 +77,7 @@ def test_two_launches_do_for_all_presets(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_launch_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_child", launch := FakeLaunch(tmp_path, "zero1"))
+    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path, "zero1"))
     report = run_selftest(["zero0", "zero1", "zero2"], tmp_path, lambda line: None)
     assert launch.calls == [["stop", "zero0", "zero1", "zero2"], ["stop", "zero2"], ["resume", "zero0", "zero2"]]
     states = {(row.preset, row.check): row.state for row in report.results}
@@ -80,24 +91,25 @@ def test_a_launch_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest
 
 def test_the_reason_is_the_last_error_in_the_output() -> None:
     log = "x\ndstrain: rank 0 failed with code 1: no memory\nmore\ndstrain: the logs of the processes are kept in /tmp/x\n"
-    assert run.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
-    assert run.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
-    assert run.find_reason("") == "they have printed nothing"
+    assert selftest.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
+    assert selftest.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
+    assert selftest.find_reason("") == "they have printed nothing"
 
 
 def test_the_error_of_a_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_child", FakeLaunch(tmp_path, "zero1"))
+    monkeypatch.setattr(selftest, "run_child", FakeLaunch(tmp_path, "zero1"))
     (path := error_path(tmp_path, "stop", "zero1", 0)).parent.mkdir()
     path.write_text("the disk is full")
     assert LaunchSequence("stop", ALONE, tmp_path, 8).run(["zero1"], lambda line: None)[0].detail == "the disk is full"
 
 
 def test_a_launch_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LAUNCH_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(selftest, "LAUNCH_TIMEOUT_SECONDS", 0.2)
     with (tmp_path / "log").open("wb") as log:
         start = time.monotonic()
         assert (
-            run.run_child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), log.fileno()) is None
+            selftest.run_child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), log.fileno())
+            is None
         )
     assert time.monotonic() - start < 30
 
@@ -116,7 +128,7 @@ def test_a_signal_ends_the_child_and_removes_the_folder(number: signal.Signals, 
     thread = threading.Thread(target=strike)
     thread.start()
     with (tmp_path / "log").open("wb") as log, pytest.raises(KeyboardInterrupt), work_folder(None) as folder:
-        run.run_child([sys.executable, "-c", code], dict(os.environ), log.fileno())
+        selftest.run_child([sys.executable, "-c", code], dict(os.environ), log.fileno())
     thread.join()
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):
@@ -148,7 +160,7 @@ def test_a_preset_given_twice_is_refused() -> None:
 
 def test_a_preset_that_does_not_exist_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(run, "run_child", lambda *words: started.append(words) or 1)
+    monkeypatch.setattr(selftest, "run_child", lambda *words: started.append(words) or 1)
     done = invoke("selftest", "--preset", "zero9")
     assert (done.exit_code, started) == (2, [])
     assert "there is no such preset in" in done.stderr
@@ -158,7 +170,7 @@ def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pyt
     def dead(*words: object) -> int:
         return 1
 
-    monkeypatch.setattr(run, "run_child", dead)
+    monkeypatch.setattr(selftest, "run_child", dead)
     done = invoke("selftest", "--preset", "zero1")
     assert done.exit_code == 1
     assert done.stdout.splitlines()[0].startswith("system ")
@@ -166,6 +178,6 @@ def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pyt
 
 
 def test_the_environment_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from dstrain.commands.selftest.environment import collect_lines; "
+    code = "import sys; from pathlib import Path; from dstrain.commands.selftest import collect_lines; "
     code += "collect_lines(Path('.')); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 
-from dstrain.commands.selftest.checks import CHECKS, CheckResult, skip
-from dstrain.commands.selftest.environment import EnvironmentLine
-from dstrain.commands.selftest.table import COLUMNS, SelftestReport, report_as_json, show_environment, show_report
+from dstrain.commands.selftest import (
+    CHECKS,
+    COLUMNS,
+    CheckResult,
+    EnvironmentLine,
+    SelftestReport,
+    report_as_json,
+    show_environment,
+    show_report,
+    skip,
+)
 
 
 def passed(preset: str, *checks: str) -> list[CheckResult]:

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache import build
-from dstrain.data.cache.token_store import TokenizedDataset
-from dstrain.data.vision import image_index_writer
+from dstrain.data import prepare
+from dstrain.data.token_store import TokenizedDataset
+from dstrain.data.vision import image_index
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask
 from tests.vision_recipes import picture
@@ -50,9 +50,9 @@ def built(
 ) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.common.store_builder.count_available_cores", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.record_task.count_available_cores", lambda: threads)
     decoded: list[str] = []
-    real = image_index_writer.decode_image
+    real = image_index.decode_image
 
     def slowly(content: bytes, name: str) -> Image.Image:
         decoded.append(threading.current_thread().name)
@@ -60,7 +60,7 @@ def built(
         return real(content, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_index_writer, "decode_image", slowly)
+        patch.setattr(image_index, "decode_image", slowly)
         found = task.examples("train")
     assert found is not None
     return found, decoded
@@ -119,14 +119,14 @@ def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
     assert sight is not None
 
     def place() -> Path:
-        return build.ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
+        return prepare.ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
 
     before = place()
     sight.hf_processor.tokenizer.add_tokens(["a_new_one"])
     assert place() == before
-    monkeypatch.setattr(build, "version", lambda name: "99.0.1")
+    monkeypatch.setattr(prepare, "version", lambda name: "99.0.1")
     newer = place()
-    monkeypatch.setattr(build, "version", lambda name: "99.0.2")
+    monkeypatch.setattr(prepare, "version", lambda name: "99.0.2")
     assert before != newer == place()
     sight.hf_processor.image_processor.do_center_crop = not sight.hf_processor.image_processor.do_center_crop
     assert place() != newer

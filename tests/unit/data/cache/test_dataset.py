@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.data.cache.dataset import align_store, split_examples
-from dstrain.data.cache.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.loading.loader import StepSampler
+from dstrain.data.prepare import align_store, split_examples
+from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.errors import DataError
 
 

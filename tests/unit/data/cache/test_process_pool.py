@@ -14,16 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import ExampleSettings, PreparePolicy, RecordEncode, SequentialEncode
-from dstrain.data.cache.process_pool import ProcessPoolConfig
+from dstrain.data import prepare, process_pool
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.preferences import UnpairedEncoder, encode_preferences
 from dstrain.data.encoding.tokenization import CUT_COLUMNS
-from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, SequentialEncode
+from dstrain.data.process_pool import ProcessPoolConfig
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError, TaskError, describe_unexpected
@@ -40,8 +39,8 @@ COUNTED = ExampleSettings(counted=CUT_COLUMNS)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few records are shared by several processes."""
     monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", 1)
-    monkeypatch.setattr(build, "PARALLEL_CHUNK_SIZE", 3)
-    monkeypatch.setattr(build, "CHUNK_SIZE", 7)
+    monkeypatch.setattr(prepare, "PARALLEL_CHUNK_SIZE", 3)
+    monkeypatch.setattr(prepare, "CHUNK_SIZE", 7)
 
 
 def record(at: int) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     found = []
     for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
         policy = PreparePolicy(task="rm", on_error="skip", processes=processes)
-        store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name, COUNTED)
+        store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name, COUNTED)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
     assert found[0][1].bad[0].location.endswith("train.jsonl:10")
@@ -94,15 +93,15 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
 
 
 def encode_all(source: Any, encode: Encode, processes: ProcessPoolConfig = THREE) -> list[Any]:
-    chunks = build.iter_encoded(source, encode, build.BuildReport(), 7, processes, COUNTED)
+    chunks = prepare.iter_encoded(source, encode, prepare.BuildReport(), 7, processes, COUNTED)
     return [row for chunk in chunks for row in chunk]
 
 
 def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n" * 20)
-    source, report = open_source(tmp_path / "x.jsonl"), build.BuildReport()
+    source, report = open_source(tmp_path / "x.jsonl"), prepare.BuildReport()
     none = lambda rows: [BadRecord("odd") for _ in rows]  # noqa: E731
-    assert [*build.iter_encoded(source, none, report, 7, THREE)] == [[]] * 7
+    assert [*prepare.iter_encoded(source, none, report, 7, THREE)] == [[]] * 7
     assert [row.location[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
 
 
@@ -160,7 +159,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.02 if rows[0][0] < 6 else 60)
         return [{"ids": [index]} for index, _ in rows]
 
-    chunks = build.iter_encoded(open_source(written(tmp_path)), slow, build.BuildReport(), 7, THREE)
+    chunks = prepare.iter_encoded(open_source(written(tmp_path)), slow, prepare.BuildReport(), 7, THREE)
     before = psutil.Process().children()
     next(chunks)
     children = [child for child in psutil.Process().children() if child not in before]
@@ -229,7 +228,7 @@ def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp
     for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
         policy = PreparePolicy(task="own", processes=processes)
         settings = ExampleSettings(get_group=group)
-        stores.append(build.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / name, settings))
+        stores.append(prepare.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / name, settings))
     one, three = ({f.name: f.read_bytes() for f in store.folder.glob("*.npy")} for store in stores)
     assert one == three
     assert ("sample.group.npy" in one) == (group is not None)
@@ -242,7 +241,7 @@ def test_an_error_of_the_encoder_names_its_line_from_another_process_too(tmp_pat
     (tmp_path / "r.jsonl").write_text('{"n": 1}\n' * 40)
     policy = PreparePolicy(task="own.py", processes=THREE)
     with pytest.raises(ZeroDivisionError) as caught:
-        build.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy, tmp_path / "cache")
+        prepare.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy, tmp_path / "cache")
     line = broken.__code__.co_firstlineno + 1
     assert describe_unexpected(caught.value).endswith(f", tests/unit/data/cache/test_process_pool.py:{line})")
 
@@ -251,7 +250,7 @@ def test_a_refused_value_is_named_from_another_process_too(tmp_path: Path) -> No
     (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
     policy = PreparePolicy(task="own.py", processes=THREE)
     with pytest.raises(TaskError, match=r"^task own.py: column 'x' of .*r.jsonl:31 is a str; a column holds numbers"):
-        build.prepare(
+        prepare.prepare(
             open_source(tmp_path / "r.jsonl"),
             lambda rows: [{"x": "a" if record["n"] == 30 else 1} for _, record in rows],
             {}, policy, tmp_path / "cache",

@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 
 from dstrain.config import RunConfig
-from dstrain.data.cache.build import (
+from dstrain.data.formats.preferences import read_preference
+from dstrain.data.prepare import (
     ExampleSettings,
     PreparePolicy,
     check_bad_records,
+    check_file,
     format_bad_rows,
     iter_encoded,
     prepare,
 )
-from dstrain.data.cache.check import check_file
-from dstrain.data.cache.token_store import BuildReport, load_or_build_store
-from dstrain.data.fingerprint import tokenizer_fingerprint
-from dstrain.data.formats.preferences import read_preference
-from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.records import BadRecord, BadRow, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
+from dstrain.data.token_store import BuildReport, load_or_build_store
 from dstrain.errors import DataError, TaskError
 from dstrain.tasks import make_task
 

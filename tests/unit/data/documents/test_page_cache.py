@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.documents import document, pdfium
-from dstrain.data.documents.document import DocumentCache, PdfDocument
+from dstrain.data.documents import pages
+from dstrain.data.documents.pages import DocumentCache, PdfDocument
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError
@@ -36,7 +36,7 @@ def test_a_page_is_rendered_once_and_only_if_it_is_used(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_pdf(tmp_path / "a.pdf")
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, pages, "call_pdfium")
     found = open_pdf(path)
     file = found.get_image(3).get_file()
     assert read_image(file).size == (200, 100)
@@ -56,13 +56,13 @@ def test_pages_are_kept_by_content_resolution_and_version(tmp_path: Path, monkey
     assert open_pdf(tmp_path / "c.pdf").get_image(1).get_file() == file
     assert open_pdf(other).get_image(1).get_file() != file
     assert open_pdf(first, 100).get_image(1).get_file() != file
-    monkeypatch.setattr(document.pdfium, "pdfium_version", lambda: "5.99")
+    monkeypatch.setattr(pages.pdfium, "pdfium_version", lambda: "5.99")
     assert open_pdf(first).get_image(1).get_file() != file
 
 
 def test_threads_wait_for_the_one_that_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_pdf(write_pdf(tmp_path / "a.pdf"))
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, pages, "call_pdfium")
     with ThreadPoolExecutor(8) as pool:
         files = [*pool.map(lambda page: found.get_image(page % 3 + 1).get_file(), range(24))]
     assert len(calls) == len(set(files)) == 3
@@ -91,9 +91,9 @@ def test_two_processes_at_once_read_the_same_pages(tmp_path: Path, cache: Path) 
 def test_a_page_that_failed_is_not_tried_again_by_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_one_page(tmp_path / "a.pdf", b"0 0 1e-9 1e30")
     found = open_pdf(path)
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, pages, "call_pdfium")
     for _ in range(3):
-        monkeypatch.setattr(pdfium, "page_scale", lambda *size: None)
+        monkeypatch.setattr(pages, "page_scale", lambda *size: None)
         with pytest.raises(BadRecord, match=r"page 1 of .*a.pdf has no area"):
             found.get_image(1).get_file()
     assert len(calls) == 1

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.documents.document import Document
-from dstrain.data.documents.page_selection import RetrievalRecall, retrieve_pages, select_pages
-from dstrain.data.documents.questions import DocumentQuestion, read_question
+from dstrain.data.documents.pages import Document
+from dstrain.data.documents.source import DocumentQuestion, RetrievalRecall, read_question, retrieve_pages, select_pages
 from dstrain.data.records import BadRecord
 from tests.unit.data.documents.pdf_files import PAGES
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.documents import pdfium
+from dstrain.data.documents import pages
 from dstrain.data.limited_process import ResourceLimits
 from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
@@ -20,10 +20,10 @@ LINES = b"0 0 m 90 70 l S 3 3 40 40 re f\n"
 
 def test_a_pdf_has_pages_texts_and_images(tmp_path: Path) -> None:
     path = write_pdf(tmp_path / "a.pdf")
-    assert pdfium.count_pages(path) == len(PAGES)
-    pdfium.write_texts(path, tmp_path / "text.json")
+    assert pages.count_pages(path) == len(PAGES)
+    pages.write_texts(path, tmp_path / "text.json")
     assert json.loads((tmp_path / "text.json").read_text()) == [*PAGES]
-    pdfium.render_page(path, tmp_path / "2.png", 2, 144)
+    pages.render_page(path, tmp_path / "2.png", 2, 144)
     page = Image.open(tmp_path / "2.png")
     assert (page.size, page.mode) == ((400, 200), "RGB"), "200 x 100 points at 144 dpi"
     assert np.asarray(page).min() < 100 < np.asarray(page).mean()
@@ -33,7 +33,7 @@ def test_a_pdf_has_pages_texts_and_images(tmp_path: Path) -> None:
 def test_a_page_with_the_same_bytes_gives_the_same_image(tmp_path: Path) -> None:
     path = write_pdf(tmp_path / "a.pdf")
     for name in ("1.png", "2.png"):
-        pdfium.render_page(path, tmp_path / name, 1, 100)
+        pages.render_page(path, tmp_path / name, 1, 100)
     assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
 
 
@@ -61,9 +61,9 @@ def garbled(path: Path) -> Path:
 def test_a_pdf_that_cannot_be_opened_is_refused_with_the_reason(tmp_path: Path, make: Any, reason: str) -> None:
     path = make(tmp_path / "a.pdf")
     for call in (
-        lambda: pdfium.count_pages(path),
-        lambda: pdfium.write_texts(path, tmp_path / "text.json"),
-        lambda: pdfium.render_page(path, tmp_path / "1.png", 1, 144),
+        lambda: pages.count_pages(path),
+        lambda: pages.write_texts(path, tmp_path / "text.json"),
+        lambda: pages.render_page(path, tmp_path / "1.png", 1, 144),
     ):
         with pytest.raises(BadRecord, match=reason):
             call()
@@ -76,34 +76,34 @@ def test_a_pdf_that_only_its_owner_may_change_is_read(tmp_path: Path) -> None:
     pdf.add_page()
     pdf.set_encryption(owner_password="owner", permissions=fpdf.enums.AccessPermission.none())
     pdf.output(str(tmp_path / "a.pdf"))
-    assert pdfium.count_pages(tmp_path / "a.pdf") == 1
+    assert pages.count_pages(tmp_path / "a.pdf") == 1
 
 
 def test_a_page_that_is_damaged_is_refused_when_it_is_rendered(tmp_path: Path) -> None:
     objects = [b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[9 0 R]/Count 1>>"]
     path = write_objects(tmp_path / "a.pdf", objects)
-    assert pdfium.count_pages(path) == 1
-    pdfium.write_texts(path, tmp_path / "text.json")
+    assert pages.count_pages(path) == 1
+    pages.write_texts(path, tmp_path / "text.json")
     assert json.loads((tmp_path / "text.json").read_text()) == [""]
     with pytest.raises(BadRecord, match=r"page 1 of .*a.pdf is damaged and cannot be rendered"):
-        pdfium.render_page(path, tmp_path / "1.png", 1, 144)
+        pages.render_page(path, tmp_path / "1.png", 1, 144)
 
 
 def test_a_large_page_is_rendered_at_a_lower_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_one_page(tmp_path / "a.pdf", b"0 0 2000 1000")
-    monkeypatch.setattr(pdfium, "MAX_PAGE_PIXELS", 20_000)
-    pdfium.render_page(path, tmp_path / "1.png", 1, 144)
+    monkeypatch.setattr(pages, "MAX_PAGE_PIXELS", 20_000)
+    pages.render_page(path, tmp_path / "1.png", 1, 144)
     assert Image.open(tmp_path / "1.png").size == (200, 100)
 
 
 def test_a_page_has_a_bounded_number_of_pixels_whatever_its_size_and_dpi() -> None:
     for width, height in ((612, 792), (14400, 14400), (1e-3, 1e9), (1e9, 1e9), (3, 2e7)):
-        scale = pdfium.page_scale(width, height, 1200)
+        scale = pages.page_scale(width, height, 1200)
         if scale is not None:
-            assert width * scale * height * scale <= pdfium.MAX_PAGE_PIXELS * 1.001
-    assert pdfium.page_scale(612, 792, 144) == 2
+            assert width * scale * height * scale <= pages.MAX_PAGE_PIXELS * 1.001
+    assert pages.page_scale(612, 792, 144) == 2
     for width, height in ((0, 10), (-1, -1), (float("inf"), 1), (float("nan"), 1), (1e-200, 1e-200), (0.01, 1e6)):
-        assert pdfium.page_scale(width, height, 144) is None
+        assert pages.page_scale(width, height, 144) is None
 
 
 @pytest.mark.parametrize(
@@ -119,24 +119,24 @@ def test_a_page_that_takes_too_much_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: ResourceLimits, reason: str
 ) -> None:
     path = write_one_page(tmp_path / "a.pdf", content=LINES * 400_000)
-    monkeypatch.setattr(pdfium, "LIMITS", limits)
+    monkeypatch.setattr(pages, "LIMITS", limits)
     with pytest.raises(BadRecord, match=rf"rendering page 1 {reason}"):
-        pdfium.render_page(path, tmp_path / "1.png", 1, 144)
+        pages.render_page(path, tmp_path / "1.png", 1, 144)
     assert not (tmp_path / "1.png").exists()
 
 
 def test_only_so_much_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_pdf(tmp_path / "a.pdf")
-    monkeypatch.setattr(pdfium, "MAX_PAGE_CHARS", 9)
-    monkeypatch.setattr(pdfium, "MAX_DOCUMENT_CHARS", 20)
-    pdfium.write_texts(path, tmp_path / "text.json")
+    monkeypatch.setattr(pages, "MAX_PAGE_CHARS", 9)
+    monkeypatch.setattr(pages, "MAX_DOCUMENT_CHARS", 20)
+    pages.write_texts(path, tmp_path / "text.json")
     assert json.loads((tmp_path / "text.json").read_text()) == ["the lease", "the rent ", "pe", "", ""]
 
 
 def test_a_full_disk_is_not_the_documents_fault(tmp_path: Path) -> None:
     path = write_pdf(tmp_path / "a.pdf")
     with pytest.raises(DataError, match=r"cannot be written into the cache.*set DSTRAIN_CACHE to another"):
-        pdfium.render_page(path, tmp_path / "gone" / "1.png", 1, 144)
+        pages.render_page(path, tmp_path / "gone" / "1.png", 1, 144)
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +149,4 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError, match=r"a.pdf is a PDF and needs .*; run pip install \"dstrain\[docqa\]\""):
-        pdfium.count_pages(path)
+        pages.count_pages(path)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.documents.questions import read_question
+from dstrain.data.documents.source import read_question
 from dstrain.data.records import BadRecord
 
 PLAIN = {"question": "How much?", "answer": "7", "document": "a.pdf"}

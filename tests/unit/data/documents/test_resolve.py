@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dstrain.data.documents.document import Document, PdfDocument, TiffDocument
-from dstrain.data.documents.resolve import DocumentReader
+from dstrain.data.documents.pages import Document, PdfDocument, TiffDocument
+from dstrain.data.documents.source import DocumentReader
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image, resolve_image
 from tests.unit.data.documents.pdf_files import PAGES, write_pdf

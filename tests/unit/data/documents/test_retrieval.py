@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dstrain.data.documents.retrieval import PageIndex, tokenize_words
+from dstrain.data.documents.pages import PageIndex, tokenize_words
 from dstrain.errors import DataError
 from tests.unit.data.documents.pdf_files import PAGES
 
@@ -44,7 +44,7 @@ def test_a_question_that_shares_no_word_ranks_no_page() -> None:
 
 def test_the_order_does_not_depend_on_the_hash_seed() -> None:
     question = "when does the tenant pay the rent of the house in March"
-    code = "import sys; from dstrain.data.documents.retrieval import PageIndex; "
+    code = "import sys; from dstrain.data.documents.pages import PageIndex; "
     code += "print(PageIndex(sys.argv[2:]).rank(sys.argv[1]))"
     other = subprocess.run(
         [sys.executable, "-c", code, question, *PAGES * 3],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.data.documents.sidecar_text import read_boxes, read_sidecar
+from dstrain.data.documents.pages import read_boxes, read_sidecar
 
 
 def test_the_text_of_an_image_is_in_a_txt_or_csv_beside_it(tmp_path: Path) -> None:

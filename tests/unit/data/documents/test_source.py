@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.documents import pdfium
-from dstrain.data.documents.options import DocumentOptions
-from dstrain.data.documents.source import DocumentSource
+from dstrain.data.documents import pages as pdfium
+from dstrain.data.documents.source import DocumentOptions, DocumentSource
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource, HeadSource
 from dstrain.data.sources.open import open_source
@@ -24,7 +23,7 @@ from tests.vocabulary import invoke, write_jsonl
 RENT = {"question": "How much is the rent?", "answer": "nine hundred", "document": "contract.pdf"}
 TASK = '''
 from dataclasses import dataclass
-from dstrain.data.documents.options import DocumentOptions
+from dstrain.data.documents.source import DocumentOptions
 from dstrain.data.documents.source import DocumentSource
 from dstrain.tasks.vlm import VLM
 

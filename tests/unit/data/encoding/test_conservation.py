@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.conservation import LOST_COLUMNS, describe_lost
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import (
+    EncodingConfig,
+    describe_missing_end,
+    encode_conversations,
+    encode_prompts,
+)
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.prompts import describe_missing_end, encode_prompts
-from dstrain.data.formats.conversations import read_conversation
+from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
 from tests.chat_templates import tokenizer_of

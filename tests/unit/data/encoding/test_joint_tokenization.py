@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
-from dstrain.data.formats.conversations import read_conversation
+from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.records import BadRecord
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.unit.data.encoding.encode_preference import encode_preference

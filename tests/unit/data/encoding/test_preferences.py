@@ -6,8 +6,7 @@ import pytest
 
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import render_conversation, render_prompt
-from dstrain.data.encoding.tokenization import get_special_tokens
-from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.encoding.tokenization import get_special_tokens, train_tokenizer
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source

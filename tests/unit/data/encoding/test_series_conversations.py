@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.series.patches import PatchConfig
-from dstrain.data.series.record import read_series_record
+from dstrain.data.series import PatchConfig, read_series_record
 from dstrain.tasks.temporal import CaptionEncoder
 from tests.chat_templates import tokenizer_of
 

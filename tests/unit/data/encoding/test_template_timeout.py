@@ -17,7 +17,7 @@ import pytest
 from dstrain.data import limited_process
 from dstrain.data.encoding import rendering
 from dstrain.data.encoding.rendering import check_template_terminates, render_conversation
-from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
 from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.preferences import UnpairedEncoder, encode_preferences
 from dstrain.data.encoding.tokenization import TokenBudget, describe_cuts
-from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import read_unpaired

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer, train_tokenizer
+from dstrain.data.encoding.tokenization import load_or_train_tokenizer, train_tokenizer
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.formats.conversations import Conversation, read_conversation
-from dstrain.data.formats.group_by_image import GroupByImageSource
-from dstrain.data.formats.image_placeholders import read_with_images
+from dstrain.data.formats.images import GroupByImageSource, read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.sources.open import open_source
 

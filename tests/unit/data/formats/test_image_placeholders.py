@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.rendering import to_content_parts
-from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.formats.image_placeholders import read_with_images
+from dstrain.data.formats.conversations import read_conversation, read_prompt
+from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.records import BadRecord
 
 OK = {"role": "assistant", "content": "ok"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.prompts import encode_prompts, stop_token_ids
+from dstrain.data.encoding.conversations import encode_prompts, stop_token_ids
+from dstrain.data.formats.conversations import ParsedPrompt, read_prompt
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
 from dstrain.data.records import BadRecord
 from tests.unit.data.encoding.encode_preference import encode_preference
 

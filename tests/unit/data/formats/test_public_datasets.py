@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from dstrain.data.formats.columns import find_unused, parse_record
-from dstrain.data.formats.conversations import Conversation, read_conversation
-from dstrain.data.formats.image_placeholders import read_with_images
+from dstrain.data.formats.conversations import Conversation, read_conversation, read_prompt
+from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord, Record
 

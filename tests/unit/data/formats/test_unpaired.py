@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.cache.build import ExampleSettings, PreparePolicy, RecordEncode, prepare
-from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.encoding.tokenization import CUT_COLUMNS
-from dstrain.data.encoding.train_tokenizer import train_tokenizer
-from dstrain.data.encoding.unpaired import UnpairedEncoder, mismatched_indices
+from dstrain.data.encoding.preferences import UnpairedEncoder, mismatched_indices
+from dstrain.data.encoding.tokenization import CUT_COLUMNS, train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
+from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
+from dstrain.data.token_store import TokenStore
 
 
 def said(role: str, content: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dstrain.data.series.patches import (
+from dstrain.data.series import (
     SERIES_TOKEN_ID,
     PatchConfig,
     choose_masked,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dstrain.data.records import BadRecord
-from dstrain.data.series.record import normalize, read_series_record
+from dstrain.data.series import normalize, read_series_record
 
 
 def test_a_list_of_numbers_is_one_channel() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dstrain.data.series.record import read_series_record
-from dstrain.data.series.synthetic import CURVES, SyntheticCurves, SyntheticOptions
+from dstrain.data.series import CURVES, SyntheticCurves, SyntheticOptions, read_series_record
 from dstrain.tasks.temporal import PATTERNS, find_patterns, names_right_pattern
 
 OPTIONS = SyntheticOptions(num_samples=600, seed=3)

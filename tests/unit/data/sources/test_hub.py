@@ -192,7 +192,7 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
 MIX = """
 import json, sys
 from pathlib import Path
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.tasks import find_task, make_task
 model = json.dumps(find_task("rm").tiny(Path.cwd())["model"])
 sources = json.dumps([{"path": "org/pairs"}, {"path": "train.jsonl", "weight": 2}])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.cache.build import group_by_reason
+from dstrain.data.prepare import group_by_reason
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.errors import DataError

@@ -161,7 +161,7 @@ def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeyp
     ],
 )
 def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkeypatch):
-    from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+    from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 
     monkeypatch.chdir(tmp_path)
     make(Path("x.jsonl"))

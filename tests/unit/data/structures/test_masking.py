@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dstrain.data.structures.chain import UNKNOWN, Chain
+from dstrain.data.structures import UNKNOWN, Chain
 from dstrain.tasks.protein import MaskMode, ResidueMask
 
 

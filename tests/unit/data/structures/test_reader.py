@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dstrain.data import structures
 from dstrain.data.records import BadRecord
-from dstrain.data.structures import reader
-from dstrain.data.structures.chain import AMINO_ACIDS, UNKNOWN, Chain, chain_from_columns
-from dstrain.data.structures.reader import read_chains
+from dstrain.data.structures import AMINO_ACIDS, UNKNOWN, Chain, chain_from_columns, read_chains
 from tests.unit.data.structures.pdb_files import Atom, helix, pdb_text
 
 gemmi = pytest.importorskip("gemmi", reason='needs gemmi: pip install "dstrain[protein]"')
@@ -184,8 +183,8 @@ def test_an_empty_file_is_said_to_be_empty(name: str, tmp_path: Path) -> None:
 def test_a_file_that_hangs_or_crashes_gemmi_is_a_bad_record(
     work: str, limits: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_read_structure", lambda path: exec(work, {"os": os}))
-    monkeypatch.setattr(reader, "LIMITS", replace(reader.LIMITS, **limits))
+    monkeypatch.setattr(structures, "_read_structure", lambda path: exec(work, {"os": os}))
+    monkeypatch.setattr(structures, "LIMITS", replace(structures.LIMITS, **limits))
     with pytest.raises(BadRecord, match=message):
         read_chains(write(tmp_path, helix("ACDEF")))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dstrain.data.structures import similarity
-from dstrain.data.structures.similarity import choose_eval_chains, cluster_sequences, load_or_cluster
+from dstrain.data import structures
+from dstrain.data.structures import choose_eval_chains, cluster_sequences, load_or_cluster
 from dstrain.errors import DataError
 
 
@@ -80,6 +80,6 @@ def test_clusters_are_cached_by_tokens_and_identity(monkeypatch: pytest.MonkeyPa
     wanted = cluster_sequences(sequences, 0.4)
     assert list(load_or_cluster("a", sequences, 0.4)) == list(wanted)
     with monkeypatch.context() as patch:
-        patch.setattr(similarity, "cluster_sequences", lambda *_: pytest.fail("clustered again"))
+        patch.setattr(structures, "cluster_sequences", lambda *_: pytest.fail("clustered again"))
         assert list(load_or_cluster("a", sequences, 0.4)) == list(wanted)
     assert len(load_or_cluster("b", sequences[:5], 0.4)) == 5

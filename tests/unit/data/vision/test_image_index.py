@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.cache.build import PreparePolicy, prepare
-from dstrain.data.cache.token_store import load_or_build_store
+from dstrain.data.prepare import PreparePolicy, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision import image_index_writer as module
-from dstrain.data.vision.image_index import ImageIndex
-from dstrain.data.vision.image_index_writer import ImageIndexWriter
+from dstrain.data.token_store import load_or_build_store
+from dstrain.data.vision import image_index as module
+from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
 from dstrain.data.vision.image_io import resolve_image
 from dstrain.errors import DataError
 

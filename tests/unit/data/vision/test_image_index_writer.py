@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.vision.image_index_writer import downscale_if_equivalent
+from dstrain.data.vision.image_index import downscale_if_equivalent
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dstrain.data.cache.check import describe_conversions
+from dstrain.data.prepare import describe_conversions
 from dstrain.data.records import BadRecord
 from dstrain.data.vision import image_io
 from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, read_image, resolve_image

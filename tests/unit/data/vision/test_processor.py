@@ -13,7 +13,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import Preference

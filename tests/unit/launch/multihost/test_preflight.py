@@ -12,10 +12,10 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch.multihost import agent_client, preflight
+from dstrain.launch.multihost import agent_client, plan
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.plan import MasterEndpoint
-from dstrain.launch.multihost.versions import (
+from dstrain.launch.multihost.probe import (
     find_source_diff,
     hash_source_files,
     hash_source_tree,
@@ -112,9 +112,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
     other = {"Python": "2.7", "torch": "1.13.1", "peft": ""}
     said = [
         str(fault)
-        for fault in preflight._iter_host_faults(
-            [peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path
-        )
+        for fault in plan._iter_host_faults([peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path)
     ]
     own = read_package_versions()
     assert said == [
@@ -126,7 +124,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
 
 def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file(tmp_path):
     code = {**hash_source_files(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
-    (said,) = [str(fault) for fault in preflight._iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
+    (said,) = [str(fault) for fault in plan._iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
     assert said == (
         f"F:1 b: has other code of dstrain {__version__} than this host: launch/agent.py and 1 more; "
         "install the same build on every host, or share the folder"

@@ -16,7 +16,7 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch.multihost import preflight, probe, worker_group
+from dstrain.launch.multihost import plan, probe, worker_group
 from dstrain.launch.multihost.agent import Agent
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
@@ -79,7 +79,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
     peer.host_info = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
-    said = [str(fault) for fault in preflight._iter_host_faults([peer], tmp_path)]
+    said = [str(fault) for fault in plan._iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
         "has 2 GPUs, but slot 3 is requested",

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.adapters.load import load_adapters
-from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.adapters import load_adapters
+from dstrain.models.folder import read_adapter
 from dstrain.models.load import load_model, read_config
-from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.weights import weights_fingerprint
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SFT

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.models.adapters.lora import adapters_disabled
+from dstrain.models.adapters import adapters_disabled
 from dstrain.tasks import find_task, make_task
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.module import TrainModule

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain.batch import PackedGroup
-from dstrain.models.attention import by_group, varlen
+from dstrain.models.attention import by_group, packed
 from dstrain.models.attention.by_group import attention_by_group
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 from dstrain.models.attention.packed import PackedAttention, choose_kernel, packed_flex_attention
@@ -72,9 +72,9 @@ def aligned_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_varlen_kernel_gets_each_branch_with_its_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, settings = heads(), AttentionSettings(scale=0.3, window=window)
-    monkeypatch.setattr(varlen, "load_varlen_attn", lambda: aligned_at_the_end)
+    monkeypatch.setattr(packed, "load_varlen_attn", lambda: aligned_at_the_end)
     expected = both(attention_by_group(inputs, settings, PackedLayout(GROUPS)), inputs)
-    assert_equal(both(varlen.packed_varlen_attention(inputs, settings, PackedLayout(GROUPS)), inputs), expected)
+    assert_equal(both(packed.packed_varlen_attention(inputs, settings, PackedLayout(GROUPS)), inputs), expected)
 
 
 def test_a_flash_package_gets_each_branch_with_its_prefix() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from dstrain.config.schema import LoraConfig, ModelConfig
-from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.adapters import add_adapters
 from dstrain.models.attention.model_types import UNSUPPORTED
 from dstrain.models.attention.packed import (
     EAGER,

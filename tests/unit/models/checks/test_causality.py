@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dstrain.models.checks.compatibility import sees_later_tokens
+from dstrain.models.checks import sees_later_tokens
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_positions_that_depend_on_other_rows_are_refused(
     """training.md 3: the loss of a step depended on batch.micro, and so on the number of processes."""
     from dstrain.config import RunConfig
     from dstrain.errors import RecipeError
-    from dstrain.models.checks.max_positions import check_length_dependent
+    from dstrain.models.checks import check_length_dependent
     from dstrain.tasks import find_task
 
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}

@@ -11,7 +11,7 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.max_positions import max_positions, rope_length_warning
+from dstrain.models.checks import max_positions, rope_length_warning
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SFT

@@ -15,9 +15,8 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.max_positions import max_positions
-from dstrain.models.checks.preflight import check_model
-from dstrain.models.folder.model_types import (
+from dstrain.models.checks import check_model, max_positions
+from dstrain.models.folder import (
     BIDIRECTIONAL_TYPES,
     LEARNED_POSITION_TYPES,
     PAD_OFFSET_TYPES,
@@ -181,7 +180,7 @@ def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     lines = (
-        "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.checks.preflight import check_model",
+        "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.checks import check_model",
         f"c = RunConfig.model_validate({recipe(folder(tmp_path / 'model')).model_dump(mode='json')!r})",
         "assert not check_model(c); print([m for m in ('torch', 'transformers', 'peft') if m in sys.modules])",
     )

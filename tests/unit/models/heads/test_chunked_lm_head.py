@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.data.loading.collate import loss_positions
-from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.heads import chunked_lm_head
-from dstrain.models.heads.chunked_lm_head import HeadInput, capture_head_input
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
+from dstrain.models import heads
+from dstrain.models.adapters import add_adapters
+from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, capture_head_input
 from dstrain.models.load import read_config
-from dstrain.models.params.components import unwrap_peft
+from dstrain.models.params import unwrap_peft
 from dstrain.tasks.common import forward
 from tests.model_families import FAMILIES, family
 
@@ -47,7 +46,7 @@ def batch(seed: int = 1) -> Batch:
 
 
 def plainly(model: torch.nn.Module, given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and hits, of all logits at once, without `dstrain.models.heads.chunked_lm_head`."""
+    """Log-probabilities and hits, of all logits at once, without `dstrain.models.heads`."""
     ids, learnt = given.tensors["input_ids"], given.tensors["learnt"]
     logits = model(input_ids=ids, attention_mask=given.tensors["attention_mask"], use_cache=False).logits
     logits, targets = logits[:, -learnt.shape[1] - 1 : -1].float(), ids[:, -learnt.shape[1] :]
@@ -79,7 +78,7 @@ def test_chunks_say_what_all_logits_say(name: str) -> None:
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert torch.equal(right, hits)
     assert distance(gradients(model, log_probs), wanted_gradients) <= 1e-6
-    assert model not in chunked_lm_head._IN_PLACE_MODELS
+    assert model not in heads._IN_PLACE_MODELS
 
 
 @pytest.mark.usefixtures("chunks")
@@ -104,7 +103,7 @@ def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
     log_probs, _ = forward.score_answers(model, given)
     found = gradients(model, log_probs)
     if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
-        monkeypatch.setattr(chunked_lm_head, "_ChunkedScores", Unchunked)
+        monkeypatch.setattr(heads, "_ChunkedScores", Unchunked)
     else:
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 2**26)
     torch.manual_seed(7)
@@ -130,9 +129,9 @@ def with_adapter(model: PreTrainedModel) -> torch.nn.Module:
 @pytest.mark.usefixtures("chunks")
 def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    score = chunked_lm_head.score_logits
+    score = heads.score_logits
     monkeypatch.setattr(
-        chunked_lm_head, "score_logits", lambda logits, *rest: (seen.append(logits.shape), score(logits, *rest))[1]
+        heads, "score_logits", lambda logits, *rest: (seen.append(logits.shape), score(logits, *rest))[1]
     )
     model, given = with_adapter(made("granite")), batch()
     learnt = int(given.tensors["learnt"].sum())
@@ -148,8 +147,8 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    score = chunked_lm_head.score_logits
-    monkeypatch.setattr(chunked_lm_head, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
+    score = heads.score_logits
+    monkeypatch.setattr(heads, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
     log_probs, _ = forward.score_answers(with_adapter(made("llama")), batch())
     log_probs.sum().backward()
     assert len(calls) == 1
@@ -259,7 +258,7 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way(kind: str) 
         assert torch.equal(right, hits)
         assert distance(gradients(model, log_probs), gradients(model, wanted)) <= 1e-6
     assert calls == 1, "its second pass at the latest"
-    assert (model in chunked_lm_head._IN_PLACE_MODELS) == (kind in CALLED_AGAIN)
+    assert (model in heads._IN_PLACE_MODELS) == (kind in CALLED_AGAIN)
 
 
 def test_other_changes_are_made_chunk_by_chunk() -> None:
@@ -295,7 +294,7 @@ def test_logits_that_no_head_made_are_taken_as_they_are() -> None:
     logits = torch.randn(1, 4, 320)
     assert capture_head_input(model, lambda: logits) is logits
     assert capture_head_input(torch.nn.Linear(2, 2), lambda: logits) is logits
-    assert model not in chunked_lm_head._IN_PLACE_MODELS
+    assert model not in heads._IN_PLACE_MODELS
 
 
 @pytest.mark.usefixtures("chunks")

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain.models.heads.chunked_lm_head import HeadInput
-from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES, LinearHead, ScoreFields, TokenScores
+from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, LinearHead, ScoreFields, TokenScores
 
 VOCABULARY, WIDTH, ROWS = 96, 16, 23
 STEPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {

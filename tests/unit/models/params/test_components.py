@@ -16,11 +16,9 @@ from transformers import (
 
 from dstrain.config.schema import LoraConfig, ModelConfig, OptimConfig
 from dstrain.errors import RecipeError
-from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
-from dstrain.models.params.components import COMPONENTS, components_by_id
-from dstrain.models.params.freeze import freeze
-from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params import COMPONENTS, build_param_groups, components_by_id, freeze
 from dstrain.train.setup.build_run import summarize_components
 from tests.vision_recipes import GEMMA3, TEXT, llava
 

@@ -7,8 +7,7 @@ import torch
 
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import RecipeError
-from dstrain.models.params.freeze import freeze, matches_pattern
-from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params import build_param_groups, freeze, matches_pattern
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dstrain.models.protein.geometry import dihedral_features, pair_features, residue_frames, superposed_rmsd
+from dstrain.models.protein import dihedral_features, pair_features, residue_frames, superposed_rmsd
 
 
 def rotation(seed: int = 0) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.models.protein.layers import MAX_OFFSET, OffsetBias
-from dstrain.models.protein.model import ProteinConfig, ProteinModel
+from dstrain.models.protein import MAX_OFFSET, OffsetBias, ProteinConfig, ProteinModel
 from tests.unit.models.protein.test_geometry import backbone, moved
 
 

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from dstrain.errors import RecipeError
-from dstrain.models.params.zero3 import full_numel
-from dstrain.models.quantization.layers import dequantized_weights, quantize_model
+from dstrain.models.params import full_numel
+from dstrain.models.quantization import dequantized_weights, quantize_model
 from tests.vision_recipes import llava
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")

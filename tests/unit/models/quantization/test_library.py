@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import RecipeError
-from dstrain.models.quantization import library
+from dstrain.models import quantization
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r'optim\.name: needs bitsandbytes.* run pip install "dstrain\[quantize\]"'):
-        library.import_bitsandbytes("optim.name")
+        quantization.import_bitsandbytes("optim.name")
 
 
 KERNELS = """
@@ -28,7 +28,7 @@ def get_kernel(*words, **more):
 def test_importing_it_downloads_no_kernel(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
     (tmp_path / "kernels.py").write_text(KERNELS)
-    program = "import dstrain.models.quantization.library as library; library.import_bitsandbytes('x'); import kernels"
+    program = "import dstrain.models.quantization as library; library.import_bitsandbytes('x'); import kernels"
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}

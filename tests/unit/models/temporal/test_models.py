@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dstrain.data.series.patches import PatchConfig, cut_patches, stack_patches
-from dstrain.data.series.record import normalize
-from dstrain.models.temporal.config import TemporalConfig
-from dstrain.models.temporal.load import AutoTemporalModel
-from dstrain.models.temporal.models import (
+from dstrain.data.series import PatchConfig, cut_patches, normalize, stack_patches
+from dstrain.models.temporal import (
+    AutoTemporalModel,
+    TemporalConfig,
     TemporalForClassification,
     TemporalForConditionalGeneration,
     TemporalForMaskedModeling,

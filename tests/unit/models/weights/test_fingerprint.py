@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.weights import fingerprint as module
-from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models import weights as module
+from dstrain.models.weights import weights_fingerprint
 from tests.workers import ROOT
 
 CONFIG = {"model_type": "llama", "hidden_size": 16}
@@ -145,7 +145,7 @@ def test_weights_that_are_gone_are_named(folder: Path) -> None:
 
 HUB = """
 from dstrain.config.schema import ModelConfig
-from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.weights import weights_fingerprint
 print(weights_fingerprint(ModelConfig(path="org/name"), 0))
 """
 

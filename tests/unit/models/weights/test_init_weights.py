@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
+from dstrain.models.init_weights import InitReport, check_init, load_init
 from dstrain.models.load import build_meta_model, load_model, read_config
-from dstrain.models.weights.files import find_init_files, open_tensors
-from dstrain.models.weights.init_weights import InitReport, check_init, load_init
+from dstrain.models.weights import find_init_files, open_tensors
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.load import load_model, read_config
+from dstrain.models.meta_init import materialize, meta_parameters
 from dstrain.models.reward_model import AutoRewardModel
-from dstrain.models.weights.meta_init import materialize, meta_parameters
 from dstrain.tasks import find_task, make_task
 from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, llava
 

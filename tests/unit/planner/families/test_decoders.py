@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.planner.families.decoders import FAMILIES, shape_from_config
+from dstrain.planner.read_shape import FAMILIES, shape_from_config
 
 _TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 160}  # fmt: skip

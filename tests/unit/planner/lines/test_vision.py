@@ -12,10 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.planner.families.decoders import shape_from_config
-from dstrain.planner.lines.vision import vision_lines
-from dstrain.planner.shape import ModelShape, with_frozen
-from dstrain.planner.workload import Workload
+from dstrain.planner.lines import vision_lines
+from dstrain.planner.read_shape import shape_from_config
+from dstrain.planner.workload import ModelShape, Workload, with_frozen
 
 ERROR = 0.05
 """Worst relative error."""

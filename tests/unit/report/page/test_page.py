@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.report.page.compare import diff_settings
 from dstrain.report.page.render import RunReport, render_page, unique_names
-from dstrain.report.page.sections import choose_events
-from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.sections import choose_events, diff_settings
+from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.run_folders import RECIPE, eval_row, event, finished_run, started, train_row, write_run

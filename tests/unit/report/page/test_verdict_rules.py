@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dstrain.report.page.render import evaluate_rules
-from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.run_folders import RECIPE, eval_row, event, finished_run, started, train_row, write_run

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig
-from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
 from dstrain.tasks.common.forward import NO_MASK_MODEL_TYPES, forward_logits, needs_attention_mask
 from tests.model_families import FAMILIES, family

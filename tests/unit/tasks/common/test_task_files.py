@@ -11,7 +11,7 @@ import pytest
 
 from dstrain.errors import TaskError, find_user_frame
 from dstrain.tasks import find_task
-from dstrain.tasks.common.task_files import copy_task_files, digest_task_files, find_task_files
+from dstrain.tasks.common.registry import copy_task_files, digest_task_files, find_task_files
 
 TASK = """
 {imports}

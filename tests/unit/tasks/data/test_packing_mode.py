@@ -14,7 +14,7 @@ from dstrain.config.schema import BatchConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.data.packing_mode import resolve_packing
+from dstrain.tasks.common.text import resolve_packing
 from tests.model_families import family
 from tests.vision_recipes import GEMMA3, TEXT, llava, named_recipe
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.tasks.metrics.answers import anls, edit_distance, exact_match, parse_number, relaxed_number_match
+from dstrain.tasks.common.answers import anls, edit_distance, exact_match, parse_number, relaxed_number_match
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.tasks.safety.corrupted_images import corrupt_image
+from dstrain.tasks.safety.pair_task import corrupt_image
 from tests.vision_recipes import picture
 
 

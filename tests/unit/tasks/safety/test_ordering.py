@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.tasks.safety.ordering import order_pairs, reward_margin
+from dstrain.tasks.safety.options import order_pairs, reward_margin
 
 KINDS = {"numpy": np.array, "torch": lambda values: torch.tensor(values, dtype=torch.float64)}
 

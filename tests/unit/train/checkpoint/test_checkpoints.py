@@ -23,16 +23,17 @@ import pytest
 import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
-from dstrain.train.checkpoint import checkpoints as module
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train import checkpoints as module
+from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.state import manifest
-from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import (
+    FileEntry,
     find_checkpoints,
     find_fault,
     find_latest_complete,
     read_checkpoint_info,
     read_file_entries,
+    write_hashed_file,
 )
 from tests.unit.distributed.thread_world import ThreadWorld, on_ranks
 
@@ -420,8 +421,8 @@ import sys
 import threading
 from pathlib import Path
 from dstrain.batch import Progress
-from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.state.manifest import write_hashed_file
+from dstrain.train.checkpoints import CheckpointStore
 
 class OneRank:
     rank, size, device = 0, 1, None

@@ -10,16 +10,15 @@ import pytest
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint import disk_space
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.disk_space import (
+from dstrain.train import saver
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.saver import (
     DiskForecast,
     check_disk_space,
     compute_max_checkpoints,
     ensure_disk_space,
 )
-from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.train.state.manifest import find_checkpoints, write_hashed_file
 
 SIZE = 100_000
 
@@ -65,7 +64,7 @@ def disk(kept: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[size of the disk]: free is what the checkpoints leave."""
     size = [10**9]
     used = lambda: sum(info.size for info in find_checkpoints(kept.folder) if info.is_complete)  # noqa: E731
-    monkeypatch.setattr(disk_space, "get_free_bytes", lambda folder: size[0] - used())
+    monkeypatch.setattr(saver, "get_free_bytes", lambda folder: size[0] - used())
     return size
 
 

@@ -15,11 +15,9 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.files import sync_folder
-from dstrain.train.checkpoint.checkpoints import CheckpointStore, remove_checkpoint
-from dstrain.train.checkpoint.select import read_best_name, select_checkpoint
+from dstrain.train.checkpoints import CheckpointStore, read_best_name, remove_checkpoint, select_checkpoint
 from dstrain.train.setup.run_dir import replace_folder
-from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.train.state.manifest import FileEntry, find_checkpoints, write_hashed_file
 
 
 def solo(folder: Path, **options: Any) -> CheckpointStore:

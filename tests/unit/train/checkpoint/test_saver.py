@@ -14,8 +14,8 @@ import torch
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.saver import CheckpointSaver
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.saver import CheckpointSaver
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader, StateFile
 

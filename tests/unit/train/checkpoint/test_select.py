@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.select import select_checkpoint
-from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.train.checkpoints import CheckpointStore, select_checkpoint
+from dstrain.train.state.manifest import FileEntry, find_checkpoints, write_hashed_file
 from tests.unit.distributed.thread_world import ThreadWorld
 
 

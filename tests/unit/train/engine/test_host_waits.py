@@ -29,7 +29,7 @@ OWN = {
 """Task -> waits of dstrain's own code before the norm of the gradient is read."""
 ON_A_CPU = {
     "torch.tensor dstrain/models/attention/layout.py:_to_device",  # on a GPU from pinned memory, without a wait
-    "nonzero dstrain/models/heads/linear_head.py:is_argmax",  # on a GPU an argmax
+    "nonzero dstrain/models/heads.py:is_argmax",  # on a GPU an argmax
 }
 """Operators of dstrain's own code that it calls on a CPU only."""
 NORM = "_local_scalar_dense dstrain/train/engine/torch.py:step"

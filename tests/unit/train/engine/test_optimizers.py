@@ -12,7 +12,7 @@ import torch
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import PresetError, RecipeError
-from dstrain.models.params.groups import build_param_groups, muon_param_ids
+from dstrain.models.params import build_param_groups, muon_param_ids
 from dstrain.preset import Device, Precision, read_preset
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.optimizers import Lion, make_optimizer

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dstrain.train.health.grace import GracePeriod
+from dstrain.train.health.signals import GracePeriod
 
 
 def told(seconds: float | None, step: float, saves: list[float]) -> list[dict[str, Any]]:

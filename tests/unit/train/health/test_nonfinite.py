@@ -9,7 +9,7 @@ import torch
 
 from dstrain.batch import Progress, StepResult
 from dstrain.errors import NonFiniteError
-from dstrain.train.health.nonfinite import NonFiniteGuard
+from dstrain.train.health.trainability import NonFiniteGuard
 
 LEFT_OUT = {"applied": False, "loss_is_finite": False, "suspects": (3, 4)}
 SCALING = {"applied": False, "loss_is_finite": True}

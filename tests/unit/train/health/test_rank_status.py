@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.train.health.diagnosis import Diagnosis
-from dstrain.train.health.rank_status import RankStatusBoard, call_with_timeout
+from dstrain.train.health.diagnosis import Diagnosis, RankStatusBoard, call_with_timeout
 
 
 class Two(SingleProcessWorld):
@@ -51,7 +50,7 @@ def test_a_folder_that_is_gone_costs_the_name_and_nothing_else(tmp_path: Path) -
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roll = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
     monkeypatch.setattr(roll, "_request_status", lambda *_: threading.Event().wait())
-    monkeypatch.setattr("dstrain.train.health.rank_status.STATUS_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("dstrain.train.health.diagnosis.STATUS_TIMEOUT_SECONDS", 0.2)
     start = time.monotonic()
     assert isinstance(roll.request_diagnosis("Timed out", timeout=0.2), Diagnosis)
     assert time.monotonic() - start < 3

@@ -16,10 +16,9 @@ from dstrain.errors import OutOfMemoryError, RunError
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.train.memory import forecast
-from dstrain.train.memory.forecast import MemoryForecast, describe_forecast, make_forecast
-from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.monitor import MemoryMonitor
+from dstrain.train.memory import monitor as forecast
+from dstrain.train.memory.monitor import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
+from dstrain.train.memory.reduced_batch import MicroBatch
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(

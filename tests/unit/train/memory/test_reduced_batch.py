@@ -12,8 +12,7 @@ import pytest
 from dstrain.config import BatchPlan, Recipe, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError, RunError
-from dstrain.train.memory.micro_batch import MicroBatch
-from dstrain.train.memory.reduced_batch import FILE_NAME, apply_reduced_batch, read_reduced_batch
+from dstrain.train.memory.reduced_batch import FILE_NAME, MicroBatch, apply_reduced_batch, read_reduced_batch
 
 
 def recipe(**batch: Any) -> Recipe:

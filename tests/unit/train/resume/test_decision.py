@@ -11,19 +11,18 @@ import pytest
 import yaml
 
 from dstrain.batch import Progress
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, ResumeError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.report.run_log import RunLog
-from dstrain.train.checkpoint import checkpoints as checkpoints_module
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume import decision as decision_module
-from dstrain.train.resume.decision import StartDecision, decide_start
-from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train import checkpoints as checkpoints_module
+from dstrain.train import resume as decision_module
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import ResumeOptions, StartDecision, decide_start, dump_training_recipe
 from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.setup.plan import RunPlan, make_plan
-from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.state.manifest import write_hashed_file
 from tests.unit.distributed.thread_world import on_ranks
 from tests.vision_recipes import named_recipe
 

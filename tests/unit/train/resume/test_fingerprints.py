@@ -14,20 +14,18 @@ import yaml
 from dstrain import cache
 from dstrain.batch import Progress
 from dstrain.cache import file_digest
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
-from dstrain.models.weights import fingerprint as module
+from dstrain.models import weights as module
 from dstrain.tasks import Task, make_task
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
-from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import ResumeOptions, check_fingerprints, dump_training_recipe, fingerprint_weights
 from dstrain.train.setup.plan import RunPlan, make_plan
-from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
+from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
 from tests.contract.lora_cases import save_base
 from tests.vision_recipes import named_recipe
 

@@ -14,21 +14,24 @@ from click.testing import CliRunner
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
-from dstrain.models.weights.fingerprint import config_fingerprint
+from dstrain.models.weights import config_fingerprint
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.resume.changes import iter_resume_changes
-from dstrain.train.resume.inputs import check_inputs_unchanged, iter_input_changes
-from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.resume import (
+    ResumeOptions,
+    check_inputs_unchanged,
+    dump_training_recipe,
+    iter_input_changes,
+    iter_resume_changes,
+)
 from dstrain.train.setup.build_run import with_frozen_outputs
 from dstrain.train.setup.plan import RunPlan, make_plan
 from dstrain.train.setup.run_dir import archive_previous_run, replace_folder, write_run_config
-from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
+from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe
 

@@ -12,7 +12,7 @@ import pytest
 
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
-from dstrain.train.resume.recorded import with_saved_batch_total
+from dstrain.train.resume import with_saved_batch_total
 from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable
 from tests.unit.distributed.thread_world import on_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.run_dir import archive_previous_run
 
 FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")

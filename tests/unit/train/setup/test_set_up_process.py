@@ -11,7 +11,7 @@ import yaml
 from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import RunPlan, make_plan
 
 

@@ -17,12 +17,11 @@ from safetensors import safe_open
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.state import files as shards
 from dstrain.train.state.files import CheckpointReader, StateFile, check_state_complete, iter_state_files, write_state
-from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import find_fault
-from dstrain.train.state.slices import ParamRange, StateSlice
+from dstrain.train.state.layout import ParamRange, StateSlice
+from dstrain.train.state.manifest import find_fault, write_hashed_file
 
 
 def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]) -> Path:

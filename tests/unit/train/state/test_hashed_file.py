@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.errors import CheckpointError
-from dstrain.train.state import hashed_file
-from dstrain.train.state.hashed_file import HashedFileReader, HashedFileWriter, check_no_pickles, write_hashed_file
+from dstrain.train.state import manifest
+from dstrain.train.state.manifest import HashedFileReader, HashedFileWriter, check_no_pickles, write_hashed_file
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_file, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 8)
 
 
 def content(size: int) -> bytes:
@@ -38,7 +38,7 @@ def test_any_stretch_is_read(begin: int, length: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        hashed_file.BLOCK_BYTES = 8
+        manifest.BLOCK_BYTES = 8
         opened = HashedFileReader(Path(folder) / "file", write_hashed_file(Path(folder) / "file", content(60)))
         if begin + length <= 60:
             assert opened.read(begin, length) == content(60)[begin : begin + length]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params import ParamGroup
 from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.state.slices import ParamRange, StateSlice
+from dstrain.train.state.layout import ParamRange, StateSlice
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Checks that commands run before they start processes or read a folder."""

@@ -1,1 +1,0 @@
-"""Work that a command does in launched processes, and its temporary folders."""

@@ -1,1 +1,0 @@
-"""Loading of the model that a command works on."""

@@ -1,0 +1,98 @@
+"""Checks of recipe, preset, run folder and data before a launch, without torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from dstrain.cache import file_state, load_file_result, save_file_result
+from dstrain.config import Recipe, RunConfig, resolve_batch
+from dstrain.data.formats.columns import parse_record
+from dstrain.data.prepare import check_bad_records
+from dstrain.data.records import BadRecord, BadRow, try_parse
+from dstrain.data.sources.base import ConcatSource
+from dstrain.data.token_store import BuildReport
+from dstrain.preset import Device, read_preset
+from dstrain.tasks import builtin_tasks, make_task
+from dstrain.tasks.common.record_task import policy_of
+from dstrain.tasks.common.text import TextTask
+from dstrain.train.ds_config import resolve_ds_config
+from dstrain.train.resume import (
+    ResumeOptions,
+    check_inputs_unchanged,
+    digest_input_files,
+    find_compatible_candidate,
+    with_saved_batch_total,
+)
+
+MAX_CHECKED_BYTES = 256 << 20
+"""Larger data files, in total, are only checked by the ranks: reading them twice would take
+noticeable time."""
+MAX_CHECKED_RECORDS = 2000
+"""Number of records read before the launch; the ranks read all."""
+
+
+def check_launch(
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, world_size: int, device: Device
+) -> dict[str, Any]:
+    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON.
+
+    Raises UsageError.
+    """
+    config = recipe.config
+    task = make_task(config)
+    task.checks.required_keys()
+    preset = read_preset(config.ds_config)
+    start = find_compatible_candidate(run_dir, resume, config)
+    # The total of a resumed run stays, also with another number of processes.
+    batch_config = with_saved_batch_total(config.batch, start, resume.allowed_keys)
+    batch = resolve_batch(
+        batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
+    )
+    return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
+
+
+def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
+    """Check small data files that no earlier start has checked. Raises UsageError.
+
+    The ranks check all data, whatever its size.
+    """
+    items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
+    files = [Path(item.path).expanduser() for item in items]
+    # Hub datasets, and files that only other hosts have, are left to the ranks.
+    if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MAX_CHECKED_BYTES:
+        return
+    if (start := find_compatible_candidate(run_dir, resume, config)) is not None:
+        check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
+    data = config.data.model_dump(mode="json")
+    cache_entry = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
+    if config.task not in builtin_tasks() or all(load_file_result(file, cache_entry) for file in files):
+        return
+    started_at, states = time.time_ns(), [file_state(file) for file in files]
+    _check_records(config)
+    # Only now: a file that was refused is read again at the next start.
+    for file, state in zip(files, states, strict=True):
+        save_file_result(file, cache_entry, True, started_at, state)
+
+
+def _check_records(config: RunConfig) -> None:
+    """Raise DataError if too many of the first records are bad for the limit of all records."""
+    unnamed = config.model.model_copy(update={"path": None, "config": None})  # records are parsed without a tokenizer
+    task = make_task(config.model_copy(update={"model": unnamed}))
+    if not isinstance(task, TextTask):
+        return
+    for items in (config.data.train, [config.data.eval] if config.data.eval else []):
+        if items:
+            check_bad_records(_scan_first_records(task, task.open_sources(items)), policy_of(config))
+
+
+def _scan_first_records(task: TextTask, source: ConcatSource) -> BuildReport:
+    report = BuildReport(read=len(source) + len(source.bad_rows), bad=[*source.bad_rows])
+    for index in range(min(MAX_CHECKED_RECORDS, len(source))):
+        record = try_parse(source.__getitem__, index)
+        item = record if isinstance(record, BadRecord) else try_parse(parse_record, task.parse_record, record)
+        if isinstance(item, BadRecord):
+            report.bad.append(BadRow(source.location(index), item.reason))
+    report.kept = report.read - len(report.bad)
+    return report

@@ -1,1 +1,0 @@
-"""Recipes on the command line: where they are found and how options change them."""

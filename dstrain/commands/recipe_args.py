@@ -1,0 +1,300 @@
+"""From the arguments of a command to a recipe: find it, read it, apply options and overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
+from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
+from dstrain.data.sources.hub import is_hub_name
+from dstrain.errors import Fault, RecipeError, UsageError, one_line, suggest_name
+from dstrain.files import not_file_reason
+from dstrain.models.weights import find_init_files
+from dstrain.tasks import fill_learning_rate, fill_lora
+from dstrain.tasks.safety.reward_models import iter_reward_model_paths
+
+RECIPES_DIR = Path(__file__).parents[1] / "recipes"
+
+
+def list_builtin_recipes() -> list[str]:
+    """Return the names of the packaged recipes."""
+    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
+
+
+def find_recipe(name: str | None, optional: bool) -> Path | None:
+    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises
+    RecipeError.
+
+    With `optional`, return None if there is no RECIPE and no ./recipe.yaml.
+    """
+    if name is None:
+        default = Path("recipe.yaml")
+        if default.is_file():
+            return default.resolve()
+        if optional:
+            return None
+        raise RecipeError(
+            "no RECIPE was given and there is no ./recipe.yaml; give a file, the name of a packaged recipe "
+            f"({', '.join(list_builtin_recipes())}), or --task and --set"
+        )
+    path = Path(name).expanduser()
+    if path_exists(path) and not path.is_dir():
+        return path.resolve()
+    if name in list_builtin_recipes():
+        return RECIPES_DIR / f"{name}.yaml"
+    if path.suffix in (".yaml", ".yml") or "/" in name or path_exists(path):
+        if path_exists(path):
+            raise RecipeError(f"RECIPE {one_line(name)}: is a folder; give the YAML file in it")
+        raise RecipeError(
+            f"RECIPE {one_line(name)}: there is no such file (working directory: {Path.cwd()}); check the path"
+        )
+    raise RecipeError(
+        f"RECIPE {one_line(name)}: is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
+    )
+
+
+def find_path(text: str, recipe_dir: Path) -> Path | None:
+    """Return the existing path that `text` means, absolute; None if there is none.
+
+    Raises RecipeError.
+    """
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
+    return next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
+
+
+def path_exists(path: Path) -> bool:
+    """Return True if the path exists; False for one that is too long, or in a folder without
+    permission.
+    """
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+SYSTEM_FOLDERS = frozenset(
+    f"/{name}"
+    for name in ("", "bin", "boot", "dev", "dev/shm", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root",
+                 "run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "var", "var/lib", "var/log",
+                 "var/tmp")
+)  # fmt: skip
+"""System folders, which are refused as run folders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """Options of `dstrain train` that select recipe, run folder and resume."""
+
+    recipe: str | None = None
+    task: str | None = None
+    ds_config: str | None = None
+    overrides: Sequence[str] = ()
+    run_dir: Path | None = None
+    resume: str = "auto"
+    allowed_changes: Sequence[str] = ()
+
+    def to_argv(self, run_dir: Path) -> list[str]:
+        """Return the same request as arguments of `dstrain`, for the workers."""
+        words = ["train", *self.recipe_argv(), "--run-dir", str(run_dir), "--resume", self.resume]
+        return words + [word for value in self.allowed_changes for word in ("--allow-change", value)]
+
+    def recipe_argv(self) -> list[str]:
+        """Return RECIPE, --task, --ds-config and --set as arguments."""
+        path = find_recipe(self.recipe, bool(self.task or self.overrides))
+        words = [str(path)] if path else []
+        for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
+            words += [option, value] if value else []
+        return words + [word for value in self.overrides for word in ("--set", value)]
+
+
+def resolve_recipe(request: TrainRequest) -> Recipe:
+    """Return the recipe with --set, --task and --ds-config applied and its paths absolute.
+
+    Raises RecipeError.
+    """
+    _check_dir_options(request)
+    path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
+    recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
+    check_run_dir(request, recipe.name)
+    check_keys(request.allowed_changes, "--allow-change")
+    # Absolute: workers may start in another folder.
+    config = resolve_paths(recipe.config, recipe.folder)
+    if (
+        config.optim.lr is None
+        and (began_with := _read_learning_rate(get_run_dir(request, recipe.name), request.resume)) is not None
+    ):
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": began_with})})
+    return Recipe(fill_learning_rate(fill_lora(config)), recipe.name, recipe.folder)
+
+
+def get_run_dir(request: TrainRequest, name: str) -> Path:
+    """Return --run-dir or runs/NAME: the same for the same command, so that it resumes."""
+    # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder
+    # is created.
+    return Path(os.path.realpath((request.run_dir or Path("runs") / name).expanduser()))
+
+
+def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
+    """Return the learning rate of the run to resume; None if there is none.
+
+    A recipe without a rate resumes with it, even if the task's default has changed since.
+    """
+    from dstrain.train.resume import ResumeOptions, find_resume_candidate, read_recorded_recipe
+
+    try:
+        start = find_resume_candidate(run_dir, ResumeOptions(resume))
+        before = None if start is None else read_recorded_recipe(start)
+        return None if before is None else before.optim.lr
+    except UsageError:  # reported in full when the run starts
+        return None
+
+
+def _check_dir_options(request: TrainRequest) -> None:
+    """Raise UsageError for a --resume or --run-dir that does not name a folder."""
+    known = ("auto", "never")
+    if request.resume not in known and not path_exists(Path(request.resume).expanduser()):
+        hint = suggest_name(request.resume, known)
+        fix = hint if hint.startswith("did you mean") else "write auto, never, or the folder of a run or a checkpoint"
+        raise UsageError(f"--resume {request.resume}: is neither auto nor never nor an existing folder; {fix}")
+    if request.run_dir == Path():
+        problem = "is empty or the working directory, but a run has a folder of its own"
+        raise UsageError(f"--run-dir: {problem}; give one, such as --run-dir runs/first")
+
+
+def check_run_dir(request: TrainRequest, name: str) -> None:
+    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a
+    run's.
+    """
+    folder = get_run_dir(request, name)
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        check_path_encoding(folder)
+        shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
+        problem = f"--run-dir {shown}: the path is not valid UTF-8, which logs and trackers need"
+        raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    place = next((path for path in (folder, *folder.parents) if path_exists(path)), folder)
+    if path_exists(place) and not place.is_dir():
+        raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
+    checkpoints = folder / "checkpoints"
+    if (checkpoints.is_symlink() or path_exists(checkpoints)) and not checkpoints.is_dir():
+        problem = "is a link to a folder that does not exist" if checkpoints.is_symlink() else "is not a folder"
+        raise UsageError(f"{checkpoints}: {problem}; mount the disk, or move it away")
+    if request.run_dir is None or any(path_exists(folder / mark) for mark in ("environment.json", "checkpoints")):
+        return
+    problem = ""
+    if str(folder) in SYSTEM_FOLDERS | {os.path.expanduser("~")} or str(folder).startswith(("/proc/", "/sys/")):
+        problem = "is a folder of the system, but a run has a folder of its own"
+    elif folder in (Path.cwd(), *Path.cwd().parents):
+        problem = "is the working directory or above it, but a run has a folder of its own"
+    elif found := next((name for name in ("recipe.yaml", "metrics.jsonl") if _has_content(folder / name)), None):
+        problem = f"contains a {found} that is not a run's, and a run would overwrite it"
+    if problem:
+        raise UsageError(f"--run-dir {request.run_dir}: {problem}; choose another, such as --run-dir runs/first")
+
+
+def check_path_encoding(path: Path) -> None:
+    """Raise UsageError if the path is valid UTF-8, but Python's file system encoding is not."""
+    encoding = sys.getfilesystemencoding()
+    with contextlib.suppress(UnicodeDecodeError):
+        if encoding.lower() != "utf-8" and os.fsencode(path).decode("utf-8"):
+            problem = f"is UTF-8, but Python reads paths as {encoding} here"
+            raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+
+
+def _has_content(path: Path) -> bool:
+    """Return True if the file exists and is not empty, as a killed start leaves it."""
+    return path_exists(path) and path.stat().st_size > 0
+
+
+def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make paths absolute: they are looked up in the working directory, then next to the recipe.
+
+    Raises RecipeError for missing data files.
+    """
+    values = config.model_dump()
+    if "lora" not in config.model.model_fields_set:
+        del values["model"]["lora"]  # a null would mean no adapters
+    faults: list[Fault] = []
+    for place, usual_split in _data_sources(values):
+        found = find_path(place["path"], recipe_dir)
+        if found is not None:
+            faults += _hub_key_faults(place)
+            place["path"] = str(found)
+        elif is_hub_name(place["path"]):
+            place["split"] = place["split"] or usual_split
+        else:
+            faults.append(_missing_file_fault(str(place["path"]), recipe_dir))
+    for place, key in (
+        (values["model"], "path"),
+        (values["model"], "tokenizer"),
+        (values["model"], "processor"),
+        (values["model"], "chat_template"),
+        (values, "task"),
+        (values, "ds_config"),
+        (values["options"], "ref_model"),
+        *((values["options"]["safety"], key.rpartition(".")[2]) for key, _ in iter_reward_model_paths(config.options)),
+    ):
+        text = place.get(key)
+        found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
+        if found is not None:
+            place[key] = str(found)
+    faults += _resolve_init(values["model"], recipe_dir)
+    if faults:
+        raise RecipeError(faults)
+    return RunConfig.model_validate(values)
+
+
+def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:
+    """Make model.init absolute. Returns the faults if it names no weights."""
+    if model["init"] is None:
+        return []
+    model["init"] = str(find_path(model["init"], recipe_dir) or model["init"])
+    try:
+        find_init_files(model["init"])
+    except RecipeError as error:
+        return [*error.faults]
+    return []
+
+
+def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return (block with a path, its default split) for each data source."""
+    data = values["data"]
+    found = [(source, TrainDatasetConfig.default_split) for source in data["train"]]
+    return found + ([(data["eval"], DatasetConfig.default_split)] if data["eval"] else [])
+
+
+def _hub_key_faults(source: dict[str, Any]) -> list[Fault]:
+    """Return a fault for each key that applies to Hub datasets only."""
+    found = [key for key in ("split", "name") if source[key]]
+    return [Fault(key, f"works only for Hub datasets; {source['path']} is a local file", "remove it") for key in found]
+
+
+def _is_path(text: str, key: str) -> bool:
+    """Return True if a value means a path.
+
+    A folder in the working directory is never taken for a task or preset.
+    """
+    if "/" in text or text.endswith((".json", ".py", ".jinja")):
+        return True
+    return key not in ("task", "ds_config") and path_exists(Path(text)) and Path(text).is_dir()
+
+
+def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
+    path = Path(text).expanduser()
+    if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
+        return Fault(f"data file {text}", reason, "give a .jsonl, .json or .parquet file")
+    places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
+    siblings = [other.name for other in path.parent.glob("*")] if path_exists(path.parent) else []
+    hint = suggest_name(path.name, siblings) if siblings else ""
+    fix = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
+    return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", fix)

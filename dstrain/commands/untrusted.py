@@ -1,0 +1,408 @@
+"""Checks of folders and recipes that somebody else wrote, before anything of them is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+import string
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import RunConfig, read_recipe
+from dstrain.config.schema import LaunchConfig
+from dstrain.data.limited_process import ResourceLimits, run_limited
+from dstrain.data.sources.hub import is_hub_name
+from dstrain.errors import Fault, PresetError, RecipeError, UsageError
+from dstrain.files import MAX_JSON_BYTES, read_limited
+from dstrain.models.folder import find_hub_code, is_local_path, read_adapter, wrong_size_fault
+from dstrain.preset import Preset, check_ds_config
+from dstrain.process_setup import log_stderr
+from dstrain.tasks import Task, builtin_tasks, find_task
+from dstrain.tasks.common.reference import ReferenceTask
+from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.safety.reward_models import REWARD_MODEL_KEYS, iter_reward_model_paths
+
+FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
+"""Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
+WEIGHT_SUFFIXES = (".safetensors",)
+NO_CODE_REASON = "code that only the folder names is not run"
+TOKENIZER_LIMITS = ResourceLimits(1 << 30, 10, 60.0)
+"""Limits for encoding a text of 600 characters; it usually takes a millisecond and some kilobytes."""
+PATTERN_TIMEOUT_SECONDS = 5
+"""Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
+microsecond."""
+
+
+def read_forward_preset(folder: Path) -> Preset:
+    """Return the preset in a run's ds_config.json, with the keys for forward passes only and no
+    paths. Raises UsageError.
+    """
+    file = folder / "ds_config.json"
+    # An allow list: other keys may make DeepSpeed write files.
+    block = {key: value for key, value in read_json_object(file).items() if key in FORWARD_KEYS}
+    zero = block.get("zero_optimization")
+    if isinstance(zero, dict):
+        parts = {name: dict(value) for name, value in zero.items() if isinstance(value, dict)}
+        for part in parts.values():
+            # DeepSpeed empties that folder.
+            part.pop("nvme_path", None)
+        block["zero_optimization"] = {**zero, **parts}
+    try:
+        return Preset("ds_config", file, check_ds_config(file, block))
+    except PresetError as error:
+        raise PresetError(f"{error}\ngive another preset with --ds-config NAME") from None
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an untrusted folder. Raises UsageError."""
+    try:
+        if (problem := _find_file_fault(file)) is not None:
+            raise UsageError(f"{file}: {problem}; copy the folder again")
+        value = json.loads(read_limited(file, MAX_JSON_BYTES))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror}); copy the folder again") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: not valid JSON ({error}); copy the folder again") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file}: is not a JSON object; copy the folder again")
+    return value
+
+
+def is_precision_enabled(folder: Path, precision: str) -> bool:
+    """Return True if the run's precision is the given one, bf16 or fp16. Raises UsageError."""
+    block = read_json_object(folder / "ds_config.json").get(precision)
+    return isinstance(block, dict) and block.get("enabled") is True
+
+
+def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | None = None) -> None:
+    """Raise UsageError for a model or tokenizer folder with unsafe files.
+
+    These are special files, links to files outside of the folder other than weights, and configs
+    that import modules. `run_dir`: the run folder that contains the folder, if any.
+    """
+    root = Path(os.path.realpath(run_dir or folder))
+    # The Hub's cache links snapshots/REVISION/FILE to blobs/HASH.
+    home = root.parent.parent if root.parent.name == "snapshots" else root
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if (problem := _find_file_fault(path)) is not None:
+            raise UsageError(f"{path}: {problem}; remove it, or copy the folder again")
+        outside = not Path(os.path.realpath(path)).is_relative_to(home)
+        if outside and path.suffix not in WEIGHT_SUFFIXES:
+            raise UsageError(
+                f"{path}: is a link to {os.path.realpath(path)}, outside of the folder; "
+                f"if you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and use the copy"
+            )
+    if not trust_remote_code:
+        check_configs(folder)
+
+
+def check_configs(folder: Path) -> None:
+    """Raise UsageError for JSON files that make a library import or fetch a module, and for sizes that no model has."""
+    for name, check in _CONFIG_CHECKS.items():
+        if (folder / name).is_file() and (fault := check(read_json_object(folder / name))):
+            raise UsageError(f"{folder / name}: {fault}; remove the key")
+    file = folder / "config.json"
+    if file.is_file() and (wrong := wrong_size_fault(read_json_object(file), str(file))) is not None:
+        raise UsageError(wrong)
+
+
+def check_no_pickles(folder: Path, recipe_name: str) -> None:
+    """Raise UsageError for pickles in a folder that dstrain wrote (it has `recipe_name`), and for
+    pickled weights in others.
+    """
+    from dstrain.models.weights import open_tensors
+    from dstrain.train.state import manifest
+
+    if (folder / recipe_name).is_file():
+        manifest.check_no_pickles(folder)
+    if any(folder.glob("*.safetensors")):
+        return
+    try:
+        open_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
+    except RecipeError as error:
+        raise UsageError("\n".join(f"{fault.problem}; {fault.fix}" for fault in error.faults)) from error
+
+
+def check_tokenizer_terminates(tokenizer: Any, folder: Path) -> None:
+    """Raise UsageError if the tokenizer of a folder does not encode a short text within limits.
+
+    A normalizer may replace a character by many, again and again. It is tried with one text; a fault that occurs only
+    with other texts is not found.
+    """
+    tried = run_limited(lambda: _encode_probe(tokenizer), TOKENIZER_LIMITS, attempts=2)
+    if tried.status in ("lost", "time", "memory"):
+        limits = f"{TOKENIZER_LIMITS.memory_bytes >> 20} MiB and {TOKENIZER_LIMITS.cpu_seconds} seconds"
+        problem = f"its tokenizer does not encode a text of {len(_PROBE_TEXT)} characters within {limits}"
+        raise UsageError(f"{folder}: {problem}; name a tokenizer that you trust: --set model.tokenizer=FOLDER")
+
+
+_PROBE_TEXT = string.printable * 6
+
+
+def _encode_probe(tokenizer: Any) -> None:
+    if sys.platform == "linux":  # in a process of its own: a failed allocation in Rust prints a backtrace
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    tokenizer(_PROBE_TEXT)
+
+
+def _find_file_fault(path: Path) -> str | None:
+    """Return why a path is not a regular file; None if it is one, or a folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return f"cannot be read ({error.strerror})" if os.path.islink(path) else f"does not exist ({error.strerror})"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is not a regular file"
+
+
+def _adapter_fault(config: Mapping[str, Any]) -> str:
+    """Return why an adapter config is unsafe, else ''.
+
+    peft imports the module in megatron_core (peft/tuners/lora/tp_layer.py,
+    importlib.import_module(config.megatron_core)).
+    """
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        return f"peft_type is {config['peft_type']!r}, but dstrain supports only LORA"
+    if config.get("megatron_config"):
+        return "megatron_config names a module to import"
+    return next(filter(None, (pattern_fault(key, config.get(key)) for key in _PATTERN_KEYS)), "")
+
+
+_PATTERN_KEYS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""Keys whose texts peft uses as regular expressions for module names; for an object, its keys."""
+_SAMPLE_MODULE_NAMES = (
+    "model.layers.0.self_attn.q_proj",
+    "transformer.h.11.mlp.c_fc",
+    "model.language_model.layers.31.mlp.up_proj",
+)
+
+
+def pattern_fault(key: str, value: Any) -> str:
+    """Return why a regular expression cannot be used, else ''.
+
+    Matching is tried in a process with a time limit.
+    """
+    if not isinstance(value, (str, list, dict, type(None))):
+        return f"{key} is {value!r}, but must be names of modules"
+    texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
+    patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
+    if not patterns:
+        return ""
+    # In a process of its own: re cannot be interrupted from Python.
+    result = run_limited(
+        lambda: [_matches(text, name) for text in patterns for name in _SAMPLE_MODULE_NAMES],
+        ResourceLimits(1 << 30, PATTERN_TIMEOUT_SECONDS, 60.0),
+    )
+    if result.status == "raised":
+        return f"{key} is a regular expression that cannot be used ({result.value[1]})"
+    if result.status == "lost":
+        return f"{key} is a regular expression that could not be tried within 60 seconds"
+    return f"{key} is a regular expression that does not end" if result.status in ("time", "memory") else ""
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return bool(re.fullmatch(pattern, name) or re.match(rf"(.*\.)?({pattern})$", name))
+    except re.error:  # reported where it is used
+        return False
+
+
+def config_fault(config: Mapping[str, Any]) -> str:
+    """Return a fault if a model's config names code on the Hub, else ''."""
+    found = find_hub_code(config)
+    return f"{found}, and {NO_CODE_REASON}" if found else ""
+
+
+_CONFIG_CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "adapter_config.json": _adapter_fault,
+    "config.json": config_fault,
+}
+
+
+# A run folder (recipe.yaml) and an exported folder (dstrain_recipe.yaml) contain a recipe that
+# another person may have written. Only the command line is trusted: whatever runs code or accesses
+# the network must be named there.
+
+
+_MODEL_KEYS = ("model.path", "options.ref_model")
+"""Keys of models; others name tokenizers and processors."""
+NO_FETCH_REASON = "and is not downloaded, since only the folder names it"
+
+
+def load_folder_recipe(
+    file: Path | None, folder_overrides: Sequence[str], overrides: Sequence[str], task: str | None
+) -> RunConfig:
+    """Return the recipe in a folder, with `folder_overrides` and then --set applied.
+
+    Raises UsageError for a task that is not a packaged one, for trust_remote_code, and for Hub
+    names that are not in the cache, unless the command line names them. `launch.env` and
+    `launch.slurm` of the folder are dropped.
+    """
+    config = read_recipe(file, [*folder_overrides, *overrides], task).config
+    if file is None:
+        return config
+    named = {"task"} if task is not None else set()
+    # What the command line names is the user's own choice.
+    named |= {text.partition("=")[0].strip() for text in overrides}
+    if faults := [*_iter_code_faults(file, config, named)]:
+        raise UsageError(faults)
+    if faults := [*_iter_network_faults(file, config, named)]:
+        raise UsageError(faults)
+    return _strip_launch(file, config, named)
+
+
+def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
+    """Yield a fault for each key that would run code and that the command line does not name."""
+    model = config.model
+    if "task" not in named_keys and config.task not in builtin_tasks():
+        yield _custom_task_fault(file, config.task)
+    if model.trust_remote_code:
+        if not named_keys & {"model", "model.trust_remote_code"}:
+            fix = "add --set model.trust_remote_code=true if you trust that code, or =false to continue without it"
+            yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_CODE_REASON}", fix)
+        return
+    if model.lora is not None and (fault := pattern_fault("targets", model.lora.targets)):
+        yield Fault(f"{file} model.lora", fault, "name the modules")
+    if fault := config_fault(model.config or {}):
+        yield Fault(f"{file} model.config", fault, "remove the key")
+    for _, name in _iter_model_references(config, named_keys):
+        # A folder that the recipe names may be from the same person.
+        if Path(name).expanduser().is_dir():
+            check_configs(Path(name).expanduser())
+
+
+def _custom_task_fault(file: Path, task: str) -> Fault:
+    saved_copy = file.parent / "task.py"
+    path = saved_copy if saved_copy.is_file() else Path(task)
+    argument = shlex.quote(str(path)) if path.is_file() else "FILE"
+    problem = f"names code of its own ({task!r}), and {NO_CODE_REASON}"
+    return Fault(f"{file} task", problem, f"add --task {argument} if you trust that file")
+
+
+def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunConfig:
+    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD,
+    PYTHONPATH).
+    """
+    if "launch" in named_keys:
+        return config
+    own = {"env": [] if "launch.env" not in named_keys else config.launch.env, "slurm": LaunchConfig().slurm}
+    if config.launch.env != own["env"]:
+        log_stderr(
+            f"{file}: launch.env comes from the folder and is not applied; --set 'launch.env=[...]' applies yours"
+        )
+    return config.model_copy(update={"launch": config.launch.model_copy(update=own)})
+
+
+def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
+    """Yield a fault for each Hub model that only the folder names and that is not in this machine's
+    cache.
+    """
+    for key, value in _iter_model_references(config, named_keys):
+        if _is_hub_model_name(value) and not _is_model_cached(value):
+            problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
+            yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
+
+
+def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does
+    not.
+
+    An adapter's folder is followed by its base model.
+    """
+    for key, value in (
+        ("model.path", config.model.path),
+        ("model.tokenizer", config.model.tokenizer),
+        ("model.processor", config.model.processor),
+        ("options.ref_model", config.options.get("ref_model")),
+        *iter_reward_model_paths(config.options),
+    ):
+        if not isinstance(value, str) or named_keys & {key, key.rpartition(".")[0], key.split(".")[0]}:
+            continue
+        yield key, value
+        if key in (*_MODEL_KEYS, *REWARD_MODEL_KEYS) and (adapter := read_adapter(value, key)) is not None:
+            yield key, adapter.base_model
+
+
+def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if
+    it exists.
+
+    A checkpoint of full fine-tuning has all weights. Raises UsageError if there is no such config,
+    or if adapters need the base weights.
+    """
+    recipe, saved_config = run_dir / "recipe.yaml", run_dir / "model"
+    config = read_recipe(recipe, overrides).config
+    model, base = config.model, read_recipe(recipe).config.model.path
+    if base is None or model.path != base or Path(base).expanduser().is_dir():
+        return []
+    if _is_hub_model_name(base) and _is_model_cached(base):
+        return []
+    if model.lora is not None or model.trust_remote_code or not (saved_config / "config.json").is_file():
+        if _is_hub_model_name(base):
+            return []
+        reason = "the adapters need its weights" if model.lora is not None else "its config says how to build the model"
+        problem = f"'{base}' does not exist any more, and {reason}"
+        raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
+    check_folder(saved_config, run_dir=run_dir)
+    found = [f"model.path={json.dumps(str(saved_config.resolve()))}"]
+    task = find_task(config.task) if config.task in builtin_tasks() else None
+    if task is not None and issubclass(task, ReferenceTask) and not config.options.get("ref_model"):
+        found.append(f"options.ref_model={json.dumps(base)}")  # also gone: reported where it is needed
+    return found
+
+
+def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -> None:
+    """Raise UsageError if the probe samples of an export are a Hub dataset that only the folder
+    names and is not cached.
+    """
+    file = next((folder / name for name in ("recipe.yaml", recipe_name) if (folder / name).is_file()), None)
+    if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in overrides):
+        return
+    data = read_recipe(file, overrides).config.data
+    for source in [data.eval] if data.eval is not None else data.train:
+        if is_hub_name(source.path) and not Path(source.path).is_file() and not _is_dataset_cached(source.path):
+            problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
+            fix = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
+            raise UsageError(Fault(f"{file} data", problem, fix))
+
+
+def _is_dataset_cached(name: str) -> bool:
+    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in
+    datasets/config.py).
+    """
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
+    return (place / name.replace("/", "___")).is_dir()
+
+
+def _is_hub_model_name(name: str) -> bool:
+    """Return True if transformers would look for the name on the Hub, also for `gpt2`."""
+    return bool(name) and not is_local_path(name) and not Path(name).is_dir()
+
+
+def _is_model_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "adapter_config.json", "tokenizer_config.json", "processor_config.json")
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+
+
+def is_module_export(folder: Path) -> bool:
+    """Return True if a folder is the export of a module that is not a transformers model."""
+    exists = [(folder / name).is_file() for name in ("dstrain_recipe.yaml", "config.json", "adapter_config.json")]
+    return exists == [True, False, False]
+
+
+def check_head(task: Task, folder: Path) -> None:
+    """Raise UsageError if an exported model lacks its head, which would be initialized at random."""
+    if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
+        name = task.checks.validator.newly_initialized[0]
+        raise UsageError(
+            f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
+        )

@@ -1,1 +1,0 @@
-"""Token cache: built once, memory-mapped, read by every rank."""

@@ -1,0 +1,204 @@
+"""Pool of processes that encode records; results are ordered as from a single process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.formats.columns import ColumnReport
+from dstrain.data.records import Example
+from dstrain.data.token_store import check_columns, read_column
+from dstrain.errors import DstrainError, RunError, find_user_frame
+
+MIN_PARALLEL_RECORDS = 4000
+"""Number of records below which one process is as fast as several."""
+MAX_PENDING_RESULTS = 4
+"""Results of each process that may wait in memory."""
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass
+class EncodedChunk:
+    """The encoded examples and the faults of consecutive records."""
+
+    examples: list[Example] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    """Index of a record, and its fault."""
+    cuts: dict[str, int] = field(default_factory=dict)
+    """Name of a cut -> examples that were cut that way."""
+    columns: dict[str, ColumnReport] = field(default_factory=dict)
+    """File -> its columns, counted over these records."""
+
+
+@dataclass(frozen=True)
+class ProcessPoolConfig:
+    """Number of encoding processes, and a function that each of them calls first."""
+
+    num_processes: int = 1
+    initializer: Callable[[], None] | None = None
+    """For example one that asks the kernel to kill the process with its parent."""
+
+    def num_processes_for(self, num_records: int) -> int:
+        """Return how many processes to use: one where there are few records, or where forking is not safe."""
+        can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # a daemon may not have children
+        return self.num_processes if can and num_records >= MIN_PARALLEL_RECORDS else 1
+
+
+SINGLE_PROCESS = ProcessPoolConfig()
+PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int], dict[str, ColumnReport]]
+"""Columns of a chunk's examples, its bad records, its cuts and its files' columns, as they go through a pipe."""
+RecordRanges = Sequence[tuple[int, int]]
+
+
+def map_chunks(
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, processes: ProcessPoolConfig
+) -> Iterator[EncodedChunk]:
+    """Yield `encode(start, stop)` of each range, in order; process k of n takes ranges k, k + n, k + 2n, ...
+
+    The processes are forked here: a fork inherits what cannot be pickled. Each has its own pipe, so that its death
+    is noticed even while it writes; with one queue for all, as in concurrent.futures, an incomplete message blocks
+    the reader forever. Raises what `encode` raises, and RunError where a process is killed.
+    """
+    count = min(processes.num_processes, len(ranges))
+    workers: list[tuple[BaseProcess, Connection]] = []
+    try:
+        with _disable_tokenizer_threads():
+            for which in range(count):
+                workers.append(_start_worker(encode, ranges[which::count], processes.initializer))
+        for at in range(len(ranges)):
+            worker, results = workers[at % count]
+            try:
+                # The kernel closes a dead worker's end, which ends the wait.
+                found = results.recv()
+            except (EOFError, OSError) as fault:
+                raise RunError(_describe_exit(worker, count)) from fault
+            if isinstance(found, BaseException):
+                raise found
+            yield _unpack_chunk(found)
+    finally:
+        for worker, results in workers:
+            worker.kill()  # a no-op where it has ended; nothing of it is needed any more
+            results.close()
+        for worker, _ in workers:
+            worker.join(10.0)
+
+
+def _start_worker(
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, initializer: Callable[[], None] | None
+) -> tuple[BaseProcess, Connection]:
+    """Fork a worker. Returns it with the read end of its pipe; only the worker holds the write end."""
+    # Closures and open readers reach the worker by the fork; spawn would have to pickle them.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    worker = context.Process(
+        target=_worker_main, args=(encode, ranges, initializer, (writer, os.getpid())), daemon=True
+    )
+    worker.start()
+    # With a write end open here too, the reader would never see the end of the pipe.
+    writer.close()
+    return worker, reader
+
+
+@contextmanager
+def _disable_tokenizer_threads() -> Iterator[None]:
+    """Context that disables the threads of the tokenizers library in processes forked inside it, where they would not run."""
+    before = os.environ.get(_PARALLELISM_VARIABLE)
+    os.environ[_PARALLELISM_VARIABLE] = "false"
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a fork in a process with threads; the children take no lock that a thread may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM_VARIABLE]
+        else:
+            os.environ[_PARALLELISM_VARIABLE] = before
+
+
+def _worker_main(
+    encode: Callable[[int, int], EncodedChunk],
+    ranges: RecordRanges,
+    initializer: Callable[[], None] | None,
+    connection_and_parent: tuple[Connection, int],
+) -> None:
+    """Encode ranges in a forked process, without the parent's signal handlers: SIGINT is ignored, the parent kills it."""
+    results, parent = connection_and_parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if initializer is not None:
+        initializer()
+    # The parent may have ended before the initializer asked to be killed with it.
+    if os.getppid() != parent:
+        os._exit(1)
+    waiting: queue.Queue[PackedChunk | BaseException | None] = queue.Queue(MAX_PENDING_RESULTS)
+    # A thread sends, so that encoding goes on while the parent is busy with another worker.
+    sender = threading.Thread(target=_send_results, args=(waiting, results), daemon=True)
+    sender.start()
+    try:
+        for span in ranges:
+            waiting.put(_pack_chunk(encode(*span)))
+    except Exception as fault:
+        if not isinstance(fault, DstrainError):
+            fault.add_note(traceback.format_exc())
+            fault.user_frame = find_user_frame(fault)  # type: ignore[attr-defined]  # the traceback stays here
+        waiting.put(fault)
+    waiting.put(None)
+    sender.join()
+
+
+def _send_results(pending: queue.Queue[PackedChunk | BaseException | None], connection: Connection) -> None:
+    while (found := pending.get()) is not None:
+        try:
+            connection.send(found)
+        except (TypeError, AttributeError, pickle.PicklingError):  # the exception holds objects that cannot be pickled
+            connection.send(RuntimeError(f"{found!r}\n" + "\n".join(getattr(found, "__notes__", ()))))
+
+
+def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
+    """Pack a chunk as few arrays, which are fast to pickle: lists of one type as values and split points."""
+    columns: dict[str, Any] = {}
+    names = tuple(chunk.examples[0]) if chunk.examples else ()
+    check_columns(chunk.examples, names)
+    for name in names:
+        values = columns[name] = read_column(name, chunk.examples)
+        types = {
+            type(value) if not isinstance(value, np.ndarray) else value.dtype for value in values if np.size(value)
+        }
+        if all(isinstance(value, np.ndarray) for value in values) and len(types) <= 1:
+            rows = [row.astype(*types, copy=False) if types else row for row in values]
+            # Without the last end: np.split takes the borders between rows.
+            columns[name] = np.concatenate(rows), np.cumsum([len(row) for row in rows])[:-1]
+    return columns, chunk.bad, chunk.cuts, chunk.columns
+
+
+def _unpack_chunk(packed: PackedChunk) -> EncodedChunk:
+    columns, bad, cuts, files = packed
+    each = {name: np.split(*value) if isinstance(value, tuple) else value for name, value in columns.items()}
+    return EncodedChunk(
+        [dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts, files
+    )
+
+
+def _describe_exit(worker: BaseProcess, count: int) -> str:
+    """Return the error message for a worker that ended before its results were complete."""
+    worker.join(5.0)
+    code = worker.exitcode
+    how = "its pipe broke" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    fix = "if memory ran out, free some, or encode with one process: `taskset -c 0 dstrain prepare RECIPE`"
+    return f"process {worker.pid}, one of {count} that encode records, was killed ({how}); {fix}"

@@ -1,1 +1,0 @@
-"""Time series: records, normalization, patches, and synthetic captioned curves."""

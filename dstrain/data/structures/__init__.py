@@ -1,1 +1,0 @@
-"""Protein structures: chains read from files, their residues hidden for training, and splits without near copies."""

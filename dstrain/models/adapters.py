@@ -1,0 +1,234 @@
+"""LoRA adapters: added, loaded, merged into base weights, also under ZeRO-3."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from dstrain.config.schema import LoraConfig
+from dstrain.errors import Fault, RecipeError, first_names
+from dstrain.models.folder import (
+    CONFIG_FILE,
+    DOWNLOAD_FIX,
+    LORA_SETTINGS,
+    METADATA_SETTINGS,
+    Adapter,
+    find_invalid_setting,
+    find_unsupported_setting,
+    read_json_object,
+)
+from dstrain.models.gradient_checkpointing import limit_input_grads
+from dstrain.models.params import assign, full_shape, gathered, is_source_rank
+from dstrain.models.quantization import preload_bitsandbytes
+from dstrain.models.weights import open_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str], seed: int) -> PeftModel:
+    """Wrap the model with adapters initialized from the seed. All but them and the new `heads` is frozen.
+
+    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero. DoRA (Liu et
+    al., arXiv 2402.09353, eq. 5) also trains the norm of W's columns. Raises RecipeError where no module has a name in
+    `lora.targets`. Collective under ZeRO-3.
+    """
+    import torch
+
+    preload_bitsandbytes()
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    settings = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        use_dora=lora.dora,
+        modules_to_save=[name for name in heads if name in module_names] or None,
+    )
+    # Right before peft draws the A matrices: nothing drawn earlier changes them.
+    torch.manual_seed(seed)
+    try:
+        with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
+        problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
+        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
+    limit_input_grads(model)
+    return wrapped
+
+
+@contextmanager
+def adapters_disabled(model: Any) -> Iterator[None]:
+    """Run the model (a PeftModel) without its adapters inside the context. Leaves `requires_grad` unchanged.
+
+    peft's own `disable_adapter` makes every adapter trainable on exit, also those that `model.freeze` froze
+    (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
+    """
+    saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    with model.disable_adapter():
+        yield
+    for parameter, requires_grad in saved:
+        parameter.requires_grad_(requires_grad)
+
+
+STATE_DICT_PREFIX = "base_model.model."
+"""Prefix of every key in an adapter's file."""
+
+
+def load_adapters(model: Any, folder: Path) -> Any:
+    """Load the adapters of an exported folder onto the model with peft. Raises RecipeError.
+
+    peft gets only known settings: others in adapter_config.json may name modules that it would import.
+    """
+    preload_bitsandbytes()
+    from peft import LoraConfig as PeftConfig
+    from peft import PeftModel
+
+    values = read_json_object(folder / CONFIG_FILE, str(folder))
+    if problem := find_invalid_setting(values):
+        raise RecipeError(Fault(str(folder / CONFIG_FILE), problem, DOWNLOAD_FIX))
+    if setting := find_unsupported_setting({**values, "bias": "none", "init_lora_weights": True}):
+        problem = f"its {setting} is not supported here"
+        raise RecipeError(Fault(str(folder), problem, "merge it with peft's merge_and_unload"))
+    settings = {
+        name: value
+        for name, value in values.items()
+        if name in {*LORA_SETTINGS, *METADATA_SETTINGS} and value is not None
+    }
+    return PeftModel.from_pretrained(model, str(folder), config=PeftConfig(**settings))
+
+
+def check_adapter(model: torch.nn.Module, adapter: Adapter) -> None:
+    """Raise RecipeError where `merge_adapter` would. The model may be on the meta device; it is unusable afterwards."""
+    _match_tensors(model, adapter)
+
+
+def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
+    """Add the adapter's update to the model's weights. Collective under ZeRO-3, which gathers one layer at a time."""
+
+    requires_grad = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    wrapped, targets = _match_tensors(model, adapter)
+    stored = open_tensors([adapter.weights_file])
+    for name, target in targets.items():  # sorted: the same order on every rank, as assign is collective
+        assign(target, stored[name].read)
+    merged = merge_adapters(wrapped)
+    for parameter in merged.parameters():  # peft has frozen the base model
+        parameter.requires_grad_(requires_grad.get(id(parameter), True))
+    return merged
+
+
+def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError."""
+    preload_bitsandbytes()
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    stored = open_tensors([adapter.weights_file])
+    named = dict(model.named_parameters())  # before peft renames them
+    try:
+        with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
+            warnings.simplefilter("ignore")
+            wrapped = get_peft_model(model, PeftConfig(**_without_saved_modules(adapter)))
+    except (ValueError, TypeError) as error:
+        no_targets = "Target modules" in str(error)
+        reason = "the model has none of the modules that it adapts" if no_targets else str(error)
+        raise _mismatch_error(adapter, reason) from error
+    targets = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    saved = {name: named.get(_model_key(name)) for name in stored if name not in targets}  # modules_to_save
+    missing = sorted(targets.keys() - stored.keys())
+    unexpected = sorted(_model_key(name) for name, target in saved.items() if target is None)
+    if missing or unexpected:
+        keys = f"missing keys: {first_names(missing)}; unexpected keys: {first_names(unexpected)}"
+        raise _mismatch_error(adapter, keys)
+    targets |= cast("dict[str, torch.Tensor]", saved)
+    for name, target in targets.items():
+        if stored[name].shape != full_shape(target):
+            shapes = f"{_model_key(name)} is {stored[name].shape} in its file and {full_shape(target)} in the model"
+            raise _mismatch_error(adapter, shapes)
+    return wrapped, dict(sorted(targets.items()))
+
+
+def _without_saved_modules(adapter: Adapter) -> dict[str, Any]:
+    """Return the adapter's settings without targets that its file holds completely.
+
+    For all-linear, peft lists a new head among the targets, but gives it no adapter where it is in `modules_to_save`.
+    """
+    settings, targets = dict(adapter.settings), adapter.settings.get("target_modules")
+    if isinstance(targets, list):
+        settings["target_modules"] = [name for name in targets if name not in adapter.modules_to_save]
+    return settings
+
+
+def _model_key(name: str) -> str:
+    """Return the model's key for a key of the file; peft also saves the base layer of an adapted embedding."""
+    return name.removeprefix(STATE_DICT_PREFIX).replace(".base_layer.", ".")
+
+
+def _mismatch_error(adapter: Adapter, reason: str) -> RecipeError:
+    problem = f"the adapter in {adapter.folder} does not fit the model to train: {reason}"
+    fix = "name the folder of a model, or an adapter of a model of this architecture"
+    return RecipeError(Fault("model.path", problem, fix))
+
+
+def merge_adapters(model: PeftModel) -> PreTrainedModel:
+    """Merge the adapters into the weights in place and return the base model. Collective under ZeRO-3.
+
+    In place, because peft's safe_merge copies each weight. Two modules that share an adapted weight (tied embeddings)
+    are untied first, as the merge would change the other one too. Raises RecipeError for these under ZeRO-3.
+    """
+    import torch
+
+    tied, shards = _find_tied_parameters(model), any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if tied and shards:
+        problem = "the adapter changes tied embeddings, which cannot be untied under ZeRO-3"
+        raise RecipeError(Fault("model.path", problem, "merge it first (dstrain export RUN --merge-lora --to DIR)"))
+    for module, name, parameter in tied:
+        # Untied: the merge would change the other module's weight too.
+        module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    if tied:
+        config = model.get_base_model().config
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            # Or the next load would tie them again, and lose one of the two.
+            part.tie_word_embeddings = False
+    return _merge_sharded(model) if shards else model.merge_and_unload()
+
+
+def _merge_sharded(model: Any) -> PreTrainedModel:
+    """Merge layer by layer: each is gathered, and changed by the rank whose values are partitioned again."""
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        # Only this layer's own weights are complete at a time.
+        base = layer.get_base_layer()
+        with gathered(base.parameters(recurse=False), modify=True), torch.no_grad():
+            if is_source_rank(base.weight):
+                layer._move_adapter_to_device_of_base_layer("default")
+                layer.merge()
+    return model.unload()
+
+
+def _find_tied_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Return (module, attribute, weight) of each module that shares an adapted weight with an earlier module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    adapted = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    owners = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in adapted
+    ]
+    firsts = {id(parameter): module for module, _, parameter in reversed(owners)}
+    return [(module, name, parameter) for module, name, parameter in owners if firsts[id(parameter)] is not module]

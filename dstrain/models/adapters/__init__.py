@@ -1,1 +1,0 @@
-"""LoRA adapters: adding, merging, reading adapter folders."""

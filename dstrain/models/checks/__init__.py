@@ -1,1 +1,0 @@
-"""Checks of a model's files before the model is loaded."""

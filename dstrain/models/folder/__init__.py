@@ -1,1 +1,0 @@
-"""Small files of a model folder (configs, tokenizer files), read without torch."""

@@ -1,1 +1,0 @@
-"""Output heads: chunked logits and the input of a head."""

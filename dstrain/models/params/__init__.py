@@ -1,1 +1,0 @@
-"""Parameters: freezing, groups, Muon."""

@@ -1,0 +1,232 @@
+"""Quantized linear layers and the library that holds them (bitsandbytes)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrain.config.schema import RunConfig
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.params import components_by_id, unwrap_peft
+from dstrain.units import format_count
+
+if TYPE_CHECKING:
+    import torch
+
+
+EXTRA = 'pip install "dstrain[quantize]"'
+
+OPTIMIZERS_8BIT = ("adamw_8bit", "paged_adamw_8bit")
+"""Values of optim.name that are bitsandbytes' optimizers."""
+
+
+def iter_bitsandbytes_keys(config: RunConfig) -> Iterator[str]:
+    """Yield the recipe's keys that need bitsandbytes."""
+    if config.model.quantize is not None:
+        yield "model.quantize"
+    if config.optim.name in OPTIMIZERS_8BIT:
+        yield "optim.name"
+
+
+def import_bitsandbytes(key: str) -> Any:
+    """Return the module bitsandbytes. Raises RecipeError for the recipe's `key` where it cannot be imported."""
+    check_bitsandbytes(key)
+    try:
+        with _without_hub_kernels():
+            import bitsandbytes
+    except Exception as error:  # a build for another CUDA version fails with many errors
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RecipeError(Fault(key, f"bitsandbytes cannot be imported ({reason})", "install it again")) from error
+    return bitsandbytes
+
+
+def check_bitsandbytes(key: str) -> None:
+    """Raise RecipeError for the recipe's `key` where bitsandbytes is not installed. Imports nothing."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(Fault(key, "needs bitsandbytes, which is not installed", f"run {EXTRA}"))
+
+
+def preload_bitsandbytes() -> None:
+    """Import bitsandbytes, if it is installed, before peft does: see `_without_hub_kernels`."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    try:
+        with _without_hub_kernels():
+            import bitsandbytes  # noqa: F401
+    except Exception:  # peft tries again, and reports it
+        return
+
+
+@contextmanager
+def _without_hub_kernels() -> Iterator[None]:
+    """Hide the package `kernels` inside.
+
+    On a CPU with AVX512-BF16 bitsandbytes downloads a kernel from the Hub and runs it while it is imported
+    (backends/cpu/ops.py of 0.50), and logs a warning where it cannot. Code from the Hub runs only if the recipe names it.
+    """
+    logger, hidden = logging.getLogger("bitsandbytes.backends.cpu.ops"), "kernels" not in sys.modules
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    if hidden:
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it raises ImportError
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if hidden:
+            del sys.modules["kernels"]
+
+
+QUANTIZE_KEY = "model.quantize"
+QuantizationKind = Literal["nf4", "int8"]
+INT8_THRESHOLD = 6.0
+"""Magnitude from which a column of activations is multiplied in 16 bits: section 3.2 of the paper of LLM.int8."""
+_DEQUANTIZE = ContextVar("_DEQUANTIZE", default=False)
+
+
+@dataclass(frozen=True)
+class QuantizationSummary:
+    """Linear layers of a model that were quantized."""
+
+    kind: QuantizationKind
+    num_layers: int
+    num_parameters: int
+    """Weights in these layers."""
+
+    def __str__(self) -> str:
+        return (
+            f"quantized: {format_count(self.num_parameters)} weights of {self.num_layers} linear layers, in {self.kind}"
+        )
+
+
+@contextmanager
+def dequantized_weights() -> Iterator[None]:
+    """Let `quantize_model` write the dequantized values into the layers inside, instead of replacing the layers.
+
+    The model then has the weights that a quantized one computes with, in its own dtype: adapters can be merged into
+    them without a further rounding.
+    """
+    token = _DEQUANTIZE.set(True)
+    try:
+        yield
+    finally:
+        _DEQUANTIZE.reset(token)
+
+
+def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> QuantizationSummary:
+    """Replace the linear layers of the model's body by quantized ones, in place, one at a time.
+
+    nf4: NormalFloat4 with blocks of 64 and double quantization (Dettmers et al., arXiv 2305.14314, section 3); the
+    matrix product runs in the dtype of its input. int8: LLM.int8 (Dettmers et al., arXiv 2208.07339). Embeddings,
+    norms, heads, the vision tower and the projector keep their dtype. Layers are quantized on the
+    process's device, and stay there. Raises RecipeError without bitsandbytes, without a linear layer, and under ZeRO-3.
+    """
+    bnb = import_bitsandbytes(QUANTIZE_KEY)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise RecipeError(zero3_fault("the preset"))
+    found = list(_find_linear_layers(model))
+    if not found:
+        fix = "leave model.quantize out; layers of other classes are not quantized"
+        raise RecipeError(Fault(QUANTIZE_KEY, "the model has no linear layer that could be quantized", fix))
+    num_layers, num_parameters = len(found), sum(layer.weight.numel() for _, _, layer in found)
+    while found:
+        parent, name, layer = found.pop()  # not kept in the list: its memory is free before the next one is quantized
+        quantized = _quantize_layer(bnb, layer, kind)
+        if _DEQUANTIZE.get():
+            layer.weight.data = _dequantize(bnb, quantized).to("cpu", layer.weight.dtype)
+        else:
+            setattr(parent, name, quantized)
+    if not _DEQUANTIZE.get():
+        # peft chooses the class of an adapter by these.
+        setattr(model, {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}[kind], True)
+    return QuantizationSummary(kind, num_layers, num_parameters)
+
+
+def zero3_fault(preset: str) -> Fault:
+    """Return the fault of quantized weights at ZeRO stage 3."""
+    problem = f"{preset} is of ZeRO stage 3, which cannot shard quantized weights"
+    return Fault(QUANTIZE_KEY, problem, "use ds_config: zero2, where each GPU holds all of them, or leave quantize out")
+
+
+def _process_device() -> str:
+    """Return the GPU that this process has chosen; the CPU, which is slow, for one that has not."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+
+
+def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear]]:
+    """Yield (parent, name in it, layer) of the linear layers in the model's body, without vision and projector."""
+    import torch
+
+    core = unwrap_peft(model)
+    body, components = getattr(core, "base_model", core), components_by_id(model)
+    head = core.get_output_embeddings() if hasattr(core, "get_output_embeddings") else None
+    for parent in body.modules():
+        for name, layer in parent.named_children():
+            is_linear = type(layer) is torch.nn.Linear and layer is not head
+            if is_linear and components.get(id(layer.weight)) not in ("vision", "projector"):
+                yield parent, name, layer
+
+
+def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) -> Any:
+    import torch
+
+    device = _process_device()
+    sizes = layer.in_features, layer.out_features, layer.bias is not None
+    nn = bnb.nn
+    with torch.device("meta"):  # no memory for weights that are replaced
+        if kind == "nf4":
+            quantized = nn.Linear4bit(*sizes, compress_statistics=True, quant_type="nf4")
+        else:
+            quantized = _int8_class(nn.Linear8bitLt)(*sizes, has_fp16_weights=False, threshold=INT8_THRESHOLD)
+    weight = layer.weight.detach()
+    if kind == "nf4":
+        quantized.weight = nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
+        # Compute in the dtype of the input, without bitsandbytes' choice (and warning) at the first call.
+        quantized.compute_dtype, quantized.compute_type_is_set = None, True
+        # On such a CPU an evaluation would repack the weights and compute in bf16, also in an fp32 run, and training
+        # would go on with the repacked ones.
+        quantized.support_avx512bf16_for_cpu = False
+    else:
+        quantized.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
+    if layer.bias is not None:
+        quantized.bias = layer.bias
+        quantized.bias.requires_grad_(False)
+    quantized.train(layer.training)
+    return quantized
+
+
+@cache
+def _int8_class(base: Any) -> Any:
+    """Return bitsandbytes' 8-bit layer, whose scales move with the module that contains it.
+
+    Its own are attributes that only a call of the layer's `to` moves, not that of a module around it.
+    """
+
+    class Int8Linear(base):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            moved = super()._apply(fn, recurse)
+            for holder in (self.weight, self.state):  # in `weight` before the first forward pass, in `state` after it
+                if getattr(holder, "SCB", None) is not None:
+                    holder.CB, holder.SCB = self.weight.data, holder.SCB.to(self.weight.device)
+            return moved
+
+    return Int8Linear
+
+
+def _dequantize(bnb: Any, quantized: Any) -> torch.Tensor:
+    """Return the weights of a quantized layer, as its forward pass uses them."""
+    weight, functional = quantized.weight, bnb.functional
+    if hasattr(weight, "quant_state"):
+        found: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+        return found
+    found = functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    return found

@@ -1,1 +1,0 @@
-"""Weight files: names, shapes, values, and construction on the meta device."""

@@ -1,1 +1,0 @@
-"""Parameters of model families, derived from config.json."""

@@ -1,1 +1,0 @@
-"""Lines of a memory plan: states, activations, head, images, host."""

@@ -1,1 +1,0 @@
-"""Records and batches of text tasks: parsing, padded or packed rows, the images of samples."""

@@ -1,1 +1,0 @@
-"""Metrics of texts that a model generates."""

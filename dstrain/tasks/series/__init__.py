@@ -1,1 +1,0 @@
-"""Parts of task temporal: its model, checks and export."""

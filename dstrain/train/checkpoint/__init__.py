@@ -1,1 +1,0 @@
-"""Checkpoints: writing, choosing, committing, disk space."""

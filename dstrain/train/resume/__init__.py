@@ -1,1 +1,0 @@
-"""Resume: what a checkpoint was trained on, compared with today's inputs."""

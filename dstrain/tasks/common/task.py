@@ -336,18 +336,14 @@ def _describe_options(owner: type, fields: Sequence[dataclasses.Field[Any]]) -> 
             helps.update(_field_docstrings(cls))
     types = _option_types(owner)
     described = []
-    for option_field in fields:
-        name = (
-            option_field.type
-            if isinstance(option_field.type, str)
-            else getattr(option_field.type, "__name__", str(option_field.type))
-        )
-        default = None if option_field.default is dataclasses.MISSING else option_field.default
-        if option_field.default_factory is not dataclasses.MISSING:  # a block of options with their own defaults
+    for option in fields:
+        name = option.type if isinstance(option.type, str) else getattr(option.type, "__name__", str(option.type))
+        default = None if option.default is dataclasses.MISSING else option.default
+        if option.default_factory is not dataclasses.MISSING:  # a block of options with their own defaults
             default = {}
-        block = _find_block(types[option_field.name])
+        block = _find_block(types[option.name])
         nested = () if block is None else tuple(_describe_options(block, dataclasses.fields(block)))
-        described.append(Option(option_field.name, name, default, helps.get(option_field.name, ""), nested))
+        described.append(Option(option.name, name, default, helps.get(option.name, ""), nested))
     return described
 
 

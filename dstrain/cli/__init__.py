@@ -204,18 +204,17 @@ def selftest(
     network. Exit code 1 if a check fails.
     """
     if phase is not None and keep is not None:
-        sys.exit(_run_phase(phase, keep, presets, (batch, processes, scratch)))
+        sys.exit(_run_phase(phase, keep, presets, batch=batch, processes=processes, scratch=scratch))
     sys.exit(_run_all(presets, keep, as_json))
 
 
 def _run_phase(
-    phase: str, folder: Path, presets: tuple[str, ...], settings: tuple[int, int | None, Path | None]
+    phase: str, folder: Path, presets: tuple[str, ...], *, batch: int, processes: int | None, scratch: Path | None
 ) -> int:
-    """Run one launch, or one process of it; `settings`: batch, processes and scratch folder."""
+    """Run one launch, or one process of it."""
     from dstrain.commands.run_job import run_job
     from dstrain.commands.selftest import SelftestJob
 
-    batch, processes, scratch = settings
     job = SelftestJob("stop" if phase == "stop" else "resume", folder, presets, batch)
     return run_job(job, {"num_gpus": processes}, scratch).exit_code
 

@@ -50,7 +50,7 @@ def check_launch(
     batch = resolve_batch(
         batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
     )
-    return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
+    return resolve_ds_config(config, preset, batch, world_size, device, run_dir)
 
 
 def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:

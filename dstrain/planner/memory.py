@@ -116,7 +116,7 @@ def plan_memory(
     shape = shape or read_shape(config, properties)
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
-    settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
+    settings = make_run_settings(config, preset, batch, cluster.world_size, device, "nvme")
     ds_config = complete_preset(preset, settings=settings)
     states = make_state_settings(config, shape, ds_config, cluster)
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))

@@ -89,7 +89,7 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
         loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0)
     ).batches
     assert [batch.is_filler for batch in step] == [True]
-    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), (1, 0))))
+    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), 1, 0)))
 
 
 def test_a_collate_without_positions_gets_the_samples_as_they_are():

@@ -15,7 +15,7 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import builtin_tasks, make_task
-from dstrain.tasks.common.record_task import policy_of
+from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.resume import (

@@ -55,8 +55,7 @@ def test_a_note_is_wrapped_line_by_line() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 @pytest.mark.parametrize("command", ["recipes", "presets", "tasks"])
 def test_lists_fit_a_terminal_of_any_width(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("recipes", "presets", "tasks"):
-        monkeypatch.setattr(f"dstrain.commands.lists.{module}.terminal_width", lambda: width)
+    monkeypatch.setattr("dstrain.commands.lists.terminal_width", lambda: width)
     lines = invoke(command).output.splitlines()
     # A command cannot be wrapped: it is there to be copied.
     long = [line for line in lines if len(line) > width and len(line.split()) > 1 and "--set" not in line]

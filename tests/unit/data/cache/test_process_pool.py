@@ -180,19 +180,19 @@ def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: 
 CHILD = """
 import sys, time
 from pathlib import Path
-from dstrain.data.cache import build, process_pool
+from dstrain.data import prepare, process_pool
 from dstrain.data.sources.open import open_source
 from dstrain.launch.worker import set_parent_death_signal
 process_pool.MIN_PARALLEL_RECORDS = 1
-build.PARALLEL_CHUNK_SIZE = 3
+prepare.PARALLEL_CHUNK_SIZE = 3
 def slow(rows):
     with (Path(sys.argv[1]).parent / "began").open("a") as file:
         file.write("x")
     time.sleep(60)
-policy = build.PreparePolicy(
+policy = prepare.PreparePolicy(
     task="rm", processes=process_pool.ProcessPoolConfig(3, set_parent_death_signal)
 )
-build.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
+prepare.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
 """
 
 

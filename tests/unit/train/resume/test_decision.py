@@ -17,7 +17,6 @@ from dstrain.errors import CheckpointError, ResumeError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.report.run_log import RunLog
 from dstrain.train import checkpoints as checkpoints_module
-from dstrain.train import resume as decision_module
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.resume import ResumeOptions, StartDecision, decide_start, dump_training_recipe
 from dstrain.train.setup.build_run import prepare_start
@@ -117,11 +116,7 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
     def find_fault(path: Path, share: tuple[int, int]) -> str | None:
         return "MANIFEST.json is missing" if share[0] == 1 else None
 
-    def read_checkpoint_info(path: Path, fault: str | None) -> None:
-        raise FileNotFoundError(path)
-
     monkeypatch.setattr(checkpoints_module, "find_fault", find_fault)
-    monkeypatch.setattr(decision_module, "read_checkpoint_info", read_checkpoint_info)
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
         assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)

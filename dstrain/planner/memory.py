@@ -187,7 +187,7 @@ def _frozen_model_lines(config: RunConfig, properties: TaskProperties, states: S
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """MAX_CHUNK_BYTES of models/heads.py, which imports torch; a test compares."""
 KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
-"""Those of models/heads/linear_head.py."""
+"""Those of models/heads.py."""
 _HEAD_SOURCE = "dstrain/models/heads.py"
 CHUNK_COPIES = 3
 """Copies of a chunk of fp32 logits that autograd holds where the head is not a plain linear layer."""

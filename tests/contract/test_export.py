@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from dstrain.cli import main
-from dstrain.commands import export as command
+from dstrain.commands import export
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
@@ -138,7 +138,7 @@ def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path
 
 
 def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MAX_SHARD_SIZE", "20KB")
+    monkeypatch.setattr(export, "MAX_SHARD_SIZE", "20KB")
     run = make_run(tmp_path / "it", "sft")
     export_model(run, "last", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
@@ -228,7 +228,7 @@ def test_what_was_loaded_is_compared_too(
 ) -> None:
     """Where the files were not looked at: transformers draws what is missing at random, with a warning."""
     spoil(monkeypatch, change)
-    monkeypatch.setattr(command, "check_exported_files", lambda *args: None)
+    monkeypatch.setattr(export, "check_exported_files", lambda *args: None)
     with pytest.raises(CheckpointError, match=words):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)

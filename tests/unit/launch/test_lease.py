@@ -21,16 +21,14 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.files import atomic_write
-from dstrain.launch import lease as lease_file
-from dstrain.launch import lease as module
 from dstrain.launch.lease import Lease, LeaseHolder, check_lease, read_latest_lease
 from dstrain.launch.processes import start_time
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr("dstrain.launch.lease.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("dstrain.launch.lease._POLL_SECONDS", 0.02)
 
 
 def write(run: Path, content: LeaseHolder | bytes) -> None:
@@ -327,7 +325,7 @@ def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
 def test_a_listing_that_names_a_removed_file_without_end_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_file, "STALE_LISTING_SECONDS", 0.2)
+    monkeypatch.setattr("dstrain.launch.lease.STALE_LISTING_SECONDS", 0.2)
     monkeypatch.setattr(os, "listdir", lambda _: ["lease-00000007.json"])
     with pytest.raises(OSError, match="Stale file handle"):
         read_latest_lease(tmp_path)

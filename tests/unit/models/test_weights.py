@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models import weights as module
+from dstrain.models import weights
 from dstrain.models.weights import weights_fingerprint
 from tests.workers import ROOT
 
@@ -53,7 +53,7 @@ def test_drawn_weights_follow_config_seed_and_the_libraries_that_draw(monkeypatc
     assert of(config=CONFIG | {"hidden_size": 32}) != base
     for library in ("torch", "transformers"):
         versions = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
-        monkeypatch.setattr(module, "version", versions.__getitem__)
+        monkeypatch.setattr(weights, "version", versions.__getitem__)
         was = of(config=CONFIG)
         versions[library] = "9.9.0"
         assert of(config=CONFIG) != was
@@ -126,7 +126,7 @@ def test_what_lies_on_top_does_not_count(folder: Path) -> None:
 
 def test_files_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = of(path=str(folder))
-    monkeypatch.setattr(module.hashlib, "file_digest", None)
+    monkeypatch.setattr(weights.hashlib, "file_digest", None)
     assert of(path=str(folder)) == base
     change_a_byte(folder / "model-1.safetensors")
     with pytest.raises(TypeError):

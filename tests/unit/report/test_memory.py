@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.report import memory as module
+from dstrain.report import memory
 from dstrain.report.memory import gpu_utilization, host_memory_gib, memory_metrics
 
 
@@ -51,7 +51,7 @@ class FakeCuda:
 
 
 def test_a_gpu_tells_what_is_allocated_reserved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch, "cuda", FakeCuda())
+    monkeypatch.setattr(memory.torch, "cuda", FakeCuda())
     row = memory_metrics(SingleProcessWorld(torch.device("cuda", 0)))
     assert (row["allocated_memory_gib"], row["peak_memory_gib"], row["reserved_memory_gib"]) == (3.0, 4.0, 5.0)
     assert (row["pinned_memory_gib"], row["gpu_utilization"]) == (0.5, 70.0)
@@ -66,7 +66,7 @@ def test_a_gpu_that_does_not_tell_how_busy_it_is_stops_nothing(
     def refuse(device: torch.device) -> int:
         raise error
 
-    monkeypatch.setattr(module.torch.cuda, "utilization", refuse)
+    monkeypatch.setattr(memory.torch.cuda, "utilization", refuse)
     assert gpu_utilization(torch.device("cuda")) is None
 
 
@@ -74,6 +74,6 @@ def test_any_other_error_of_the_driver_is_not_hidden(monkeypatch: pytest.MonkeyP
     def fail(device: torch.device) -> int:
         raise RuntimeError("cuda driver can't be loaded")
 
-    monkeypatch.setattr(module.torch.cuda, "utilization", fail)
+    monkeypatch.setattr(memory.torch.cuda, "utilization", fail)
     with pytest.raises(RuntimeError, match="driver"):
         gpu_utilization(torch.device("cuda"))

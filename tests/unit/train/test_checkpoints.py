@@ -23,7 +23,6 @@ import pytest
 import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
-from dstrain.train import checkpoints as module
 from dstrain.train.checkpoints import CheckpointStore, select_checkpoint
 from dstrain.train.state import manifest
 from dstrain.train.state.manifest import (
@@ -321,7 +320,7 @@ def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch
     """It renames `step-N.old`, whose manifest a slower rank had not read yet."""
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old")
-    read = module.read_checkpoint_info
+    read = read_checkpoint_info
 
     def read_late(path: Path, fault: str | None) -> Any:
         if threading.current_thread().name.endswith("_1"):
@@ -334,7 +333,7 @@ def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch
         checkpoints.remove_incomplete()
         return found
 
-    monkeypatch.setattr(module, "read_checkpoint_info", read_late)
+    monkeypatch.setattr("dstrain.train.checkpoints.read_checkpoint_info", read_late)
     assert [info.step for info in on_ranks(2, act)] == [1, 1]  # type: ignore[union-attr]
 
 
@@ -349,7 +348,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
         checkpoints = CheckpointStore(folder=tmp_path, world=world)
         save(checkpoints, 1, by=write_shard(world))
         if phase != "write" and world.rank == 0:
-            monkeypatch.setattr(module, phase, full)
+            monkeypatch.setattr(f"dstrain.train.checkpoints.{phase}", full)
         world.barrier()
         save(checkpoints, 2, by=full if phase == "write" and world.rank == 1 else write_shard(world))
 
@@ -561,7 +560,8 @@ def test_a_save_reads_no_more_manifests_the_more_there_are(
     kept, read = solo(tmp_path, **options), []
     save(kept, *range(1, 40), metric=0.5)
     monkeypatch.setattr(
-        module, "inspect_checkpoint", lambda path: read.append(path) or read_checkpoint_info(path, None)
+        "dstrain.train.checkpoints.inspect_checkpoint",
+        lambda path: read.append(path) or read_checkpoint_info(path, None),
     )
     monkeypatch.setattr(
         manifest, "inspect_checkpoint", lambda path, all=False: read.append(path) or read_checkpoint_info(path, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,9 @@ from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, ResumeError, UsageError
 from dstrain.launch.topology import Worker
-from dstrain.models import weights as module
+from dstrain.models.weights import _cached_digest, weights_fingerprint
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task, make_task
-from dstrain.train import checkpoints as checkpoints_module
-from dstrain.train import resume as decision_module
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.resume import (
     ResumeOptions,
@@ -38,7 +37,7 @@ from dstrain.train.resume import (
 )
 from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.setup.plan import RunPlan, make_plan
-from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
+from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, read_checkpoint_info, write_hashed_file
 from tests.contract.lora_cases import save_base
 from tests.unit.distributed.thread_world import on_ranks
 from tests.vision_recipes import named_recipe
@@ -134,11 +133,13 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
     def find_fault(path: Path, share: tuple[int, int]) -> str | None:
         return "MANIFEST.json is missing" if share[0] == 1 else None
 
-    def read_checkpoint_info(path: Path, fault: str | None) -> None:
-        raise FileNotFoundError(path)
+    def read_on_rank_0(path: Path, fault: str | None) -> CheckpointInfo:
+        if threading.current_thread().name.endswith("_1"):
+            raise FileNotFoundError(path)
+        return read_checkpoint_info(path, fault)
 
-    monkeypatch.setattr(checkpoints_module, "find_fault", find_fault)
-    monkeypatch.setattr(decision_module, "read_checkpoint_info", read_checkpoint_info)
+    monkeypatch.setattr("dstrain.train.checkpoints.find_fault", find_fault)
+    monkeypatch.setattr("dstrain.train.resume.read_checkpoint_info", read_on_rank_0)
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
         assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)
@@ -267,7 +268,7 @@ def test_runs_without_a_reference_have_no_fingerprint_of_one(tmp_path: Path) -> 
 
 def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, revision = task(Path("org/name")), ["a" * 40]
-    monkeypatch.setattr(module, "_get_hub_revision", lambda name: revision[0])
+    monkeypatch.setattr("dstrain.models.weights._get_hub_revision", lambda name: revision[0])
     start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
     check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     revision[0] = "b" * 40
@@ -307,18 +308,18 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled(monkeypatch)
     made = ModelConfig(path=str(weights(tmp_path / "base")))
-    first = module.weights_fingerprint(made, 0)
+    first = weights_fingerprint(made, 0)
     for again in (False, True):
-        module._cached_digest.cache_clear()  # another process
+        _cached_digest.cache_clear()  # another process
         with mock.patch.object(cache.hashlib, "file_digest", side_effect=AssertionError("read again")):
-            assert module.weights_fingerprint(made, 0) == first
+            assert weights_fingerprint(made, 0) == first
         if not again:
             times = (tmp_path / "base/model.safetensors").stat()
             os.utime(tmp_path / "base/model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))  # the same content
-            module._cached_digest.cache_clear()
-            assert module.weights_fingerprint(made, 0) == first
+            _cached_digest.cache_clear()
+            assert weights_fingerprint(made, 0) == first
     weights(tmp_path / "base", b"other")
-    assert module.weights_fingerprint(made, 0) != first
+    assert weights_fingerprint(made, 0) != first
 
 
 def test_a_file_is_read_again_where_it_changed_or_was_just_written(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import dstrain.data.documents.pages
 from dstrain.config.schema import RunConfig
-from dstrain.data.documents import pages as pdfium
 from dstrain.data.documents.pages import Document
 from dstrain.data.documents.source import (
     DocumentOptions,
@@ -116,7 +116,7 @@ def test_a_document_is_opened_once_for_many_questions(folder: Path, monkeypatch:
     source = open_questions(
         folder, [RENT | {"question": f"What about the rent of {at}?"} for at in range(9)], max_pages=1
     )
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
     assert {tuple(source[index]["pages"]) for index in range(len(source))} == {(2,)}
     assert [operation for _, _, operation in calls] == ["opening it", "reading its text"]
 
@@ -237,7 +237,7 @@ def test_a_document_that_changes_is_prepared_again(folder: Path) -> None:
 
 def test_prepared_documents_are_not_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_recipe(folder, [RENT]).examples("train")
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
     assert len(train_recipe(folder, [RENT]).examples("train")) == 1
     assert calls == []
 

@@ -18,7 +18,6 @@ from dstrain.cli import main
 from dstrain.data.prepare import group_by_reason
 from dstrain.data.records import BadRecord
 from dstrain.data.sources import files, parquet
-from dstrain.data.sources import files as gzip_file
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.data.vision.image_io import read_content, read_image
@@ -108,20 +107,20 @@ def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 64 << 20
-    monkeypatch.setattr(gzip_file.shutil, "disk_usage", lambda place: type("Usage", (), {"free": room}))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda place: type("Usage", (), {"free": room}))
     packed = tmp_path / "bomb.jsonl.gz"
     with gzip.open(packed, "wb") as file:
         for _ in range(room >> 20):
             file.write(b" " * (1 << 20))
     wrote = 0
-    write = gzip_file._SizeLimitedWriter.write
+    write = files._SizeLimitedWriter.write
 
-    def count(self: gzip_file._SizeLimitedWriter, piece: bytes) -> int:
+    def count(self: files._SizeLimitedWriter, piece: bytes) -> int:
         nonlocal wrote
         wrote += write(self, piece)
         return len(piece)
 
-    monkeypatch.setattr(gzip_file._SizeLimitedWriter, "write", count)
+    monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
     with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of the free space in .*; set TMPDIR"):
         open_source(packed)
     assert wrote <= room // 2

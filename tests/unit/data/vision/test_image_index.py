@@ -20,7 +20,7 @@ from dstrain.data.prepare import PreparePolicy, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import load_or_build_store
-from dstrain.data.vision import image_index as module
+from dstrain.data.vision import image_index
 from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter, downscale_if_equivalent
 from dstrain.data.vision.image_io import resolve_image
 from dstrain.errors import DataError
@@ -52,9 +52,9 @@ def images(tmp_path) -> Path:
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
     """Names of what was decoded by a writer, in order."""
-    names, real = [], module.decode_image
+    names, real = [], image_index.decode_image
     monkeypatch.setattr(
-        module, "decode_image", lambda content, name: names.append(Path(name).name) or real(content, name)
+        image_index, "decode_image", lambda content, name: names.append(Path(name).name) or real(content, name)
     )
     return names
 

@@ -17,7 +17,6 @@ from dstrain.config.schema import LaunchConfig, RunConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
-from dstrain.launch.multihost import plan as several
 from dstrain.launch.multihost import probe
 from dstrain.launch.multihost.plan import (
     MasterEndpoint,
@@ -25,6 +24,7 @@ from dstrain.launch.multihost.plan import (
     agent_command,
     build_remote_env,
     check_runner,
+    cpu_overload_warning,
     node_command,
     plan_launch,
     read_env_file,
@@ -43,7 +43,7 @@ SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o Server
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(several.shutil, "which", lambda name: name)
+    monkeypatch.setattr("dstrain.launch.multihost.plan.shutil.which", lambda name: name)
     (tmp_path / "F").write_text("host1 slots=2\nhost2 slots=4\n")
 
     def make(env: dict[str, str] | None = None, config: LaunchConfig | None = None, **options):
@@ -139,7 +139,7 @@ def test_options_that_do_not_fit_are_refused(plan, options, said):
 
 
 def test_a_missing_program_is_named_with_its_package(plan, monkeypatch):
-    monkeypatch.setattr(several.shutil, "which", lambda name: None if name == "pdsh" else name)
+    monkeypatch.setattr("dstrain.launch.multihost.plan.shutil.which", lambda name: None if name == "pdsh" else name)
     with pytest.raises(
         UsageError, match=r"pdsh is not installed here; install it \(apt install pdsh\), or add --launcher ssh"
     ):
@@ -171,17 +171,13 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
 
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr(several, "count_available_cores", lambda: 2)
+    monkeypatch.setattr("dstrain.launch.multihost.plan.count_available_cores", lambda: 2)
     made = {count: LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
-    assert (
-        several.cpu_overload_warning(made[2])
-        == several.cpu_overload_warning(LocalLaunch([], {}, 99, ("0",) * 99))
-        == ""
-    )
-    assert several.cpu_overload_warning(made[99]).startswith(
+    assert cpu_overload_warning(made[2]) == cpu_overload_warning(LocalLaunch([], {}, 99, ("0",) * 99)) == ""
+    assert cpu_overload_warning(made[99]).startswith(
         "99 processes are started on this machine, which has 2 CPU cores: they share"
     )
-    assert several.cpu_overload_warning(LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, 99, local_ranks=range(2))) == "", (
+    assert cpu_overload_warning(LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, 99, local_ranks=range(2))) == "", (
         "one host of many"
     )
 

@@ -18,7 +18,6 @@ import pytest
 from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import plan, probe, worker_group
-from dstrain.launch.multihost import worker_group as cleanup
 from dstrain.launch.multihost.agent import Agent
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
@@ -230,7 +229,7 @@ def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
 
 
 def agent_of(nonce: str) -> psutil.Process:
-    (found,) = find_processes(lambda words, env: cleanup.is_of_launch(words, env, "no launch file", nonce))
+    (found,) = find_processes(lambda words, env: worker_group.is_of_launch(words, env, "no launch file", nonce))
     return found
 
 
@@ -320,7 +319,7 @@ def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
 
 
 def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(cleanup, "CLEANUP_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(worker_group, "CLEANUP_TIMEOUT_SECONDS", 0.5)
     endless = "while :; do echo y; done"
     with open_worker_group(launch("here slots=1\n"), tmp_path) as group, killed_without_agent(group, tmp_path, endless):
         assert "cannot be ended from here" in group.abort_reason
@@ -360,7 +359,7 @@ def test_another_launchs_loss_is_not_embroidered(launch, tmp_path):
 
 def test_only_exact_words_of_an_agents_command_line_count():
     nonce = "0a1b2c3d4e5f6071"
-    agent = ["python", "-m", cleanup.AGENT_MODULE, "20", nonce]
-    assert cleanup.is_of_launch(agent, dict, "/run/launch", nonce)
+    agent = ["python", "-m", worker_group.AGENT_MODULE, "20", nonce]
+    assert worker_group.is_of_launch(agent, dict, "/run/launch", nonce)
     for words in (["sleep", "60", nonce], [*agent[:-1], f"{nonce}0"], ["sh", "-c", " ".join(agent)]):
-        assert not cleanup.is_of_launch(words, dict, "/run/launch", nonce)
+        assert not worker_group.is_of_launch(words, dict, "/run/launch", nonce)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.load import build_meta_model, read_config
-from dstrain.tasks.common import model_source as implementation
+from dstrain.tasks.common import model_source
 from dstrain.tasks.common.model_source import ModelSource, check_attn_implementation
 from dstrain.tasks.sft import SFT
 from tests.model_families import family
@@ -23,7 +23,7 @@ from tests.model_families import family
 def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine: its packages and the compute capability of its GPU."""
     machine = SimpleNamespace(packages=set(), capability=None)
-    monkeypatch.setattr(implementation, "find_spec", lambda name: name in machine.packages or None)
+    monkeypatch.setattr(model_source, "find_spec", lambda name: name in machine.packages or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: machine.capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: machine.capability)
     return machine

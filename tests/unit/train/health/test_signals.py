@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.train.health import signals as module
+from dstrain.train.health import signals
 from dstrain.train.health.signals import STOP_SIGNALS, GracePeriod, SignalHandler, StoppedBySignal, run_with_signals
 from tests.workers import ROOT
 
@@ -54,7 +54,7 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
         run_with_signals(work, SignalHandler(), tmp_path)
     assert str(raised.value) == said
     monkeypatch.setattr(
-        module, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
+        signals, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
     )
     assert run_with_signals(work, SignalHandler(), tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
@@ -75,7 +75,7 @@ def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_request_twice_is_one() -> None:
-    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 600.0):
+    with SignalHandler() as handler, mock.patch.object(signals, "DUPLICATE_SIGNAL_SECONDS", 600.0):
         handler.begin_training()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             send(number)
@@ -84,7 +84,7 @@ def test_the_same_request_twice_is_one() -> None:
 
 def test_a_term_after_usr1_or_hup_is_the_first() -> None:
     """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
-    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 0.0):
+    with SignalHandler() as handler, mock.patch.object(signals, "DUPLICATE_SIGNAL_SECONDS", 0.0):
         handler.begin_training()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)

@@ -14,8 +14,14 @@ from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.resume import ResumeOptions
-from dstrain.train.setup import plan as kernel_locks
-from dstrain.train.setup.plan import STALE_LOCK_SECONDS, RunPlan, get_extensions_dir, make_plan, remove_stale_locks
+from dstrain.train.setup.plan import (
+    STALE_LOCK_SECONDS,
+    RunPlan,
+    _remove_if_unchanged,
+    get_extensions_dir,
+    make_plan,
+    remove_stale_locks,
+)
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:
@@ -61,7 +67,7 @@ def age(path: Path, seconds: float) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_locks, "LOCAL_FILESYSTEMS", set())
+    monkeypatch.setattr("dstrain.train.setup.plan.LOCAL_FILESYSTEMS", set())
 
 
 def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
 def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(
     lock: Path, tmp_path: Path, shared: None
 ) -> None:
-    kernel_locks._remove_if_unchanged(lock, mtime=lock.stat().st_mtime - 60)
+    _remove_if_unchanged(lock, mtime=lock.stat().st_mtime - 60)
     assert lock.exists()
 
 

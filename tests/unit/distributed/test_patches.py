@@ -129,6 +129,7 @@ def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> No
                 assert inspect.unwrap(getattr(module, name)) is getattr(module, name)
 
 
+@pytest.mark.slow  # the plain functions: parity/test_optimizers [muon-*]
 def test_importing_muon_does_not_load_torchs_compiler() -> None:
     """It takes as long as importing torch, and DeepSpeed imports Muon for every optimizer with ZeRO."""
     probe = "import sys; {}; print('torch._inductor.compile_fx' in sys.modules)"

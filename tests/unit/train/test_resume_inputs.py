@@ -32,6 +32,7 @@ from dstrain.train.setup.build_run import with_frozen_outputs
 from dstrain.train.setup.plan import RunPlan, make_plan
 from dstrain.train.setup.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
+from tests.cells import SLOW
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe
 
@@ -92,7 +93,7 @@ def shuffled(file: Path) -> None:
     file.write_text("\n".join([*lines[1:], lines[0], ""]))
 
 
-@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", "protein"])
+@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", SLOW("protein")])
 def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> None:
     begun(tmp_path, kind)
     shutil.rmtree(tmp_path / "cache")

@@ -21,6 +21,7 @@ from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
 from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
+from tests.cells import mark_slow
 from tests.workers import ROOT
 
 SHORT = replace(rendering.TEMPLATE_LIMITS, wall_seconds=0.5)
@@ -47,7 +48,7 @@ def tokenizer_with(template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", mark_slow(ENDLESS, ["loops"]))  # the same loop is in the three under a condition
 def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "TEMPLATE_LIMITS", replace(rendering.TEMPLATE_LIMITS, cpu_seconds=1))
     began = time.monotonic()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.cli.command_group import CommandGroup, GroupedCommand, SubcommandGroup, echo
+from dstrain.cli.command_group import CommandGroup, SubcommandGroup, echo
 from dstrain.cli.options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
@@ -43,204 +43,6 @@ if TYPE_CHECKING:
     from dstrain.commands.run_job import Job
 
 
-@click.command(cls=GroupedCommand)
-@with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
-def plan(
-    recipe: str | None,
-    task: str | None,
-    ds_config: str | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Predict the memory of a recipe with every preset.
-
-    Nothing is started, and data files need not exist. Prints what each process takes on its GPU, in
-    host memory and on disk, which presets fit, and the one that ds_config: auto would take.
-    """
-    from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
-
-    request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
-    report = make_report(request)
-    echo(report_as_json(report) if as_json else show_report(report))
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("name", required=False, shell_complete=complete_names(preset_names))
-@click.option(
-    "--adopt", type=PathArgument(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
-)
-def presets(name: str | None, adopt: Path | None) -> None:
-    """List the presets, or print one."""
-    from dstrain.commands.lists import convert_preset_file, list_presets
-
-    if adopt is None:
-        echo(list_presets(name))
-        return
-    text, notes = convert_preset_file(adopt)
-    click.echo(text, nl=False)
-    echo("\n".join(notes), err=True)
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("name", required=False, shell_complete=complete_names(task_names))
-def tasks(name: str | None) -> None:
-    """List the tasks, or print the options of one."""
-    from dstrain.commands.lists import list_tasks
-
-    echo(list_tasks(name))
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("name", required=False, shell_complete=complete_names(recipe_names))
-def recipes(name: str | None) -> None:
-    """List the packaged recipes, or print one."""
-    from dstrain.commands.lists import list_recipes
-
-    echo(list_recipes(name))
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("task", shell_complete=complete_names(task_names, or_file=True))
-@with_options(MACHINE_OPTIONS)
-@click.option("--to", type=PathArgument(path_type=Path), help="File to write; default: stdout.")
-def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -> None:
-    """Write a commented starter recipe for TASK and this machine.
-
-    Model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
-    --gpus and --gpu-memory for another machine.
-    """
-    from dstrain.commands.init import render_recipe_template
-    from dstrain.planner.choose import detect_hardware
-
-    text = render_recipe_template(task, detect_hardware(gpus, gpu_memory))
-    if to is None:
-        click.echo(text, nl=False)
-    elif to.exists():
-        raise UsageError(f"--to {to}: already exists; choose another name")
-    else:
-        try:
-            to.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
-        click.echo(f"{to}: fill in data.train and data.eval, then `dstrain train {to}`")
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion script of a shell.
-
-    It completes commands, options, recipes, presets, tasks and recipe keys. Add it to ~/.bashrc or
-    ~/.zshrc (after compinit), or write it to ~/.config/fish/completions/dstrain.fish.
-    """
-    click.echo(completion_script(ctx.find_root().command, shell))
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("runs", type=PathArgument(path_type=Path), nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "--to",
-    type=PathArgument(path_type=Path),
-    metavar="FILE.html",
-    help="File to write; default: report.html in the run folder, for several runs in the working folder.",
-)
-def report(runs: tuple[Path, ...], to: Path | None) -> None:
-    """Write one HTML page with charts and verdicts of runs.
-
-    Losses and metrics, learning rate, throughput, memory, events, checkpoints and configuration; several
-    runs are overlaid, with a table of what differs between them. The page loads nothing from the network.
-    """
-    from dstrain.commands.runs import make_report
-
-    echo(str(make_report(runs, to)))
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("run", type=PathArgument(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(run: Path, as_json: bool) -> None:
-    """Print whether a run is alive, where, how fast and until when.
-
-    Exit code 0 for any run, alive or not: scripts read `state` of --json.
-    """
-    from dstrain.commands.runs import read_status, show_status
-
-    found = read_status(run)
-    echo(json.dumps(found) if as_json else show_status(found))
-
-
-DEFAULT = ("zero0", "zero1", "zero2", "zero3")
-
-
-@click.command(cls=GroupedCommand)
-@click.option(
-    "--preset",
-    "presets",
-    multiple=True,
-    metavar="NAME|PATH",
-    shell_complete=complete_names(preset_names, or_file=True),
-    default=DEFAULT,
-    help="Preset or DeepSpeed JSON to test; repeatable.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--keep", type=PathArgument(path_type=Path), help="New folder for runs and logs, kept; default: a temporary one."
-)
-@click.option("--phase", type=click.Choice(["stop", "resume"]), hidden=True, help="Set by dstrain for its processes.")
-@click.option("--batch", type=int, default=8, hidden=True, help="Set by dstrain for its processes.")
-@click.option("--processes", type=int, hidden=True, help="Set by dstrain for its processes.")
-@with_options([SCRATCH_OPTION])
-def selftest(
-    presets: tuple[str, ...], as_json: bool, keep: Path | None, phase: str | None, batch: int, processes: int | None,
-    scratch: Path | None,
-) -> None:  # fmt: skip
-    """Prove this machine: train, stop, resume, export, evaluate.
-
-    A tiny reward model trains with every ZeRO stage: without a break, and stopped by a signal and
-    resumed by another number of processes, with equal losses. Takes about a minute on two cores; no
-    network. Exit code 1 if a check fails.
-    """
-    if phase is not None and keep is not None:
-        sys.exit(_run_phase(phase, keep, presets, (batch, processes, scratch)))
-    sys.exit(_run_all(presets, keep, as_json))
-
-
-def _run_phase(
-    phase: str, folder: Path, presets: tuple[str, ...], settings: tuple[int, int | None, Path | None]
-) -> int:
-    """Run one launch, or one process of it; `settings`: batch, processes and scratch folder."""
-    from dstrain.commands.run_job import run_job
-    from dstrain.commands.selftest import SelftestJob
-
-    batch, processes, scratch = settings
-    job = SelftestJob("stop" if phase == "stop" else "resume", folder, presets, batch)
-    return run_job(job, {"num_gpus": processes}, scratch).exit_code
-
-
-def _run_all(presets: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
-    """Run the selftest and print its report. Returns the exit code."""
-    from dstrain.commands.selftest import (
-        describe_environment,
-        report_as_json,
-        run_selftest,
-        show_environment,
-        show_report,
-        work_folder,
-    )
-
-    with work_folder(keep) as folder:
-        environment = describe_environment(folder)
-        if not as_json:
-            click.echo(f"{show_environment(environment)}\n")
-        report = run_selftest(presets, folder, lambda line: click.echo(f"selftest: {line}", err=True))
-        report = replace(report, environment=environment)
-    click.echo(report_as_json(report) if as_json else f"\n{show_report(report)}")
-    return EXIT_DONE if report.passed else EXIT_FAILED
-
-
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="dstrain")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by DeepSpeed's launcher.")
@@ -251,10 +53,6 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
-
-
-for command in (plan, presets, tasks, recipes, init, report, status, selftest, completion):
-    main.add_command(command)
 
 
 @main.command()
@@ -472,3 +270,200 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
     lines, all_complete = list_checkpoints(run, read_all, as_json)
     echo(lines)
     sys.exit(EXIT_FAILED if read_all and not all_complete else EXIT_DONE)
+
+
+@main.command()
+@with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
+def plan(
+    recipe: str | None,
+    task: str | None,
+    ds_config: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict the memory of a recipe with every preset.
+
+    Nothing is started, and data files need not exist. Prints what each process takes on its GPU, in
+    host memory and on disk, which presets fit, and the one that ds_config: auto would take.
+    """
+    from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
+
+    request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
+    report = make_report(request)
+    echo(report_as_json(report) if as_json else show_report(report))
+
+
+@main.command()
+@click.argument("name", required=False, shell_complete=complete_names(preset_names))
+@click.option(
+    "--adopt", type=PathArgument(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
+)
+def presets(name: str | None, adopt: Path | None) -> None:
+    """List the presets, or print one."""
+    from dstrain.commands.lists import convert_preset_file, list_presets
+
+    if adopt is None:
+        echo(list_presets(name))
+        return
+    text, notes = convert_preset_file(adopt)
+    click.echo(text, nl=False)
+    echo("\n".join(notes), err=True)
+
+
+@main.command()
+@click.argument("name", required=False, shell_complete=complete_names(task_names))
+def tasks(name: str | None) -> None:
+    """List the tasks, or print the options of one."""
+    from dstrain.commands.lists import list_tasks
+
+    echo(list_tasks(name))
+
+
+@main.command()
+@click.argument("name", required=False, shell_complete=complete_names(recipe_names))
+def recipes(name: str | None) -> None:
+    """List the packaged recipes, or print one."""
+    from dstrain.commands.lists import list_recipes
+
+    echo(list_recipes(name))
+
+
+@main.command()
+@click.argument("task", shell_complete=complete_names(task_names, or_file=True))
+@with_options(MACHINE_OPTIONS)
+@click.option("--to", type=PathArgument(path_type=Path), help="File to write; default: stdout.")
+def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -> None:
+    """Write a commented starter recipe for TASK and this machine.
+
+    Model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
+    --gpus and --gpu-memory for another machine.
+    """
+    from dstrain.commands.init import render_recipe_template
+    from dstrain.planner.choose import detect_hardware
+
+    text = render_recipe_template(task, detect_hardware(gpus, gpu_memory))
+    if to is None:
+        click.echo(text, nl=False)
+    elif to.exists():
+        raise UsageError(f"--to {to}: already exists; choose another name")
+    else:
+        try:
+            to.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
+        click.echo(f"{to}: fill in data.train and data.eval, then `dstrain train {to}`")
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    It completes commands, options, recipes, presets, tasks and recipe keys. Add it to ~/.bashrc or
+    ~/.zshrc (after compinit), or write it to ~/.config/fish/completions/dstrain.fish.
+    """
+    click.echo(completion_script(ctx.find_root().command, shell))
+
+
+@main.command()
+@click.argument("runs", type=PathArgument(path_type=Path), nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--to",
+    type=PathArgument(path_type=Path),
+    metavar="FILE.html",
+    help="File to write; default: report.html in the run folder, for several runs in the working folder.",
+)
+def report(runs: tuple[Path, ...], to: Path | None) -> None:
+    """Write one HTML page with charts and verdicts of runs.
+
+    Losses and metrics, learning rate, throughput, memory, events, checkpoints and configuration; several
+    runs are overlaid, with a table of what differs between them. The page loads nothing from the network.
+    """
+    from dstrain.commands.runs import make_report
+
+    echo(str(make_report(runs, to)))
+
+
+@main.command()
+@click.argument("run", type=PathArgument(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(run: Path, as_json: bool) -> None:
+    """Print whether a run is alive, where, how fast and until when.
+
+    Exit code 0 for any run, alive or not: scripts read `state` of --json.
+    """
+    from dstrain.commands.runs import read_status, show_status
+
+    found = read_status(run)
+    echo(json.dumps(found) if as_json else show_status(found))
+
+
+SELFTEST_PRESETS = ("zero0", "zero1", "zero2", "zero3")
+
+
+@main.command()
+@click.option(
+    "--preset",
+    "presets",
+    multiple=True,
+    metavar="NAME|PATH",
+    shell_complete=complete_names(preset_names, or_file=True),
+    default=SELFTEST_PRESETS,
+    help="Preset or DeepSpeed JSON to test; repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--keep", type=PathArgument(path_type=Path), help="New folder for runs and logs, kept; default: a temporary one."
+)
+@click.option("--phase", type=click.Choice(["stop", "resume"]), hidden=True, help="Set by dstrain for its processes.")
+@click.option("--batch", type=int, default=8, hidden=True, help="Set by dstrain for its processes.")
+@click.option("--processes", type=int, hidden=True, help="Set by dstrain for its processes.")
+@with_options([SCRATCH_OPTION])
+def selftest(
+    presets: tuple[str, ...], as_json: bool, keep: Path | None, phase: str | None, batch: int, processes: int | None,
+    scratch: Path | None,
+) -> None:  # fmt: skip
+    """Prove this machine: train, stop, resume, export, evaluate.
+
+    A tiny reward model trains with every ZeRO stage: without a break, and stopped by a signal and
+    resumed by another number of processes, with equal losses. Takes about a minute on two cores; no
+    network. Exit code 1 if a check fails.
+    """
+    if phase is not None and keep is not None:
+        sys.exit(_run_phase(phase, keep, presets, batch=batch, processes=processes, scratch=scratch))
+    sys.exit(_run_all(presets, keep, as_json))
+
+
+def _run_phase(
+    phase: str, folder: Path, presets: tuple[str, ...], *, batch: int, processes: int | None, scratch: Path | None
+) -> int:
+    """Run one launch, or one process of it."""
+    from dstrain.commands.run_job import run_job
+    from dstrain.commands.selftest import SelftestJob
+
+    job = SelftestJob("stop" if phase == "stop" else "resume", folder, presets, batch)
+    return run_job(job, {"num_gpus": processes}, scratch).exit_code
+
+
+def _run_all(presets: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
+    """Run the selftest and print its report. Returns the exit code."""
+    from dstrain.commands.selftest import (
+        describe_environment,
+        report_as_json,
+        run_selftest,
+        show_environment,
+        show_report,
+        work_folder,
+    )
+
+    with work_folder(keep) as folder:
+        environment = describe_environment(folder)
+        if not as_json:
+            click.echo(f"{show_environment(environment)}\n")
+        report = run_selftest(presets, folder, lambda line: click.echo(f"selftest: {line}", err=True))
+        report = replace(report, environment=environment)
+    click.echo(report_as_json(report) if as_json else f"\n{show_report(report)}")
+    return EXIT_DONE if report.passed else EXIT_FAILED

@@ -59,7 +59,7 @@ def render_recipe_template(task: str, hardware: Hardware | None = None) -> str:
     lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if model and model.use_lora else None)
     lines = [*_header(task, hardware), f"task: {task}", *_option_lines(found)]
     for name, section, defaults in TEMPLATE_SECTIONS:
-        values = {**defaults, **_values_here(section, found, hardware, (model, lora))}
+        values = {**defaults, **_values_here(section, found, hardware, model, lora)}
         rows = [(key, value, section.model_fields[key].description or "") for key, value in values.items()]
         lines += [f"{name}:", *_add_comments("  ", rows)]
         if section is ModelConfig and model is not None:
@@ -90,10 +90,10 @@ def _values_here(
     section: type[Section],
     task: type[Task],
     hardware: Hardware,
-    chosen: tuple[ModelSuggestion | None, LoraConfig | None],
+    model: ModelSuggestion | None,
+    lora: LoraConfig | None,
 ) -> dict[str, object]:
-    """Return the values of a section that depend on the task and the machine; `chosen`: model and adapters."""
-    model, lora = chosen
+    """Return the values of a section that depend on the task, the machine, and the suggested model."""
     if section is ModelConfig:
         return {"path": model.name if model else None}
     if section is DataConfig:

@@ -76,7 +76,7 @@ def make_report(request: PlanRequest) -> PlanReport:
     if config.ds_config != AUTO:
         read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
-    plans = [_plan_or_reason(config, name, cluster, (shape, properties)) for name in names]
+    plans = [_plan_or_reason(config, name, cluster, shape, properties) for name in names]
     budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
@@ -123,10 +123,10 @@ def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:
 
 
 def _plan_or_reason(
-    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskProperties]
+    config: RunConfig, name: str, cluster: Cluster, shape: ModelShape, properties: TaskProperties
 ) -> MemoryPlan | str:
     try:
-        return plan_memory(config, read_preset(name), cluster, *model)
+        return plan_memory(config, read_preset(name), cluster, shape, properties)
     except DstrainError as error:
         return f"{name}: {str(error).splitlines()[0]}"
 

@@ -15,7 +15,7 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import builtin_tasks, make_task
-from dstrain.tasks.common.record_task import policy_of
+from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.resume import (
@@ -50,7 +50,7 @@ def check_launch(
     batch = resolve_batch(
         batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
     )
-    return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
+    return resolve_ds_config(config, preset, batch, world_size, device, run_dir)
 
 
 def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:

@@ -70,7 +70,7 @@ class PrepareJob:
         # The recipe's batch may be for another number of processes than this command has.
         micro = config.batch.micro or preset.micro or DEFAULT_MICRO_BATCH_SIZE
         ds_config = resolve_ds_config(
-            config, preset, BatchPlan(micro * world_size, micro, 1), (world_size, device), cache_root()
+            config, preset, BatchPlan(micro * world_size, micro, 1), world_size, device, cache_root()
         )
         task = make_task(config)
         task.checks.run()

@@ -211,7 +211,7 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     try:
         with (
             explain_out_of_memory(command),
-            join_world(None if alone else worker, device, (config, rendezvous.store), shared_dir) as world,
+            join_world(None if alone else worker, device, config, rendezvous.store, shared_dir) as world,
         ):
             return job.run(prepared, world)
     finally:
@@ -220,13 +220,12 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 
 @contextlib.contextmanager
 def join_world(
-    worker: Worker | None, device: torch.device, config_and_store: tuple[RunConfig, Any], shared_dir: Path | None
+    worker: Worker | None, device: torch.device, config: RunConfig, store: Any, shared_dir: Path | None
 ) -> Iterator[World]:
-    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this
-    process. Collective.
+    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this process. Collective.
 
-    `config_and_store`: the recipe, and the rendezvous store, if any. Raises PeerFailureError if
-    another process ends or stops answering; it names that process if there is a `shared_dir`.
+    `store`: that of the rendezvous, if any. Raises PeerFailureError if another process ends or stops answering; it
+    names that process if there is a `shared_dir`.
     """
     from dstrain.distributed.world import SingleProcessWorld, joined_world
     from dstrain.train.health.watchdog import peer_watchdog
@@ -236,7 +235,6 @@ def join_world(
         return
     if worker is SINGLE_WORKER:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    config, store = config_and_store
     timeout = timedelta(minutes=config.timeout_minutes)
     with (
         joined_world(device, timeout, store) as world,

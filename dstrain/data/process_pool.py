@@ -105,9 +105,7 @@ def _start_worker(
     # Closures and open readers reach the worker by the fork; spawn would have to pickle them.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    worker = context.Process(
-        target=_worker_main, args=(encode, ranges, initializer, (writer, os.getpid())), daemon=True
-    )
+    worker = context.Process(target=_worker_main, args=(encode, ranges, initializer, writer, os.getpid()), daemon=True)
     worker.start()
     # With a write end open here too, the reader would never see the end of the pipe.
     writer.close()
@@ -135,10 +133,10 @@ def _worker_main(
     encode: Callable[[int, int], EncodedChunk],
     ranges: RecordRanges,
     initializer: Callable[[], None] | None,
-    connection_and_parent: tuple[Connection, int],
+    results: Connection,
+    parent: int,
 ) -> None:
     """Encode ranges in a forked process, without the parent's signal handlers: SIGINT is ignored, the parent kills it."""
-    results, parent = connection_and_parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if initializer is not None:

@@ -105,11 +105,11 @@ def launch_command(launcher: str, arguments: Sequence[str], slots: Sequence[str]
     if launcher == "torchrun":
         place = ["--nproc-per-node", str(len(slots)), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *place, "-m", *module]
-    return deepspeed_command({"localhost": list(map(int, slots))}, 0, ("127.0.0.1", port), module)
+    return deepspeed_command({"localhost": list(map(int, slots))}, 0, "127.0.0.1", port, module)
 
 
 def deepspeed_command(
-    slots: Mapping[str, Sequence[int]], node_rank: int, master: tuple[str, int | str], module: Sequence[str]
+    slots: Mapping[str, Sequence[int]], node_rank: int, master_addr: str, master_port: int | str, module: Sequence[str]
 ) -> list[str]:
     """Return the command of DeepSpeed's launcher for one host: it starts `python -m MODULE` for each of its slots.
 
@@ -119,7 +119,7 @@ def deepspeed_command(
     world_info = base64.urlsafe_b64encode(json.dumps({host: list(slots[host]) for host in slots}).encode()).decode()
     return [
         *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world_info}"),
-        *(f"--node_rank={node_rank}", f"--master_addr={master[0]}", f"--master_port={master[1]}"),
+        *(f"--node_rank={node_rank}", f"--master_addr={master_addr}", f"--master_port={master_port}"),
         # --log_level: below it, the command of a failed rank is printed after its error.
         # --no_local_rank: dstrain needs no such option; the rank is in the environment.
         *("--log_level=critical", "--no_local_rank", "--module", *module),

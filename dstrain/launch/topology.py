@@ -50,7 +50,7 @@ def worker_from_env(env: Mapping[str, str]) -> Worker | None:
     if _is_slurm_task(env):
         return _from_slurm(env)
     if "ACCELERATE_MIXED_PRECISION" in env:  # `accelerate launch` of one process sets no rank
-        return _make_worker(env, "accelerate", (0, 0, 1), 1, {"MASTER_ADDR": "127.0.0.1"})
+        return _make_worker(env, "accelerate", 0, 0, 1, 1, {"MASTER_ADDR": "127.0.0.1"})
     return None
 
 
@@ -72,13 +72,13 @@ def _from_torch_names(env: Mapping[str, str]) -> Worker:
         launcher = "deepspeed" if "CROSS_RANK" in env else "environment"
     sizes = [_read_int(env, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in env]
     found = {"MASTER_ADDR": "127.0.0.1"} if world == 1 else {}
-    return _make_worker(env, launcher, (rank, local_rank, world), sizes[0] if sizes else world, found)
+    return _make_worker(env, launcher, rank, local_rank, world, sizes[0] if sizes else world, found)
 
 
 def _from_openmpi(env: Mapping[str, str]) -> Worker:
-    place = tuple(_read_int(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK", "SIZE"))
-    local_size = _read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else place[2]
-    if local_size < place[2] and "MASTER_ADDR" not in env:
+    rank, local_rank, world = (_read_int(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK", "SIZE"))
+    local_size = _read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else world
+    if local_size < world and "MASTER_ADDR" not in env:
         raise UsageError(
             "mpirun started processes on several hosts, but MASTER_ADDR is not set; "
             "add `-x MASTER_ADDR=<rank 0's host>` to the mpirun command"
@@ -86,7 +86,7 @@ def _from_openmpi(env: Mapping[str, str]) -> Worker:
     # From the job's id, so that all ranks find the same port without talking to each other.
     job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "0"
     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port_from_seed(zlib.crc32(job.encode())))}
-    return _make_worker(env, "openmpi", (place[0], place[1], place[2]), local_size, found)
+    return _make_worker(env, "openmpi", rank, local_rank, world, local_size, found)
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
@@ -113,18 +113,19 @@ def _from_slurm(env: Mapping[str, str]) -> Worker:
     found = {"MASTER_ADDR": expand_nodelist(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
     counts = expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
     node = _read_int(env, "SLURM_NODEID", "0")
-    place = (_read_int(env, "SLURM_PROCID"), _read_int(env, "SLURM_LOCALID"), tasks)
-    return _make_worker(env, "slurm", place, counts[node] if node < len(counts) else tasks, found)
+    rank, local_rank = _read_int(env, "SLURM_PROCID"), _read_int(env, "SLURM_LOCALID")
+    return _make_worker(env, "slurm", rank, local_rank, tasks, counts[node] if node < len(counts) else tasks, found)
 
 
 def _make_worker(
     env: Mapping[str, str],
     launcher: str,
-    rank_tuple: tuple[int, int, int],
+    rank: int,
+    local_rank: int,
+    world: int,
     local_world_size: int,
     extra_env: Mapping[str, str],
 ) -> Worker:
-    rank, local_rank, world = rank_tuple
     if not (0 <= rank < world and 0 <= local_rank < local_world_size <= world):
         raise UsageError(
             f"the environment has rank {rank} of {world} and local rank {local_rank} of {local_world_size}, "

@@ -51,7 +51,7 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
     found: list[tuple[MemoryPlan, int | None]] = []
     too_large: list[str] = []
     for name in _usable_presets(config, cluster):
-        plans = _plans(config, name, cluster, (shape, properties))
+        plans = _plans(config, name, cluster, shape, properties)
         if (first := next(plans, None)) is None:
             continue  # the preset does not run this optimizer or precision
         fitting = next((one for one in chain([first], plans) if limit.fits(one[0])), None)
@@ -62,7 +62,7 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
         if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or _is_whole_step(fitting[0]):
             break
     if not found:
-        raise _nothing_fits(config, cluster, limit, (shape, properties))
+        raise _nothing_fits(config, cluster, limit, shape, properties)
     plan, micro = max(found, key=lambda one: (min(one[0].workload.tokens, FULL_PASS_TOKENS), -found.index(one)))
     return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, too_large, limit))
 
@@ -86,7 +86,7 @@ def _usable_presets(config: RunConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def _plans(
-    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskProperties]
+    config: RunConfig, name: str, cluster: Cluster, shape: ModelShape, properties: TaskProperties
 ) -> Iterator[tuple[MemoryPlan, int | None]]:
     """Yield plans with ever smaller micro-batches, and the micro-batch where it is solved. Skips rejected presets."""
     preset = read_preset(name)
@@ -94,7 +94,9 @@ def _plans(
         batch = config.batch if micro is None else config.batch.model_copy(update={"micro": micro})
         try:
             yield (
-                plan_memory(config.model_copy(update={"batch": batch, "ds_config": name}), preset, cluster, *model),
+                plan_memory(
+                    config.model_copy(update={"batch": batch, "ds_config": name}), preset, cluster, shape, properties
+                ),
                 micro,
             )
         except UsageError:  # an optimizer or precision that the preset does not run
@@ -128,12 +130,12 @@ def _explain(plan: MemoryPlan, micro: int | None, too_large: list[str], limit: B
 
 
 def _nothing_fits(
-    config: RunConfig, cluster: Cluster, limit: Budget, model: tuple[ModelShape, TaskProperties]
+    config: RunConfig, cluster: Cluster, limit: Budget, shape: ModelShape, properties: TaskProperties
 ) -> PresetError:
     """Return the error that names the preset that needs least, and the change that saves most for its cost."""
     plans = []
     for name in _usable_presets(config, cluster):
-        *_, last = [None, *(plan for plan, _ in _plans(config, name, cluster, model))]
+        *_, last = [None, *(plan for plan, _ in _plans(config, name, cluster, shape, properties))]
         plans += [last] if last is not None else []
     if not plans:
         return PresetError(
@@ -153,7 +155,7 @@ def _nothing_fits(
             )
         }
     )
-    fixes = suggest_fixes(smallest, read_preset(best.preset), cluster, model[0], limit)
+    fixes = suggest_fixes(smallest, read_preset(best.preset), cluster, shape, limit)
     enough = [fix for fix in fixes if fix.is_enough]
     named = (enough or sorted(fixes, key=lambda fix: -fix.saved_bytes))[:1]
     fix = f"nearest fix: {named[0].describe()}" if named else "use more GPUs, or a smaller model"

@@ -604,7 +604,7 @@ def vision_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[
             "layer",
         )
     if trained & {"vision", "projector"}:
-        kept = _projector_bytes(shape, vision, width, (positions, tokens))
+        kept = _projector_bytes(shape, vision, width, positions, tokens)
         if vision.is_gated and "vision" not in trained:
             kept -= (4 * vision.hidden + 4) * positions  # the norm's input, which only the encoder's gradient needs
         formula = "w S' (H + 2 H'); Qwen2.5-VL: S (4 H + 4 w H + 4)"
@@ -635,9 +635,8 @@ def _encoder_layer_bytes(vision: VisionShape, width: int) -> int:
     return inner + 2 * _rms_norm_bytes(vision.hidden, width)
 
 
-def _projector_bytes(shape: ModelShape, vision: VisionShape, width: int, sizes: tuple[int, int]) -> int:
-    """Return what autograd keeps of the projector; `sizes`: positions in the encoder and image tokens."""
-    positions, tokens = sizes
+def _projector_bytes(shape: ModelShape, vision: VisionShape, width: int, positions: int, tokens: int) -> int:
+    """Return what autograd keeps of the projector; `tokens`: image tokens of the `positions`."""
     if vision.is_gated:
         return positions * (_rms_norm_bytes(vision.hidden, width) + 3 * width * vision.hidden)
     return width * tokens * (vision.hidden + 2 * shape.hidden)

@@ -116,7 +116,7 @@ def plan_memory(
     shape = shape or read_shape(config, properties)
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
-    settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
+    settings = make_run_settings(config, preset, batch, cluster.world_size, device, "nvme")
     ds_config = complete_preset(preset, settings=settings)
     states = make_state_settings(config, shape, ds_config, cluster)
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
@@ -185,7 +185,7 @@ def _frozen_model_lines(config: RunConfig, properties: TaskProperties, states: S
 
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""MAX_CHUNK_BYTES of models/heads/scores.py, which imports torch; a test compares."""
+"""MAX_CHUNK_BYTES of models/heads.py, which imports torch; a test compares."""
 KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
 """Those of models/heads/linear_head.py."""
 _HEAD_SOURCE = "dstrain/models/heads.py"

@@ -317,13 +317,12 @@ def takes_packed(shape: ModelShape, config: RunConfig) -> bool:
 
 
 def make_run_settings(
-    config: RunConfig, preset: Preset, batch: BatchPlan, world_and_device: tuple[int, Device], nvme_path: str
+    config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int, device: Device, nvme_path: str
 ) -> RunSettings:
     """Return the settings with which `complete_preset` completes a preset.
 
     Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
-    world_size, device = world_and_device
     precision = resolve_precision(preset, config.precision, device)
     check_recipe_fits(config, preset, precision)
     return RunSettings(

@@ -20,13 +20,13 @@ from dstrain.train.resume import ResumeOptions, find_resume_candidate, read_reco
 
 
 def resolve_ds_config(
-    config: RunConfig, preset: Preset, batch: BatchPlan, world_and_device: tuple[int, Device], run_dir: Path
+    config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int, device: Device, run_dir: Path
 ) -> dict[str, Any]:
     """Return the complete DeepSpeed JSON of a run. Imports no torch.
 
     Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
-    settings = make_run_settings(config, preset, batch, world_and_device, str(run_dir / "nvme"))
+    settings = make_run_settings(config, preset, batch, world_size, device, str(run_dir / "nvme"))
     return complete_preset(preset, settings=settings)
 
 
@@ -125,7 +125,7 @@ def apply_choice(config: RunConfig, chosen: AutoChoice) -> RunConfig:
 
 
 def resolve_auto_on_rank_0(
-    config: RunConfig, run_dir: Path, resume: ResumeOptions, worker: tuple[Worker, Device], world: Ranks
+    config: RunConfig, run_dir: Path, resume: ResumeOptions, worker: Worker, device: Device, world: Ranks
 ) -> RunConfig:
     """Return the recipe of a process that a launcher started, with what rank 0 decided. Collective for `auto`.
 
@@ -133,17 +133,16 @@ def resolve_auto_on_rank_0(
     """
     if config.ds_config != AUTO:
         return config
-    own, device = worker
     cluster = Cluster(
-        gpus_per_node=own.local_world_size,
-        nodes=max(1, own.world_size // own.local_world_size),
+        gpus_per_node=worker.local_world_size,
+        nodes=max(1, worker.world_size // worker.local_world_size),
         kind=device.kind,
         bf16=device.bf16,
     )
     chosen: AutoChoice | None = None
     if world.rank == 0:
         chosen, line = resolve_auto(config, run_dir, resume, cluster)
-        if own.rank == 0:
+        if worker.rank == 0:
             log_stdout(line)
     chosen = world.gather(chosen)[0]
     assert chosen is not None, "rank 0 decided, or raised on all"

@@ -40,7 +40,7 @@ class Evaluation:
         meter = Meter(engine.world)
         costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
         limits = make_limits(self.batch or self.task.recipe.batch, self.micro_batch_size, costs)
-        shares = eval_micro_batches(len(self.examples), limits, (engine.world.size, engine.world.rank), costs)
+        shares = eval_micro_batches(len(self.examples), limits, engine.world.size, engine.world.rank, costs)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):

@@ -190,11 +190,12 @@ def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _
     lengths = store.sequence_lengths
     costs = None if lengths is None else costs_of(lengths, job.task.loss_inputs.packing())
     limits = make_limits(job.task.recipe.batch, job.micro_batch_size, costs)
-    ranks = job.world.size, job.world.rank
     # As in an evaluation: largest first, so that an out-of-memory error comes at the start.
     mine = [
         rows[chunk].tolist()
-        for chunk in eval_micro_batches(len(rows), limits, ranks, costs and (lambda places: costs(rows[places])))
+        for chunk in eval_micro_batches(
+            len(rows), limits, job.world.size, job.world.rank, costs and (lambda places: costs(rows[places]))
+        )
     ]
     outputs: dict[str, list[float]] = {}
     for batch in iter_batches(store, job.task.collate, mine):

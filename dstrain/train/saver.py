@@ -51,13 +51,12 @@ class DiskForecast:
         )
 
 
-def compute_max_checkpoints(num_saves: int, keep: int | None, intervals: tuple[int, int | None]) -> int:
+def compute_max_checkpoints(num_saves: int, keep: int | None, every: int, keep_every: int | None) -> int:
     """Return the largest number of checkpoints at a time: the kept, the best, the one being written, and multiples.
 
-    `num_saves` is that of the whole run; `intervals` is (steps between saves, save.keep_every).
+    `num_saves` is that of the whole run, `every` the steps between two.
     """
-    save_every, keep_every = intervals
-    multiples = 0 if keep_every is None else num_saves * save_every // keep_every
+    multiples = 0 if keep_every is None else num_saves * every // keep_every
     kept = num_saves if keep is None else min(num_saves, keep + multiples + 1)
     return min(num_saves, kept + 1)
 

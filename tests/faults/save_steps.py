@@ -125,8 +125,8 @@ class Scene:
             )
             engine.world = self.world
             return engine
-        batch, machine = BatchPlan(SAMPLES, SAMPLES // size, 1), (size, Device("cpu", True))
-        config = resolve_ds_config(recipe, read_preset(kind), batch, machine, self.folder)
+        batch = BatchPlan(SAMPLES, SAMPLES // size, 1)
+        config = resolve_ds_config(recipe, read_preset(kind), batch, size, Device("cpu", True), self.folder)
         with zero3_init(config):
             objective = build_train_module(self._task)
         groups = build_param_groups(objective.model, recipe.optim)

@@ -125,8 +125,8 @@ def ds_config(recipe: RunConfig, preset: str, accumulate: int, zero: Mapping[str
         }  # instead of 2 GB of locked memory
     size = world().size
     found = Preset(preset, read.path, {**read.block, "zero_optimization": block})
-    batch, machine = BatchPlan(SAMPLES, -(-SAMPLES // (accumulate * size)), accumulate), (size, Device("cpu", True))
-    return resolve_ds_config(recipe, found, batch, machine, Path(tempfile.mkdtemp()))
+    batch = BatchPlan(SAMPLES, -(-SAMPLES // (accumulate * size)), accumulate)
+    return resolve_ds_config(recipe, found, batch, size, Device("cpu", True), Path(tempfile.mkdtemp()))
 
 
 def take(made: DeepSpeedEngine, first: int, number: int, accumulate: int = 2) -> list[float]:

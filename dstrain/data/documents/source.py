@@ -24,8 +24,8 @@ from dstrain.data.documents.pages import (
     sidecar_files,
 )
 from dstrain.data.formats.messages import json_type_name, read_system
-from dstrain.data.records import BadRecord, BadRow, as_record
-from dstrain.data.sources.base import Source
+from dstrain.data.records import BadRecord, as_record
+from dstrain.data.sources.base import Source, WrappedSource
 from dstrain.data.vision.image_io import UNKNOWN_CONTENT, count_frames, describe_content, read_content, resolve_image
 from dstrain.files import NOT_REGULAR, WatchedFile, display_path, open_regular_file
 
@@ -388,7 +388,7 @@ MAX_OPEN_DOCUMENTS = 16
 """Documents whose texts are kept in memory; questions about one document usually follow each other."""
 
 
-class DocumentSource:
+class DocumentSource(WrappedSource):
     """A source whose records have page images instead of a document.
 
     Its records have the keys question, answers (one or more), images, pages (their numbers, from 1), unanswerable,
@@ -399,29 +399,13 @@ class DocumentSource:
         """Take a source of records as in docs/docqa.md; no record is read yet."""
         self._source, self.options = source, options
         settings = [SOURCE_VERSION, asdict(options), pdfium_version(), bm25_version()]
-        self.digest = hashlib.sha256(f"{source.digest} documents {json.dumps(settings)}".encode()).hexdigest()
+        content = f"{source.digest} documents {json.dumps(settings)}"
+        super().__init__([source], hashlib.sha256(content.encode()).hexdigest())
         self._reader = DocumentReader(options.dpi, self._watch)
         self._watched: dict[str, WatchedFile] = {}
         self._documents: OrderedDict[tuple[str, Path], Document] = OrderedDict()
         self._lock = threading.RLock()
         self._labels: dict[int, tuple[str, ...]] = {}
-
-    @property
-    def bad_rows(self) -> list[BadRow]:
-        return self._source.bad_rows
-
-    def __bool__(self) -> bool:
-        """Return whether it has records, without reading them."""
-        return bool(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def location(self, index: int) -> str:
-        return self._source.location(index)
-
-    def get_base_dir(self, index: int) -> Path:
-        return self._source.get_base_dir(index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a question with its answers and page images.

@@ -96,7 +96,7 @@ def _render(encoder: _PairEncoder, index: int, preference: Preference) -> _Rende
 
 def _encode_rendered(encoder: _PairEncoder, pairs: Sequence[_RenderedPair]) -> list[dict[str, Any] | BadRecord]:
     ids = iter(tokenize(encoder.tokenizer, [text for pair in pairs for text in pair.expanded.texts]))
-    return [_build_example(encoder, pair, (next(ids), next(ids), next(ids))) for pair in pairs]
+    return [_build_example(encoder, pair, next(ids), [next(ids), next(ids)]) for pair in pairs]
 
 
 def _tokens_before_last_turn(encoder: _PairEncoder, pair: _RenderedPair, chosen_ids: list[int]) -> int:
@@ -112,13 +112,12 @@ def _tokens_before_last_turn(encoder: _PairEncoder, pair: _RenderedPair, chosen_
 
 
 def _build_example(
-    encoder: _PairEncoder, pair: _RenderedPair, row_ids: tuple[list[int], list[int], list[int]]
+    encoder: _PairEncoder, pair: _RenderedPair, prompt_ids: list[int], rows: list[list[int]]
 ) -> dict[str, Any] | BadRecord:
     """Split, frame and truncate the ids; the truncated prompt is the same in both rows.
 
-    `row_ids`: ids of the prompt alone, with the chosen and with the rejected answer.
+    `rows`: ids of the prompt with the chosen and with the rejected answer.
     """
-    prompt_ids, *rows = row_ids
     # Tokens at the border may merge prompt and answer: compared by ids, not by lengths.
     splits = [common_prefix_length([prompt_ids, row]) for row in rows]
     for key, row, split in zip(("chosen", "rejected"), rows, splits, strict=True):

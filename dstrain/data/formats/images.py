@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dstrain.data.formats.conversations import (
@@ -30,8 +29,8 @@ from dstrain.data.formats.messages import (
     read_images,
 )
 from dstrain.data.formats.preferences import Preference, Response, to_chosen_rejected
-from dstrain.data.records import BadRecord, BadRow, Record, as_record, has, nan_to_null
-from dstrain.data.sources.base import Source
+from dstrain.data.records import BadRecord, Record, as_record, has, nan_to_null
+from dstrain.data.sources.base import Source, WrappedSource
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
 # parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.
@@ -241,16 +240,12 @@ def _map_messages(parsed: Any, transform: Callable[[Message], Any]) -> Any:
     return replace(parsed, **{name: [transform(turn) for turn in getattr(parsed, name)]})
 
 
-class GroupByImageSource:
+class GroupByImageSource(WrappedSource):
     """A source whose consecutive records with the same images are one record."""
 
     def __init__(self, source: Source) -> None:
+        super().__init__([source], hashlib.sha256(f"{source.digest} grouped by image".encode()).hexdigest())
         self._source = source
-        self.digest = hashlib.sha256(f"{source.digest} grouped by image".encode()).hexdigest()
-
-    @property
-    def bad_rows(self) -> list[BadRow]:
-        return self._source.bad_rows
 
     @cached_property
     def _group_starts(self) -> list[int]:
@@ -265,12 +260,13 @@ class GroupByImageSource:
             last = images
         return starts
 
-    def __bool__(self) -> bool:
-        """Return whether it has records, without reading them."""
-        return bool(self._source)
-
     def __len__(self) -> int:
         return len(self._group_starts)
+
+    def find_source(self, index: int) -> tuple[Source, int]:
+        """Return the source and the index of the group's first record."""
+        # Group 0 starts at record 0: its place is known without reading all records.
+        return self._source, self._group_range(index)[0] if index else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start, end = self._group_range(index)
@@ -295,14 +291,6 @@ class GroupByImageSource:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._group_starts[index], [*self._group_starts[index + 1 : index + 2], len(self._source)][0]
-
-    def location(self, index: int) -> str:
-        """Return the location of the group's first record."""
-        return self._source.location(self._group_range(index)[0])
-
-    def get_base_dir(self, index: int) -> Path:
-        # Group 0 starts at record 0: it is answered without reading all records.
-        return self._source.get_base_dir(self._group_range(index)[0] if index else 0)
 
 
 def _images_to_group(record: Mapping[str, Any]) -> tuple[Any, ...] | None:

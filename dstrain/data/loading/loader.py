@@ -265,14 +265,13 @@ def make_batch(
 
 
 def eval_micro_batches(
-    num_samples: int, limits: MicroBatchLimits, ranks: tuple[int, int], costs: CostFunction | None = None
+    num_samples: int, limits: MicroBatchLimits, world_size: int, rank: int, costs: CostFunction | None = None
 ) -> list[list[int]]:
-    """Return the micro-batches of this rank, `ranks`: (world size, rank); all ranks together have each sample once.
+    """Return the micro-batches of this rank; all ranks together have each sample once.
 
     Every rank has the same number of them, none above the limits; an empty one is a filler. The limit of tokens needs
     costs. With them, samples are divided as in training.
     """
-    world_size, rank = ranks
     found = None if costs is None else costs(np.arange(num_samples))
     if limits.tokens is not None and found is not None:
         return [chunk.tolist() for chunk in of_rank(split_by_tokens(found, limits, world_size), world_size, rank)]

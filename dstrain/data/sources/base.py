@@ -119,84 +119,26 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-class HeadSource:
-    """The first `count` records of a source."""
+class WrappedSource:
+    """A source made of others: a subclass says which record an index means, and the others answer."""
 
-    def __init__(self, source: Source, count: int) -> None:
-        self._source, self._count = source, count
-        self.digest = hashlib.sha256(f"{source.digest} {count}".encode()).hexdigest()
+    def __init__(self, sources: Sequence[Source], digest: str) -> None:
+        self.sources, self.digest = tuple(sources), digest
 
-    @property
-    def bad_rows(self) -> list[BadRow]:
-        return self._source.bad_rows
-
-    def __bool__(self) -> bool:
-        """Return whether it has records, without counting them."""
-        return bool(self._count and self._source)
-
-    def __len__(self) -> int:
-        return min(self._count, len(self._source))
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._source[index]
-
-    def location(self, index: int) -> str:
-        return self._source.location(index)
-
-    def get_base_dir(self, index: int) -> Path:
-        return self._source.get_base_dir(index)
-
-    def watched_files(self) -> Iterable[WatchedFile]:
-        return self._source.watched_files() if isinstance(self._source, DerivedSource) else ()
-
-    def summarize(self) -> list[str]:
-        return self._source.summarize() if isinstance(self._source, DerivedSource) else []
-
-
-def check_columns_exist(sources: Sequence[Source]) -> None:
-    """Raise DataError for a column of data.columns that none of the files has."""
-    absent: list[dict[str, str]] = [getattr(source, "missing_columns", {}) for source in sources]
-    for name in sorted(set.intersection(*map(set, absent)) if absent else ()):
-        raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
-
-
-def cut_source(source: Source, max_samples: int | None) -> Source:
-    """Return the first `max_samples` records of a source; the source itself for None, so that its digest stays."""
-    return HeadSource(source, max_samples) if max_samples else source
-
-
-class ConcatSource:
-    """Several sources, one after another."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = tuple(sources)
-        self.digest = hashlib.sha256(" ".join(source.digest for source in self.sources).encode()).hexdigest()
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Records of each source."""
-        return tuple(len(source) for source in self.sources)
-
-    @cached_property
-    def _cumulative_sizes(self) -> list[int]:
-        return list(itertools.accumulate(self.sizes))
+    def find_source(self, index: int) -> tuple[Source, int]:
+        """Return the source that holds the record, and the record's index there. Raises IndexError."""
+        return self.sources[0], index
 
     @property
     def bad_rows(self) -> list[BadRow]:
         return [row for source in self.sources for row in source.bad_rows]
 
-    def find_source(self, index: int) -> tuple[Source, int]:
-        """Return the source that holds the record, and the record's index there."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        # To the right of equal ends: an empty source holds no record.
-        at = bisect.bisect_right(self._cumulative_sizes, index)
-        return self.sources[at], index - self._cumulative_sizes[at] + self.sizes[at]
+    def __bool__(self) -> bool:
+        """Return whether it has records, without counting them."""
+        return any(self.sources)
 
     def __len__(self) -> int:
-        return self._cumulative_sizes[-1] if self._cumulative_sizes else 0
+        return sum(map(len, self.sources))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         source, inside = self.find_source(index)
@@ -219,6 +161,64 @@ class ConcatSource:
     @property
     def _derived(self) -> list[DerivedSource]:
         return [source for source in self.sources if isinstance(source, DerivedSource)]
+
+
+class HeadSource(WrappedSource):
+    """The first `count` records of a source."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        super().__init__([source], hashlib.sha256(f"{source.digest} {count}".encode()).hexdigest())
+        self._count = count
+
+    def __bool__(self) -> bool:
+        return bool(self._count) and super().__bool__()
+
+    def __len__(self) -> int:
+        return min(self._count, super().__len__())
+
+    def find_source(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.sources[0], index
+
+
+def check_columns_exist(sources: Sequence[Source]) -> None:
+    """Raise DataError for a column of data.columns that none of the files has."""
+    absent: list[dict[str, str]] = [getattr(source, "missing_columns", {}) for source in sources]
+    for name in sorted(set.intersection(*map(set, absent)) if absent else ()):
+        raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
+
+
+def cut_source(source: Source, max_samples: int | None) -> Source:
+    """Return the first `max_samples` records of a source; the source itself for None, so that its digest stays."""
+    return HeadSource(source, max_samples) if max_samples else source
+
+
+class ConcatSource(WrappedSource):
+    """Several sources, one after another."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        digests = " ".join(source.digest for source in sources)
+        super().__init__(sources, hashlib.sha256(digests.encode()).hexdigest())
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Records of each source."""
+        return tuple(len(source) for source in self.sources)
+
+    @cached_property
+    def _cumulative_sizes(self) -> list[int]:
+        return list(itertools.accumulate(self.sizes))
+
+    def find_source(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        # To the right of equal ends: an empty source holds no record.
+        at = bisect.bisect_right(self._cumulative_sizes, index)
+        return self.sources[at], index - self._cumulative_sizes[at] + self.sizes[at]
+
+    def __len__(self) -> int:
+        return self._cumulative_sizes[-1] if self._cumulative_sizes else 0
 
 
 class LazySource:

@@ -183,7 +183,7 @@ def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoin
         meet = ["--master-addr", master.address, "--master-port", str(master.port)]
         return [sys.executable, "-m", "torch.distributed.run", *nodes, *place, *meet, "-m", *module]
     slots = {host.name: host.slots for host in launch.hosts}
-    return deepspeed_command(slots, host_index, (master.address, master.port), module)
+    return deepspeed_command(slots, host_index, master.address, master.port, module)
 
 
 def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]:

@@ -1,35 +1,16 @@
-"""RecordTask: a task on records of files, with `data.*` applied and encoded samples cached."""
+"""Base class of tasks on records: files cut, mixed and split as the recipe's `data` says, encoded once and cached."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dstrain.config import RunConfig
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
-from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.prepare import (
-    PLAIN_COLUMNS,
-    ExampleSettings,
-    ImageRecordEncoder,
-    PreparePolicy,
-    RecordEncode,
-    SequentialEncode,
-    SequentialEncoder,
-    prepare,
-)
-from dstrain.data.process_pool import ProcessPoolConfig
-from dstrain.data.records import BadRecord, Encode, EncodeResult, Record, tokenizer_fingerprint, try_parse
+from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
-from dstrain.data.token_store import TokenStore
-from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import DataError, Fault, TaskError
-from dstrain.launch.processes import count_available_cores
-from dstrain.launch.worker import set_parent_death_signal
-from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
 
 if TYPE_CHECKING:
@@ -128,6 +109,7 @@ class RecordTask(Task):
 
         from dstrain.data.prepare import get_source_sizes, load_into_memory
         from dstrain.data.token_store import TokenizedDataset
+        from dstrain.tasks.common.store_builder import policy_of
 
         source, weights = self.open_sources(items), tuple(getattr(item, "weight", 1.0) for item in items)
         if not self.encodes_records:
@@ -152,6 +134,7 @@ class RecordTask(Task):
     def build_store(self, source: ConcatSource) -> TokenStore:
         """Return the source's examples, from the cache where they are in it. Raises DataError."""
         from dstrain.data.prepare import prepare
+        from dstrain.tasks.common.store_builder import policy_of
 
         key, settings = {"what": "records", **self.encode_key()}, self.example_settings
         store = prepare(source, self._encode_rows, key, policy_of(self.recipe), settings=settings)
@@ -228,59 +211,3 @@ class RecordTask(Task):
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
         """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
         return source
-
-
-class EncodeSamples(Protocol):
-    """A task's `encode`."""
-
-    def __call__(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
-        """Return the example or the fault of each parsed record.
-
-        `images` expands the image placeholders of the records; None for a text-only model.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreBuilder:
-    """Builds the token store of a source, or finds it in the cache."""
-
-    recipe: RunConfig
-    parse: Callable[[Mapping[str, Any]], Any]
-    """Parses the text of a record. Raises BadRecord."""
-    parse_text_only: Callable[[dict[str, Any]], Any]
-    """The same, and refuses a record with images. Raises BadRecord."""
-    encode: EncodeSamples | SequentialEncoder
-    key: Mapping[str, Any]
-    """Everything that `encode` depends on, except the tokenizer or processor."""
-    settings: ExampleSettings = PLAIN_COLUMNS
-
-    def build(self, source: ConcatSource, tokenizer: Any) -> TokenStore:
-        """Return the store of text examples. Raises DataError."""
-        key = {**self.key, "tokenizer": tokenizer_fingerprint(tokenizer)}
-        return prepare(source, self._text_encode(), key, policy_of(self.recipe), settings=self.settings)
-
-    def build_with_images(self, source: ConcatSource, processor: VisionProcessor) -> TokenStore:
-        """Return the store of examples with images. Raises DataError."""
-        encoder = ImageRecordEncoder.create(processor, count_available_cores())
-        # Empty sources have no folder. `if one` does not open a source, as its length might.
-        folders = [str(one.get_base_dir(0).resolve()) for one in source.sources if one]
-        # Relative image paths mean other files in another folder.
-        key = {**self.key, "processor": processor.fingerprint, "folders": folders}
-        assert not isinstance(self.encode, SequentialEncoder), "no such task takes images"
-        encode, write_index = encoder.make_encode(source, self.parse, self.encode)
-        return prepare(source, encode, key, policy_of(self.recipe), settings=self.settings, write_extra=write_index)
-
-    def _text_encode(self) -> Encode:
-        if isinstance(self.encode, SequentialEncoder):
-            return SequentialEncode(self.parse_text_only, self.encode)
-        return RecordEncode(self.parse_text_only, partial(self.encode, images=None))
-
-
-def policy_of(recipe: RunConfig) -> PreparePolicy:
-    """Return the limit on bad records, the digest of the task's code, and one encoding process per available core."""
-    return PreparePolicy(
-        task=recipe.task,
-        code=digest_task_files(find_task(recipe.task)),
-        on_error=recipe.data.on_error,
-        processes=ProcessPoolConfig(count_available_cores(), set_parent_death_signal),
-    )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dstrain.data.prepare import ExampleSettings
     from dstrain.data.records import EncodeResult
     from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
-    from dstrain.tasks.common.record_task import StoreBuilder
+    from dstrain.tasks.common.store_builder import StoreBuilder
 
 
 FindUnsupportedReason = Callable[[bool], str | None]
@@ -440,7 +440,7 @@ class TextTask(TextData, RecordTask):
     @property
     def store_builder(self) -> StoreBuilder:
         """Builder of this task's token stores, with its `parse` and `encode`."""
-        from dstrain.tasks.common.record_task import StoreBuilder
+        from dstrain.tasks.common.store_builder import StoreBuilder
 
         return StoreBuilder(
             recipe=self.recipe,

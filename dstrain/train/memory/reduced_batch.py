@@ -88,12 +88,11 @@ def use_batch_of_rank_0(config: RunConfig, world: Ranks) -> RunConfig:
     return config.model_copy(update={"batch": BatchConfig.model_validate(batch)})
 
 
-def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: tuple[int, int]) -> RunConfig:
-    """Write the file and recipe.yaml for a smaller micro-batch; return the recipe with it. `at`: (world size, step).
+def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, world_size: int, step: int) -> RunConfig:
+    """Write the file and recipe.yaml for a smaller micro-batch; return the recipe with it.
 
     `config` is the recipe of the run so far. Ranks that write at the same time write the same.
     """
-    world_size, step = at
     new_config = config.model_copy(update={"batch": batch.to_config(config.batch)})
     try:
         earlier = read_reduced_batch(run_dir)
@@ -151,7 +150,7 @@ class MicroBatch:
 
         `step`: steps taken so far. Ranks that call it at the same time write the same.
         """
-        write_reduced_batch(self.run_dir, self.config, reduced, (self.world_size, step))
+        write_reduced_batch(self.run_dir, self.config, reduced, self.world_size, step)
         return describe_reduction(self.plan, reduced)
 
     def use(self, reduced: BatchPlan) -> None:

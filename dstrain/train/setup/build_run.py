@@ -249,7 +249,7 @@ def _build_saver(
     every = interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
     free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
-    forecast = DiskForecast(size, compute_max_checkpoints(saves, save.keep, (every, save.keep_every)), free)
+    forecast = DiskForecast(size, compute_max_checkpoints(saves, save.keep, every, save.keep_every), free)
     run_log.log_event(
         "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
     )

@@ -148,13 +148,13 @@ def make_plan(
         world: Ranks = rendezvous or SingleProcessWorld()
         config = use_batch_of_rank_0(recipe.config, world)
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
-        config = resolve_auto_on_rank_0(config, run_dir, resume, (worker, get_preset_device(device)), world)
+        config = resolve_auto_on_rank_0(config, run_dir, resume, worker, get_preset_device(device), world)
         preset = read_preset(config.ds_config)
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
         batch = _resolve_batch(config, preset, checkpoint, resume, worker.world_size)
-        ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
+        ds_config = resolve_ds_config(config, preset, batch, worker.world_size, get_preset_device(device), run_dir)
         check_offload_folders(ds_config, run_dir)
         task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
         recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it

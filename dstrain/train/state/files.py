@@ -145,16 +145,16 @@ class _TensorRange:
     shape: tuple[int, ...]
 
 
-def _parse_header_entry(file: str, start: int, entry: Mapping[str, Any], bounds: tuple[int, int]) -> _TensorRange:
-    """Parse a header entry. Raises ValueError if it is outside of the file's values, `bounds` = (first byte, end)."""
+def _parse_header_entry(file: str, start: int, entry: Mapping[str, Any], first: int, end: int) -> _TensorRange:
+    """Parse a header entry. Raises ValueError if it is outside of the file's values, at `first` to `end`."""
     shape, dtype = tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
-    begin, end = (bounds[0] + offset for offset in entry["data_offsets"])
+    begin, last = (first + offset for offset in entry["data_offsets"])
     numel = math.prod(shape)
     if (
         start < 0
         or min(shape, default=0) < 0
-        or not bounds[0] <= begin <= end <= bounds[1]
-        or end - begin != numel * dtype.itemsize
+        or not first <= begin <= last <= end
+        or last - begin != numel * dtype.itemsize
     ):
         raise ValueError(f"shape {list(shape)} at {entry['data_offsets']}")
     return _TensorRange(file, begin, start, numel, dtype, shape)
@@ -197,7 +197,7 @@ class CheckpointReader:
             for full, entry in table.items():
                 parameter, _, rest = full.rpartition("/")
                 key, _, start = rest.partition("@")
-                stretch = _parse_header_entry(name, int(start or 0), entry, (8 + length, file.size))
+                stretch = _parse_header_entry(name, int(start or 0), entry, 8 + length, file.size)
                 self._tensor_ranges.setdefault((parameter, key), []).append(stretch)
                 self._state_keys.setdefault(parameter, set()).add(key)
                 if start:

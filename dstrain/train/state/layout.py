@@ -172,9 +172,9 @@ class ReplicatedLayout:
             group = self._param_groups.get(id(tensor))
             # In no group of the optimizer: frozen.
             if group is None:
-                yield _replicated_slice((name, tensor))
+                yield _replicated_slice(name, tensor)
             else:
-                yield _replicated_slice((name, tensor), self._optimizer, group)
+                yield _replicated_slice(name, tensor, self._optimizer, group)
         yield from _iter_buffer_slices(self._model)
 
 
@@ -194,7 +194,7 @@ class FlatPartitionLayout:
         """Yield all slices at once. `write_back` copies them into the model's weights afterwards: Collective."""
         yield [
             *self._iter_trained_slices(),
-            *map(_replicated_slice, _frozen_params(self._model, self._bit16_groups)),
+            *(_replicated_slice(name, param) for name, param in _frozen_params(self._model, self._bit16_groups)),
             *_iter_buffer_slices(self._model),
         ]
         if write_back:
@@ -324,9 +324,8 @@ def _frozen_params(
 
 
 def _replicated_slice(
-    named_tensor: tuple[str, torch.Tensor], optimizer: Any = None, param_group: Mapping[str, Any] | None = None
+    name: str, tensor: torch.Tensor, optimizer: Any = None, param_group: Mapping[str, Any] | None = None
 ) -> StateSlice:
-    name, tensor = named_tensor
     places = [ParamRange(name, 0, tensor.numel(), 0)]
     return StateSlice(tensor, places, is_replicated=True, optimizer=optimizer, param_group=param_group or {})
 
@@ -335,7 +334,7 @@ def _iter_buffer_slices(model: torch.nn.Module) -> Iterator[StateSlice]:
     """Yield the persistent buffers of the model."""
     # `named_buffers` also has those that are never saved, such as rotary frequencies.
     lasting = model.state_dict(keep_vars=True).keys()
-    return (_replicated_slice(pair) for pair in model.named_buffers() if pair[0] in lasting)
+    return (_replicated_slice(name, buffer) for name, buffer in model.named_buffers() if name in lasting)
 
 
 Layout = ReplicatedLayout | FlatPartitionLayout | Zero3Layout

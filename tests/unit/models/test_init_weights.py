@@ -304,9 +304,7 @@ class Settings:
 
 
 def test_an_object_beside_the_weights_is_named(put: Callable[..., str]) -> None:
-    with pytest.raises(
-        RecipeError, match=r"reading it would run 'tests\.unit\.models\.weights\.test_init_weights\.Settings'"
-    ):
+    with pytest.raises(RecipeError, match=r"reading it would run 'tests\.unit\.models\.test_init_weights\.Settings'"):
         check_init(build(bones=True), put({"model": old(), "args": Settings()}))
 
 

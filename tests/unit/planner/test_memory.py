@@ -117,9 +117,10 @@ def test_the_head_never_holds_all_logits() -> None:
 
 def test_the_head_is_computed_in_the_chunks_of_the_model() -> None:
     from dstrain.models import heads
+    from dstrain.planner import memory
 
-    assert heads.CHUNK_BYTES == heads.MAX_CHUNK_BYTES
-    own = (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
+    assert memory.CHUNK_BYTES == heads.MAX_CHUNK_BYTES
+    own = (memory.KEPT_SHARE, memory.SLICE_SHARE, memory.BLOCK_SHARE)
     assert own == (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
 
 

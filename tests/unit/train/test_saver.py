@@ -134,17 +134,17 @@ SIZE = 100_000
 
 
 @pytest.mark.parametrize(
-    ("saves", "keep", "every", "wanted"),
+    ("saves", "keep", "keep_every", "wanted"),
     [
-        (10, 3, (100, None), 5),  # three, the best, and the one being written
-        (1, 3, (100, None), 1),
-        (4, 3, (100, None), 4),
-        (10, None, (100, None), 10),
-        (10, 2, (100, 500), 6),  # two kept for good
+        (10, 3, None, 5),  # three, the best, and the one being written
+        (1, 3, None, 1),
+        (4, 3, None, 4),
+        (10, None, None, 10),
+        (10, 2, 500, 6),  # two kept for good
     ],
 )
-def test_how_many_lie_there_at_once(saves: int, keep: int | None, every: tuple[int, int | None], wanted: int) -> None:
-    assert compute_max_checkpoints(saves, keep, every) == wanted
+def test_how_many_lie_there_at_once(saves: int, keep: int | None, keep_every: int | None, wanted: int) -> None:
+    assert compute_max_checkpoints(saves, keep, 100, keep_every) == wanted
 
 
 def test_a_disk_that_will_be_full_is_told_before_training() -> None:

@@ -100,7 +100,7 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
         loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0)
     ).batches
     assert [batch.is_filler for batch in step] == [True]
-    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), (1, 0))))
+    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), 1, 0)))
 
 
 def test_a_collate_without_positions_gets_the_samples_as_they_are():
@@ -174,7 +174,7 @@ def test_an_evaluation_sees_every_sample_once():
     batches = [
         b
         for rank in range(4)
-        for b in iter_batches(EXAMPLES, collate, eval_micro_batches(10, MicroBatchLimits(samples=2), (4, rank)))
+        for b in iter_batches(EXAMPLES, collate, eval_micro_batches(10, MicroBatchLimits(samples=2), 4, rank))
     ]
     assert sorted(i for batch in batches for i in batch.samples) == list(range(100, 110))
     assert len(batches) == 8
@@ -365,11 +365,11 @@ def test_a_source_that_would_never_be_shown_is_refused():
 @given(st.integers(0, 60), SMALL, SMALL)
 def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(size, micro, world_size):
     limits = MicroBatchLimits(samples=micro)
-    shares = [eval_micro_batches(size, limits, (world_size, rank)) for rank in range(world_size)]
+    shares = [eval_micro_batches(size, limits, world_size, rank) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1
     assert all(len(chunk) <= micro for share in shares for chunk in share)
     assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
-    by_length = [eval_micro_batches(size, limits, (world_size, rank), COSTS) for rank in range(world_size)]
+    by_length = [eval_micro_batches(size, limits, world_size, rank, COSTS) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in by_length] == [[len(chunk) for chunk in s] for s in shares]
     assert sorted(in_order(by_length)) == list(range(size))
     assert in_order(by_length) == sorted(range(size), key=lambda i: -LENGTHS[i])
@@ -408,6 +408,6 @@ def test_a_limit_of_tokens_changes_the_split_of_a_step_and_nothing_else(costs, w
 
 def test_an_evaluation_keeps_the_limit_of_tokens():
     limits = MicroBatchLimits(tokens=1000)
-    shares = [eval_micro_batches(90, limits, (3, rank), COSTS) for rank in range(3)]
+    shares = [eval_micro_batches(90, limits, 3, rank, COSTS) for rank in range(3)]
     assert sorted(in_order(shares)) == list(range(90))
     assert all(len(chunk) * LENGTHS[chunk].max() <= 1000 for share in shares for chunk in share)

@@ -136,7 +136,7 @@ def test_versions_are_told_without_importing_anything_heavy():
     assert list(iter_version_diffs({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
     assert find_source_diff({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
     assert find_source_diff(hash_source_files(), dict(hash_source_files())) == ("", 0)
-    assert {"launch/multihost/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
+    assert {"launch/multihost/probe.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
     assert not [name for name in hash_source_files() if name.startswith("launchers/")]
     assert len(hash_source_tree()) == 12
 

@@ -45,6 +45,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def find_missing_hosts(config: pytest.Config) -> str:
+    """Return why every test of hosts was skipped; "" where one ran or none was asked for."""
+    stats = config.pluginmanager.getplugin("terminalreporter").stats
+    done = {state: [one for one in reports if getattr(one, "nodeid", "").startswith("tests/hosts/")]
+            for state, reports in stats.items() if state in ("passed", "failed", "error", "skipped")}  # fmt: skip
+    skipped = done.pop("skipped", [])
+    if not skipped or any(done.values()):
+        return ""
+    return "; ".join(sorted({str(one.longrepr[2]).removeprefix("Skipped: ") for one in skipped}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that was to launch on several hosts, and could on none, has failed."""
+    if session.exitstatus == pytest.ExitCode.OK and find_missing_hosts(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if reason := find_missing_hosts(config):
+        terminalreporter.write_line(
+            f"No test of several hosts could run: {reason}. docs/contributing.md says what to install."
+        )
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported and collected out of garbage collection, which goes through all of it again and again."""
     gc.collect()

@@ -109,9 +109,9 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
     if "buffer_size" in zero.get("offload_param", {}):
         zero["offload_param"] = {**zero["offload_param"], "buffer_size": 1_000_000}  # instead of 2 GB of locked memory
     block = {**preset.block, **more, "zero_optimization": zero}
-    batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
+    batch = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2)
     folder = Path(tempfile.mkdtemp())
-    return resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
+    return resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, processes, Device("cpu", True), folder)
 
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:

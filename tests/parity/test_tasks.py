@@ -92,7 +92,8 @@ AT_STAGE_3 = (
 )  # fmt: skip
 """Cases that stage 3, the harder one, stands for; stage 2: the other cases and test_step."""
 AT_STAGE_2 = (
-    "dpo, safe, adapters switched off", "dpo, safe, images", "protein, hidden together", "temporal, classify", "rm, DoRA",
+    "dpo, safe, adapters switched off", "dpo, safe, images", "protein, hidden together", "temporal, classify",
+    "rm, DoRA",
 )  # fmt: skip
 """Cases that another cell stands for at stage 3; DoRA: resume/test_trained, safe with images: remembered answers."""
 

@@ -39,7 +39,7 @@ def whole(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    # Stage 3: test_trained [sft-DoRA-zero3], test_tasks [vlm, ...], test_elastic; bf16 states: parity/test_8bit_optimizers.
+    # Stage 3: test_trained [sft-DoRA-zero3], test_tasks, test_elastic; states in bf16: parity/test_8bit_optimizers.
     [("zero1", "bf16"), SLOW("zero3", "fp32"), SLOW("zero3_hpz", "fp32"), SLOW("zero2_bf16", "bf16"),
      SLOW("zero0", "bf16"), SLOW("zero2", "fp32"), SLOW("zero3_offload", "bf16"), SLOW("zero0", "fp32"),
      SLOW("zero1", "fp32"), SLOW("zero2", "bf16"), SLOW("zero3", "bf16"), SLOW("zero2_offload", "fp32")],

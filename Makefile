@@ -69,7 +69,7 @@ help:
 	@echo "make demo      install into $(VENV) and train a small reward model; $(DEMO_RUN) is overwritten"
 	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
-	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
+	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh, mpirun"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"

@@ -35,29 +35,38 @@ MANY = 1000
 """Tests of a run that is about everything."""
 
 
-REPEATED_CELLS = ROOT / "tests" / "repeated_cells.txt"
-"""Node ids of tests that only `make test-all` runs, each with the tests that make its claim in `make test`."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark repeated cells as slow, and sort by folder, so that kernels compile while unit tests run."""
-    lines = REPEATED_CELLS.read_text(encoding="utf-8").splitlines()
-    repeated = {line.partition(" | ")[0] for line in lines if not line.startswith("#")}
+    """Sort by folder, so that kernels compile while unit tests run."""
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
-    for item in items:
-        if item.nodeid in repeated:
-            item.add_marker(pytest.mark.slow)
-    # Of the files that were collected: a run of some folders knows nothing of the others.
-    files = {item.nodeid.partition("::")[0] for item in items}
-    named = {cell for cell in repeated if cell.partition("::")[0] in files}
-    if len(items) > MANY and (unknown := named - {item.nodeid for item in items}):
-        raise pytest.UsageError(f"{REPEATED_CELLS.name}: no such tests: {', '.join(sorted(unknown))}")
     items.sort(key=place)
+
+
+def find_missing_hosts(config: pytest.Config) -> str:
+    """Return why every test of hosts was skipped; "" where one ran or none was asked for."""
+    stats = config.pluginmanager.getplugin("terminalreporter").stats
+    done = {state: [one for one in reports if getattr(one, "nodeid", "").startswith("tests/hosts/")]
+            for state, reports in stats.items() if state in ("passed", "failed", "error", "skipped")}  # fmt: skip
+    skipped = done.pop("skipped", [])
+    if not skipped or any(done.values()):
+        return ""
+    return "; ".join(sorted({str(one.longrepr[2]).removeprefix("Skipped: ") for one in skipped}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that was to launch on several hosts, and could on none, has failed."""
+    if session.exitstatus == pytest.ExitCode.OK and find_missing_hosts(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if reason := find_missing_hosts(config):
+        terminalreporter.write_line(
+            f"No test of several hosts could run: {reason}. docs/contributing.md says what to install."
+        )
 
 
 def pytest_collection_finish() -> None:

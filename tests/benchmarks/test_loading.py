@@ -12,6 +12,7 @@ BOUND = 0.2
 """Bytes of anonymous memory for each parameter of policy and reference."""
 
 
+@pytest.mark.slow  # loading in 16 bits: parity/test_precision; benchmarks.loading measures the memory
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux alone tells a process's own memory")
 def test_a_run_in_16_bits_keeps_its_weights_in_mapped_files(tmp_path: Path) -> None:
     save_base(tmp_path, "3m", "bfloat16")

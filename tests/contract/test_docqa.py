@@ -10,6 +10,7 @@ import pytest
 from dstrain.errors import EXIT_STOPPED
 from dstrain.tasks import find_task
 from dstrain.tasks.common.answers import ANSWER_METRICS
+from tests.cells import SLOW
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
 from tests.vocabulary import RUN, read_jsonl, write_jsonl, write_recipe
@@ -38,10 +39,10 @@ def eval_rows(run_dir: Path) -> list[dict[str, Any]]:
     ("preset", "changes"),
     [
         ("zero2", {"model": DROPOUT}),
-        ("zero3", {}),
-        pytest.param("zero3", {"model": DROPOUT, "precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("zero0", {"precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"model": DROPOUT}, marks=pytest.mark.slow),
+        SLOW("zero3", {}),  # zero2; in shards: contract/test_generate
+        SLOW("zero3", {"model": DROPOUT, "precision": "bf16"}),
+        SLOW("zero0", {"precision": "bf16"}),
+        SLOW("zero1", {"model": DROPOUT}),
     ],
 )
 def test_generation_in_evaluations_leaves_training_as_it_is(

@@ -18,6 +18,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task, make_task
+from tests.cells import SLOW
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -33,7 +34,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", "zero1", {"precompute_ref_log_probs": True}, {}),
     "dpo, adapters": ("dpo", "zero3", {}, {"lora": {"rank": 4}}),
 }
-FAST = ("rm, adapters", "dpo, a reference in memory")
+FAST = ("rm, adapters",)
+"""References at every stage: parity/test_tasks."""
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +68,7 @@ def logged(folder: Path, names: Any) -> dict[str, float]:
     return {name: last[name] for name in names if name in last}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [name if name in FAST else SLOW(name) for name in RUNS])
 def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Workers, two: Workers) -> None:
     folder = trained(name)
     asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}

@@ -21,11 +21,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from dstrain.cli import main
-from dstrain.commands import export as command
+from dstrain.commands import export
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from dstrain.tasks.sft import SFTExport
+from tests.cells import SLOW
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.forked import fork
@@ -49,8 +50,17 @@ TIED = {"model": {"config": {"model_type": "llama", "vocab_size": 320, "hidden_s
                              "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True}}}  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("task", "changes"), [("rm", {}), ("sft", {}), ("dpo", TIED)], ids=["rm", "sft", "dpo, tied"])
+@pytest.mark.parametrize(
+    ("task", "changes", "precision"),
+    [
+        SLOW("rm", {}, "fp32", id="rm-fp32"),  # fp32 by the two below
+        pytest.param("rm", {}, "bf16", id="rm-bf16"),
+        pytest.param("sft", {}, "fp32", id="sft-fp32"),
+        SLOW("sft", {}, "bf16", id="sft-bf16"),  # bf16 by rm and dpo
+        pytest.param("dpo", TIED, "fp32", id="dpo, tied-fp32"),
+        pytest.param("dpo", TIED, "bf16", id="dpo, tied-bf16"),
+    ],
+)
 def test_a_stranger_reads_the_checkpoint(task: str, changes: dict[str, Any], precision: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", task, changes, precision)
     proof = export_model(run, "last", tmp_path / "out")
@@ -138,7 +148,7 @@ def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path
 
 
 def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MAX_SHARD_SIZE", "20KB")
+    monkeypatch.setattr(export, "MAX_SHARD_SIZE", "20KB")
     run = make_run(tmp_path / "it", "sft")
     export_model(run, "last", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
@@ -228,7 +238,7 @@ def test_what_was_loaded_is_compared_too(
 ) -> None:
     """Where the files were not looked at: transformers draws what is missing at random, with a warning."""
     spoil(monkeypatch, change)
-    monkeypatch.setattr(command, "check_exported_files", lambda *args: None)
+    monkeypatch.setattr(export, "check_exported_files", lambda *args: None)
     with pytest.raises(CheckpointError, match=words):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)

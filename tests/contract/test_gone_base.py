@@ -18,6 +18,7 @@ from dstrain.commands.run_job import SINGLE_WORKER, run_in_process
 from dstrain.commands.trained_model import ModelSelector, find_saved_model, load_trained_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
+from tests.cells import SLOW
 from tests.contract.export_cases import make_run, stored
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import invoke
@@ -33,7 +34,7 @@ def run_from_base(folder: Path, task: str, **model: Any) -> tuple[Path, Path]:
     return make_run(folder / "it", task, {"model": {"path": str(base), "config": None, **model}}), base
 
 
-@pytest.mark.parametrize("task", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("task", [SLOW("sft"), "rm", "dpo"])  # dpo has the same kind of model
 def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path: Path) -> None:
     run, base = run_from_base(tmp_path, task)
     before = export_model(run, "last", tmp_path / "with")

@@ -23,6 +23,7 @@ from dstrain.errors import RecipeError
 from dstrain.tasks import Task, find_task, make_task
 from dstrain.train.build_model import build_model
 from dstrain.train.engine.module import TrainModule
+from tests.cells import SLOW
 from tests.contract.test_bad_input import RECIPE, plan
 from tests.vocabulary import RUN, metric_rows, read_events
 from tests.workers import ROOT, Workers
@@ -131,7 +132,7 @@ def test_a_path_is_looked_up_beside_the_recipe_and_kept_whole(folder: Path, monk
     assert found.config.model.init == str(folder / "w.safetensors")
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("preset", [SLOW("zero1"), "zero3"])  # every stage: parity/test_init
 def test_a_run_starts_where_the_old_one_ended(preset: str, folder: Path, two: Workers) -> None:
     old = task_of("seed=7").build_model()
     old.score.weight.data.mul_(30)  # so that the first loss is far from log 2

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task
+from tests.cells import mark_slow
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import RUN, write_recipe
@@ -82,7 +83,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mark_slow(KINDS, ["rm, a new head"]))  # the head in bf16; fp32 by sft
 def test_a_stranger_reads_the_adapters_and_the_merged_model(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

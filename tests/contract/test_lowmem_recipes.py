@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.tasks import find_task
+from tests.cells import mark_slow
 from tests.vocabulary import RUN, invoke, read_jsonl
 from tests.workers import Workers
 
@@ -23,7 +24,11 @@ def test_a_dry_run_needs_no_model_and_no_data(name: str, tmp_path: Path) -> None
     assert "8bit" in result.output
 
 
-@pytest.mark.parametrize(("name", "task"), CASES)
+@pytest.mark.parametrize(
+    ("name", "task"),
+    # [lowmem-16gb-sft] but for the rank and the micro-batch; [lowmem-8gb-rm] and [lowmem-8gb-dpo]
+    mark_slow(CASES, [("lowmem-12gb", "sft"), ("lowmem-8gb", "kto")]),
+)
 def test_a_shrunken_recipe_trains(name: str, task: str, tmp_path: Path, one: Workers) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
     values: dict[str, Any] = find_task(task).tiny(tmp_path)

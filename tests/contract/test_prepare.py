@@ -16,6 +16,7 @@ from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
 from dstrain.train.setup.startup import describe_truncation
+from tests.cells import SLOW
 from tests.contract.test_evaluate import start
 from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers
@@ -50,7 +51,7 @@ def test_training_asks_no_reference_after_prepare(
     assert two(CASES + "train_counting", recipe=other, run_dir=str(tmp_path / "other")) == [1, 1]
 
 
-@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@pytest.mark.parametrize("preset", [SLOW("zero2"), "zero3"])  # stage 2: parity/test_tasks
 def test_two_processes_make_what_one_makes(preset: str, tmp_path: Path, one: Workers, two: Workers) -> None:
     recipe = written(tmp_path, **REMEMBERED | {"ds_config": preset, "seed": 79})
     first, second = two(CASES + "prepare", recipe=recipe)
@@ -128,6 +129,7 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert told[1][0] == first
 
 
+@pytest.mark.slow  # unit/launch/test_supervise (the launcher), unit/train/test_rendezvous (the ranks)
 def test_bad_data_found_by_a_worker_exits_with_2(tmp_path: Path) -> None:
     """Only workers read the data: the launch must not turn their 2 into 1, nor leave its folder."""
     recipe = written(tmp_path, **REMEMBERED)

@@ -9,6 +9,7 @@ import pytest
 
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task
+from tests.cells import mark_slow
 from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -40,6 +41,12 @@ GPU_ONLY = {"zero3_zeropp": "quantized collectives need a GPU", "zero2_fp16": "f
 """Preset -> the reason why a CPU does not run it."""
 
 
+IN_FP32 = [
+    (name, "bf16") for name in ("zero0", "zero2", "zero2_cpu_checkpointing", "zero2_offload", "zero3", "zero3_hpz")
+]
+"""Presets compared to 1e-5 in fp32; bf16 by [zero1-bf16], [zero3_offload-bf16] and parity/test_precision."""
+
+
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_a_preset_that_needs_a_gpu_says_so(name: str, recipe: str, tmp_path: Path, one: Workers) -> None:
     with pytest.raises(WorkerError, match=f"{GPU_ONLY[name]}"):
@@ -48,7 +55,7 @@ def test_a_preset_that_needs_a_gpu_says_so(name: str, recipe: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [pytest.param(*case, marks=pytest.mark.slow) if case[0] == "zero3_nvme" else case for case in CASES],
+    mark_slow(CASES, [case for case in CASES if case[0] == "zero3_nvme" or case in IN_FP32]),
 )
 def test_a_preset_trains_as_plain_training_does(
     name: str, precision: str, recipe: str, plain: list[float], tmp_path: Path, two: Workers

@@ -48,6 +48,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # the last page: the two other tests; the live one: unit/train/test_run_report
 def test_a_run_has_a_live_page_and_leaves_its_last_one(recipe: Path) -> None:
     run_dir = recipe.parent / "run"
     page = run_dir / "report.html"

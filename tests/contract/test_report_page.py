@@ -14,7 +14,7 @@ from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.browser import Browser, chromium
 from tests.run_folders import finished_run, write_run
-from tests.unit.report.page.test_page import HOSTILE, hostile_run
+from tests.unit.report.page.test_render import HOSTILE, hostile_run
 
 CURVES = "return [...document.querySelectorAll('#chart-loss .curve')].length"
 

@@ -18,6 +18,7 @@ from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import make_plan
+from tests.cells import SLOW
 from tests.reward_models import export_reward_model
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
@@ -36,7 +37,7 @@ def written(folder: Path, scoring: str = "cached", **values: Any) -> str:
     return str(folder / "recipe.yaml")
 
 
-@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@pytest.mark.parametrize("preset", [SLOW("zero2"), "zero3"])  # asked in one place for all stages
 def test_training_holds_no_reward_model_after_prepare(preset: str, tmp_path: Path, two: Workers) -> None:
     recipe = written(tmp_path, ds_config=preset)
     assert PrepareJob(TrainRequest(recipe=recipe)).is_parallel
@@ -54,7 +55,7 @@ def test_training_holds_no_reward_model_after_prepare(preset: str, tmp_path: Pat
     assert "harmless_margin" in row
 
 
-@pytest.mark.parametrize("scoring", ["cached", "online"])
+@pytest.mark.parametrize("scoring", [SLOW("cached"), "online"])  # cached: the policy is alone in training
 def test_checkpoints_and_exports_hold_the_policy_alone(scoring: str, tmp_path: Path, two: Workers) -> None:
     recipe, run = written(tmp_path, scoring, ds_config="zero3"), tmp_path / "run"
     two("tests.resume.cases:run", recipe=recipe, run_dir=str(run))

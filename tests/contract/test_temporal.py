@@ -51,6 +51,7 @@ def save_language_model(folder: Path, values: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow  # parity/test_tasks [temporal, adapters-3] and [temporal, align-3]
 def test_adapters_follow_an_alignment_from_a_language_models_folder(
     base: Path, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
@@ -77,7 +78,8 @@ LEARNT = 80
 """Steps after which the captions name the right pattern."""
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(LEARNT, marks=pytest.mark.slow)])
+@pytest.mark.slow  # resume/test_elastic, contract/test_docqa (answers), parity/test_tasks [temporal, *-3]
+@pytest.mark.parametrize("steps", [12, LEARNT])
 def test_captions_are_learnt_and_generated(steps: int, tmp_path: Path, one: Workers, two: Workers) -> None:
     """Resumed at another world size and ZeRO stage on the way."""
     half = steps // 2
@@ -100,6 +102,7 @@ def test_captions_are_learnt_and_generated(steps: int, tmp_path: Path, one: Work
     ) / len(scores)
 
 
+@pytest.mark.slow  # the encoder's weights: unit/models/test_temporal, unit/tasks/test_temporal
 def test_a_classifier_begins_with_an_encoder_that_filled_in_patches(tmp_path: Path, one: Workers) -> None:
     file = recipe(tmp_path / "masked", "zero2", {"stage": "masked"}, model={})
     one(RUN, recipe=file, run_dir=str(tmp_path / "masked/run"))

@@ -81,6 +81,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
+@pytest.mark.slow  # a task in one file trains: contract/test_tasks; docs/test_examples runs the examples
 def test_the_task_of_the_docs_trains(tmp_path: Path) -> None:
     words = [("well done", 1), ("thank you", 1), ("go away", 0), ("you fool", 0)] * 8
     (tmp_path / "lines.jsonl").write_text(

@@ -81,6 +81,7 @@ def weights(run_dir: Path) -> dict[str, np.ndarray]:
     return {f"{file.name} {name}": array for file in files for name, array in load_file(file).items()}
 
 
+@pytest.mark.slow  # resume/test_out_of_memory: what a restart begins with, and its weights
 def test_shrink_starts_again_after_a_backward_pass_without_memory(tmp_path: Path) -> None:
     # Micro and accumulate, not total: the restart fixes their product.
     recipe(tmp_path, batch={"micro": 2, "accumulate": 2, "on_oom": "shrink"})
@@ -149,6 +150,7 @@ def test_ranks_that_stop_print_one_message_with_the_fixes(tmp_path: Path) -> Non
     check_message(said, 1, tmp_path / "run")
 
 
+@pytest.mark.slow  # test_ranks_that_stop_print_one_message_with_the_fixes: the same ranks without a launcher
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stop_prints_one_message_with_the_fixes(rank: int, tmp_path: Path) -> None:
     recipe(tmp_path)

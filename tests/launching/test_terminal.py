@@ -68,6 +68,7 @@ def test_a_run_in_a_terminal_shows_each_step_and_a_table(folder: Path) -> None:
     assert "\x1b[?25l" not in text
 
 
+@pytest.mark.slow  # Ctrl-C: faults/test_kill, contract/test_bench; the terminal: unit/report/test_console
 def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("steps: 6", "steps: 100000"))

@@ -12,6 +12,7 @@ import pytest
 
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
+from tests.cells import SLOW
 from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT
 
@@ -61,12 +62,13 @@ def by_dstrain(recipe: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.slow  # stage 3: contract/test_sft, resume/test_trained; fresh processes: [deepspeed -m]
 def test_zero3_trains_with_two_processes_that_have_done_nothing_before(by_dstrain: Path) -> None:
     """DeepSpeed's own communication must stand before the first sharded model is built."""
     assert (by_dstrain / "checkpoints/step-00000005/MANIFEST.json").is_file()
 
 
-@pytest.mark.parametrize("way", [pytest.param("deepspeed", marks=pytest.mark.slow), "deepspeed -m", "torchrun"])
+@pytest.mark.parametrize("way", [SLOW("deepspeed"), "deepspeed -m", SLOW("torchrun")])  # torchrun: hosts/test_names
 def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_dstrain: Path, tmp_path: Path) -> None:
     done = start([*ways(recipe)[way], "--run-dir", str(tmp_path)])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -74,7 +76,8 @@ def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_dstrain: Path,
     assert files(tmp_path) == files(by_dstrain)
 
 
-@pytest.mark.parametrize("way", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # unit/launch/test_supervise (the launcher), unit/train/test_rendezvous (the ranks)
+@pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
 def test_bad_usage_found_by_a_worker_exits_with_2(way: str, recipe: Path, tmp_path: Path) -> None:
     """Only a worker reads the model's config: the launcher must not turn its 2 into 1."""
     command = [

@@ -18,7 +18,7 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params import build_param_groups
-from dstrain.planner import workload as settings
+from dstrain.planner import workload
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
@@ -109,9 +109,9 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
     if "buffer_size" in zero.get("offload_param", {}):
         zero["offload_param"] = {**zero["offload_param"], "buffer_size": 1_000_000}  # instead of 2 GB of locked memory
     block = {**preset.block, **more, "zero_optimization": zero}
-    batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
+    batch = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2)
     folder = Path(tempfile.mkdtemp())
-    return resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
+    return resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, processes, Device("cpu", True), folder)
 
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:
@@ -137,11 +137,11 @@ def steps(poison: int | None = None, count: int = 3, **arguments: Any) -> dict[s
 
 def unchecked(**arguments: Any) -> dict[str, Any]:
     """Return `steps` of an optimizer that dstrain refuses. Collective."""
-    check, settings.check_optimizer = settings.check_optimizer, lambda *_: None
+    check, workload.check_optimizer = workload.check_optimizer, lambda *_: None
     try:
         return steps(**arguments)
     finally:
-        settings.check_optimizer = check
+        workload.check_optimizer = check
 
 
 def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp32", wide: bool = False) -> float:

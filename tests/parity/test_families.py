@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.model_families import FAMILIES, family
 from tests.parity.test_step import SAMPLES, SGD, distance
 from tests.workers import Workers
 
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
 ROWS = 7
 """Of logits in a chunk; a step has some hundred."""
 

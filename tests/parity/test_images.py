@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
+from tests.cells import SLOW
 from tests.parity.image_cases import Course
 from tests.vision_recipes import GEMMA3, IDEFICS3, named_recipe
 from tests.workers import WorkerError, Workers
@@ -25,7 +25,6 @@ from tests.workers import WorkerError, Workers
 CASES = "tests.parity.image_cases:"
 SECONDS = 200.0
 """After which a call counts as hung; each takes a few."""
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
 SEEN = [sample for sample in range(64) if sample % 3]
 """Samples with one image or two."""
 BLIND = [sample for sample in range(64) if sample % 3 == 0]
@@ -65,7 +64,6 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 FAST = (
     ("one rank never sees an image", "trained", 3),
-    ("images in some passes, others on each rank", "frozen", 3),
     ("the last passes stand in for one with an image", "trained", 2),
     ("there is no image at all", "trained", 3),
     ("looks in between", "trained", 3),
@@ -181,7 +179,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "remembered": {"options": {"precompute_ref_log_probs": True}},
     "adapters switched off": {"model": {"lora": {"rank": 4}}},
 }
-QUICK_PAIRS = (("in memory", 3), ("remembered", 2))
+QUICK_PAIRS = (("in memory", 3),)
+"""Remembered answers at stage 2: test_answers_kept_are_those_asked_online."""
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
+from tests.cells import mark_slow
 from tests.vocabulary import RUN, metric_rows
 from tests.workers import Workers
 
@@ -54,8 +55,14 @@ def definition(one: Workers) -> Any:
     return of
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("name", "preset"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "preset", "processes"),
+    mark_slow(
+        [(*run, processes) for run in RUNS for processes in (1, 2)],
+        # With sgd: stages 0 and 3, and zero3_offload; these presets: with lion.
+        [(*run, 1) for run in RUNS] + [("sgd", preset, 2) for preset in ("zero1", "zero2", "zero2_offload")],
+    ),
+)
 def test_steps_are_the_same_at_every_stage(
     name: str, preset: str, processes: int, definition: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
 from tests.workers import Workers
 
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
 SAMPLES = [5, 0, 9, 13, 2, 14, 7]
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 3), ("dpo, safe", 1),
          *((f"{task}, with images", 3) for task in ("vlm", "rm", "dpo")))  # fmt: skip
 """Cases and stages that stand for the others."""
+BY_TWO = ((1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3))
+"""Cells whose claim two processes make; one process with images is asked with vlm, one with adapters with rm."""
 PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
 
@@ -59,9 +61,9 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "stage"), [(c, s) if (c, s) in QUICK else SLOW(c, s) for c in CASES for s in range(4)]
+    ("processes", "case", "stage"),
+    [one if one[1:] in QUICK and one not in BY_TWO else SLOW(*one) for one in product((1, 2), CASES, range(4))],
 )
-@pytest.mark.parametrize("processes", [1, 2])
 def test_a_packed_step_is_the_padded_one(
     processes: int, case: str, stage: int, definition: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -83,7 +85,7 @@ def test_one_process_may_have_no_images(task: str, one: Workers, two: Workers) -
         check_equal(found, wanted)
 
 
-@pytest.mark.parametrize("scoring", ["online", "cached"])
+@pytest.mark.parametrize("scoring", ["online", SLOW("cached")])  # kept: unit/tasks/test_packing
 def test_reward_models_score_packed_pairs_in_shards(scoring: str, one: Workers, two: Workers, tmp_path: Path) -> None:
     rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}
     safety = {**rms, "scoring": scoring, "method": "safedpo", "scaling_weight": 0.5}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.workers import Workers
 
 CASES = "tests.parity.precision_cases:"
@@ -29,17 +30,17 @@ STARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Task, type of the files, changes of its tiny recipe."""
 
 
-QUICK = ("dpo, files in bf16", "dpo, adapters")
-"""Starts that stand for the others at every stage but 2."""
+QUICK = [
+    *(("dpo, files in bf16", stage) for stage in range(4)),
+    ("dpo, adapters", 3),
+    *((start, 2) for start in STARTS if start not in ("dpo, adapters", "dpo, files in fp32")),
+]
+"""Cells that stand for the others; files in fp32 are read for `sft, other weights to start from`."""
 
 
 @pytest.mark.parametrize(
     ("start", "stage"),
-    [
-        pytest.param(start, stage, marks=[] if stage == 2 or start in QUICK else pytest.mark.slow)
-        for start in STARTS
-        for stage in (0, 1, 2, 3)
-    ],
+    [(start, stage) if (start, stage) in QUICK else SLOW(start, stage) for start in STARTS for stage in (0, 1, 2, 3)],
 )
 def test_weights_loaded_in_bf16_train_as_those_loaded_in_fp32(
     start: str, stage: int, tmp_path: Path, one: Workers, two: Workers

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cells import mark_slow
 from tests.parity.test_init import equal
 from tests.vision_recipes import GEMMA3, IDEFICS3, llava
 from tests.workers import Workers
 
 CASES = "tests.parity.scored_cases:"
+FAMILIES = {values["model_type"]: values for values in (llava(), IDEFICS3, GEMMA3)}
 
 
-@pytest.mark.parametrize("values", [llava(), IDEFICS3, GEMMA3], ids=lambda values: values["model_type"])
-@pytest.mark.parametrize("origin", ["drawn", "of a model that writes", "exported"])
+@pytest.mark.parametrize(
+    ("origin", "family"),
+    mark_slow(
+        product(("drawn", "of a model that writes", "exported"), FAMILIES),
+        [("drawn", "idefics3"), ("of a model that writes", "llava"), ("exported", "gemma3")],  # each in two other cells
+    ),
+)
 def test_a_reward_model_that_sees_is_the_same_at_every_stage(
-    origin: str, values: dict[str, Any], tmp_path: Path, one: Workers, two: Workers
+    origin: str, family: str, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
+    values = FAMILIES[family]
     settings: dict[str, Any] = {"config": values}
     if origin != "drawn":
         folders = {"of a model that writes": tmp_path / "writer", "exported": tmp_path / "scored"}

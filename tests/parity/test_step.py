@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.cells import SLOW
 from tests.model_families import family
 from tests.workers import Workers
 
@@ -43,10 +45,14 @@ def definition(one: Workers) -> Any:
     return of
 
 
-@pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "stage", "accumulate", "samples"),
+    # One process at each stage with four uneven micro-batches; the rest with two processes.
+    [
+        one if one[0] == 2 or one[2:] == (4, "uneven") else SLOW(*one)
+        for one in product((1, 2), range(4), (1, 4), SAMPLES)
+    ],
+)
 def test_a_step_is_the_same_however_it_is_split(
     processes: int, stage: int, accumulate: int, samples: str, definition: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.parity.test_step import SAMPLES, SGD, distance
 from tests.vision_recipes import GEMMA3, IDEFICS3
 from tests.workers import Workers
@@ -71,8 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TOLERANCES = {"rm, images, Gemma 3": 2e-6, "rm, images and adapters": 2e-6}
 """Of a gradient, where 1e-6 is too little: plain PyTorch in one process with 7 batches instead of 1 differs by 1.2e-6
 and by 1.1e-6."""
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
-FEW = ("dpo, a reference in memory", "dpo, adapters switched off", "kto, a reference remembered")
+FEW = ("dpo, adapters switched off",)
 """Cases that stand for the others where several steps are taken."""
 FEW_OF_IMAGES = (
     ("vlm", 2),
@@ -87,7 +86,21 @@ FEW_OF_IMAGES = (
 """Cases and stages that stand for the others where a model sees."""
 
 
+AT_STAGE_3 = (
+    "dpo, a reference remembered", "dpo, adapters switched off", "dpo, no reference", "kto, a reference in memory",
+    "kto, a reference remembered", "kto, adapters switched off", "rm, adapters", "rm, DoRA", "sft",
+)  # fmt: skip
+"""Cases that stage 3, the harder one, stands for; stage 2: the other cases and test_step."""
+AT_STAGE_2 = (
+    "dpo, safe, adapters switched off", "dpo, safe, images", "protein, hidden together", "temporal, classify",
+    "rm, DoRA",
+)  # fmt: skip
+"""Cases that another cell stands for at stage 3; DoRA: resume/test_trained, safe with images: remembered answers."""
+
+
 def quick(case: str, stage: int) -> bool:
+    if case in {2: AT_STAGE_3, 3: AT_STAGE_2}.get(stage, ()):
+        return False
     return (case, stage) in FEW_OF_IMAGES if any(word in case for word in ("vlm", "docqa", "images")) else stage > 1
 
 

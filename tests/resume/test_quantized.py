@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dstrain.tasks import find_task
+from tests.cells import SLOW
 from tests.vocabulary import RUN, invoke, metric_rows, read_events, read_jsonl, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -35,7 +36,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("task", "quantize", "preset"),
-    [("sft", "nf4", "zero2"), ("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0")],
+    [("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2")],
 )
 def test_a_quantized_run_learns_and_resuming_changes_nothing(
     task: str, quantize: str, preset: str, tmp_path: Path, one: Workers, two: Workers
@@ -68,7 +69,7 @@ def test_a_quantized_run_goes_on_with_other_processes_and_another_stage(
 
 @pytest.mark.parametrize(
     ("quantize", "precision", "dora"),
-    [("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],
+    [SLOW("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],
 )
 def test_the_export_is_the_adapters_or_one_dequantized_model(
     quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
@@ -101,6 +102,7 @@ def test_an_evaluation_in_between_does_not_change_the_training(tmp_path: Path, o
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
+@pytest.mark.slow  # the reference without adapters: [dpo-nf4-zero2] above
 def test_the_cached_reference_of_dpo_is_the_quantized_base(tmp_path: Path, one: Workers) -> None:
     recipe = str(quantized_recipe(tmp_path, "dpo", one))
     cached = [*SETS, "options.precompute_ref_log_probs=true"]

@@ -26,9 +26,8 @@ TRAINED: dict[str, dict[str, Any]] = {
 FAST = {
     ("dpo", "LoRA with frozen parts", "zero2"),
     ("sft", "DoRA", "zero3"),
-    ("kto", "LoRA with frozen parts", "zero0"),
 }
-"""The rest is run by `make test-all`."""
+"""The rest is run by `make test-all`. Stage 0: resume/test_tasks [rm, adapters, no ZeRO]; kto: parity/test_tasks."""
 GRID = [
     case if case in FAST else pytest.param(*case, marks=pytest.mark.slow)
     for case in product(("sft", "rm", "dpo", "kto", "vlm", "docqa"), TRAINED, ("zero0", "zero1", "zero2", "zero3"))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import dstrain.errors as errors
+from dstrain import errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main, run_and_exit
 from dstrain.commands.selftest import _raise_on_all_ranks

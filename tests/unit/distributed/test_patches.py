@@ -1,10 +1,17 @@
-"""Patches of torch.distributed: what they do, that they can be undone, and that torch still needs them."""
+"""Patches of DeepSpeed. Each has a test that shows the fault without the patch: it fails once DeepSpeed is fixed."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +19,335 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dstrain.distributed import patches
 from dstrain.distributed.collective_log import CollectiveLog
-from dstrain.distributed.patches import LOGGED_COLLECTIVES, CollectivePatches
+from dstrain.distributed.patches import (
+    LOGGED_COLLECTIVES,
+    MUON_COMPILED,
+    NORM_BLOCK,
+    PAGE_BYTES,
+    CollectivePatches,
+    Zero3Subgroups,
+    compute_norm_in_blocks,
+    disable_muon_compile,
+    find_overflow_by_norm,
+    flatten_gradients_in_fp32,
+    keep_unaligned_gradients,
+    replay_bias_correction,
+    reuse_hpz_group,
+    skip_shm_comm_build,
+)
 from dstrain.distributed.world import TorchWorld
+
+deepspeed = pytest.importorskip("deepspeed")
+
+
+def test_deepspeed_would_build_shared_memory_collectives_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    comm, loads = importlib.import_module("deepspeed.comm.torch"), list[str]()
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None:
+        pytest.skip("this accelerator has no such kernel")
+    monkeypatch.setattr(type(builder), "load", lambda self, *_, **__: loads.append(self.NAME))
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    comm.build_shm_op()
+    assert loads == ["deepspeed_shm_comm"], "without the patch: remove skip_shm_comm_build if this fails"
+    skip_shm_comm_build()
+    comm.build_shm_op()
+    assert loads == ["deepspeed_shm_comm"]
+
+
+class PagedSwapper:
+    """DeepSpeed's swapper of gradients over a disk that works on whole pages, as direct I/O does."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper as module
+
+        self._module, self.files = module, dict[int, torch.Tensor]()
+        self.info = SimpleNamespace(unswapped_gradients=dict[int, torch.Tensor]())
+        self.swap_params_info = {0: self.info}
+
+    def parameter_id(self, parameter: Any) -> int:
+        return 0
+
+    def swap_out_gradients(self, parameter: Any, gradient_offsets: Any, gradient_tensors: Any) -> None:
+        for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
+            self.files[offset] = tensor.clone()
+
+    def read(self, numel: int) -> torch.Tensor:
+        """Each file to the page in which it begins, then what stayed in memory."""
+        buffer = torch.zeros(numel)
+        for offset, tensor in self.files.items():
+            start = offset * 4 // PAGE_BYTES * PAGE_BYTES // 4
+            buffer[start : start + tensor.numel()] = tensor
+        for offset, tensor in self.info.unswapped_gradients.items():
+            buffer[offset : offset + tensor.numel()] = tensor
+        return buffer
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_unaligned_gradients_come_back_to_their_place_with_the_patch_alone(is_patched: bool) -> None:
+    swapper, gradients = PagedSwapper(), [torch.full((1500,), 1.0), torch.full((1000,), 2.0)]
+    if is_patched:
+        keep_unaligned_gradients(swapper)
+    swapper.swap_out_gradients(None, [0, 1500], gradients)
+    assert torch.equal(swapper.read(2500), torch.cat(gradients)) == is_patched
+    assert (0 in swapper.files, 1500 in swapper.files) == (True, not is_patched)
+
+
+def test_deepspeed_reads_a_gradient_to_its_offset_whatever_its_alignment() -> None:
+    """The fault itself: the buffer of a read begins at the gradient's offset. Look again if this text is gone."""
+    from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper as Swapper
+
+    assert "narrow(0, grad.offset, grad.length)" in inspect.getsource(Swapper._swap_in_pinned_gradients)
+    assert "align" not in inspect.getsource(Swapper._swap_in_pinned_gradients)
+    assert {"parameter", "gradient_offsets", "gradient_tensors"} < {
+        *inspect.signature(Swapper.swap_out_gradients).parameters
+    }
+
+
+def fresh_copy(module: ModuleType) -> Any:
+    """The module as it is imported, before any patch."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_fresh", str(module.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    fresh = fresh_copy(original_muon)
+    compiled = [name for name in MUON_COMPILED if inspect.unwrap(getattr(fresh, name)) is not getattr(fresh, name)]
+    assert compiled == [*MUON_COMPILED], "without the patch: remove disable_muon_compile if this fails"
+    for module in (disable_muon_compile(), original_muon):
+        for name in MUON_COMPILED:
+            if hasattr(module, name):
+                assert inspect.unwrap(getattr(module, name)) is getattr(module, name)
+
+
+@pytest.mark.slow  # the plain functions: parity/test_optimizers [muon-*]
+def test_importing_muon_does_not_load_torchs_compiler() -> None:
+    """It takes as long as importing torch, and DeepSpeed imports Muon for every optimizer with ZeRO."""
+    probe = "import sys; {}; print('torch._inductor.compile_fx' in sys.modules)"
+    patched = "from dstrain.distributed.patches import disable_muon_compile; disable_muon_compile()"
+    plain = "import deepspeed.runtime.zero.muon.muon_optimizer"
+
+    def loads_compiler(code: str) -> bool:
+        command = [sys.executable, "-c", probe.format(code)]
+        done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[-1] == "True"
+
+    assert loads_compiler(plain), "without the patch: the import needs no patch if this fails"
+    assert not loads_compiler(patched)
+
+
+def cpu_adam(weight: torch.nn.Parameter) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam([weight], lr=0.1, betas=(0.9, 0.999))
+
+
+def take_steps(adam: Any, weight: torch.nn.Parameter, steps: range) -> None:
+    for step in steps:
+        weight.grad = torch.full_like(weight, 0.1 * step + 0.01)
+        adam.step()
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_loaded_cpu_adam_goes_on_to_the_bit_with_the_patch_alone(is_replayed: bool) -> None:
+    cache = Path.home() / ".cache/torch_extensions"
+    if not [*cache.glob("*/cpu_adam/*.so")]:
+        pytest.skip("DeepSpeed's CPU Adam is not compiled here (python -m tests.kernels)")
+    steps, resumed_at, weights = 60, 37, []
+    for is_resumed in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 4096))
+        adam = cpu_adam(weight)
+        take_steps(adam, weight, range(resumed_at))
+        if is_resumed:
+            state, again = adam.state_dict(), cpu_adam(weight)
+            again.load_state_dict(state)
+            adam = again
+            if is_replayed:
+                replay_bias_correction(adam)
+        take_steps(adam, weight, range(resumed_at, steps))
+        weights.append(weight.detach().clone())
+    assert torch.equal(*weights) == is_replayed, "without the patch equal: remove replay_bias_correction"
+
+
+def test_other_optimizers_are_not_replayed() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    adam = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(1)
+    adam.step()
+    before = copy.deepcopy(adam.state_dict())
+    replay_bias_correction(adam)
+    assert adam.state_dict() == before
+    replay_bias_correction(None)  # a run without an optimizer
+
+
+def test_stage_3_still_has_its_private_methods_and_no_public_ones_for_parts() -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    assert [name for name in Zero3Subgroups.PRIVATE if not hasattr(Stage3, name)] == []
+    public = {name.removeprefix("_") for name in Zero3Subgroups.PRIVATE}
+    assert not [name for name in public if hasattr(Stage3, name)], "use these instead"
+
+
+def test_a_stage_3_optimizer_of_another_deepspeed_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"has no _swappable_optimizer_subgroup; install deepspeed>=0\.19,<0\.20"):
+        Zero3Subgroups(SimpleNamespace(fp16_groups=[]))
+
+
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
+def test_the_norm_of_a_gradient_is_that_of_its_blocks(norm_type: float) -> None:
+    seen: list[torch.Tensor] = []
+
+    def get_grad_norm_direct(gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+        seen.extend(gradients)
+        return torch.stack([torch.linalg.vector_norm(one.double(), norm_type) for one in gradients]).norm(norm_type)
+
+    optimizer = SimpleNamespace(get_grad_norm_direct=get_grad_norm_direct)
+    gradients = [torch.randn(3, NORM_BLOCK), torch.randn(5).bfloat16(), torch.zeros(7)]
+    gradients[-1]._zero_padding = True  # type: ignore[attr-defined]
+    wanted = get_grad_norm_direct(gradients, [], norm_type)
+    seen.clear()
+    compute_norm_in_blocks(optimizer)
+    torch.testing.assert_close(optimizer.get_grad_norm_direct(gradients, [], norm_type=norm_type), wanted)
+    assert seen[-1] is gradients[-1], "a gradient that DeepSpeed leaves out keeps its mark"
+
+
+def test_an_infinite_gradient_has_an_infinite_norm_in_blocks() -> None:
+    norm = lambda gradients, params, norm_type: torch.stack([one.norm() for one in gradients]).norm()  # noqa: E731
+    optimizer = SimpleNamespace(get_grad_norm_direct=norm)
+    compute_norm_in_blocks(optimizer)
+    assert not optimizer.get_grad_norm_direct([torch.tensor([1.0, torch.nan]), torch.ones(2)], []).isfinite()
+    assert not optimizer.get_grad_norm_direct([torch.tensor([1.0, torch.inf]), torch.ones(2)], []).isfinite()
+
+
+@pytest.mark.parametrize("stage", ["stage_1_and_2", "stage3"])
+def test_deepspeed_computes_norms_where_the_patch_expects_it(stage: str) -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "def get_grad_norm_direct(self, gradients, params, norm_type=2)" in source
+    assert "self.get_grad_norm_direct(self.averaged_gradients[i], " in source
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_deepspeed_finds_overflow_by_the_norm_too(value: float) -> None:
+    """Its own check of the norm, in stages 1 and 2; without it `find_overflow_by_norm` would let the gradient pass."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "or self.check_grad_overflow) and is_invalid_grad_norm(scaled_global_grad_norm):" in source
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(value)], norm_type=2))
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(-1.0)], norm_type=2))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_patched"),
+    [
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": False}, True),
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": True}, False),
+        ({"compute_grad_norm": False, "check_grad_overflow": True, "cpu_offload": False}, False),
+        ({}, False),  # stage 3 and the optimizers without ZeRO
+    ],
+)
+def test_overflow_is_found_by_the_norm_where_deepspeed_checks_it(attributes: dict[str, bool], is_patched: bool) -> None:
+    optimizer = SimpleNamespace(has_overflow=lambda partition_gradients=True: True, **attributes)
+    find_overflow_by_norm(optimizer)
+    assert optimizer.has_overflow(partition_gradients=True) is not is_patched
+
+
+def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:
+    made: list[str] = []
+    gradients = [torch.randn(3, 4).bfloat16(), torch.randn(5).bfloat16()]
+    optimizer = SimpleNamespace(
+        flatten=lambda tensors: made.append("plain"),
+        flatten_dense_tensors_aligned=lambda tensors, alignment: made.append("aligned"),
+        averaged_gradients={0: None, 1: gradients},
+        single_partition_of_fp32_groups=[torch.zeros(2), torch.zeros(20, requires_grad=True)],
+    )
+    flatten_gradients_in_fp32(optimizer)
+    wanted = torch.cat([*(one.flatten().float() for one in gradients), torch.zeros(3)])
+    for found in (optimizer.flatten(gradients), optimizer.flatten_dense_tensors_aligned(gradients, 20)):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+    assert made == []
+    optimizer.flatten([*gradients])
+    optimizer.flatten_dense_tensors_aligned([*gradients], alignment=4)
+    assert made == ["plain", "aligned"], "other tensors are DeepSpeed's"
+
+
+def test_deepspeed_flattens_gradients_where_the_patch_expects_it() -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "flat_grad_partition = self.flatten(self.averaged_gradients[i])" in source
+    assert "self.flatten_dense_tensors_aligned(self.averaged_gradients[i]," in source
+
+
+def test_the_optimizer_of_stage_3_flattens_as_before() -> None:
+    """It has gradients by group and functions of the same names, and no flat partition of this kind."""
+    plain, aligned = (lambda tensors: tensors), (lambda tensors, alignment: tensors)
+    optimizer = SimpleNamespace(flatten=plain, flatten_dense_tensors_aligned=aligned, averaged_gradients={0: []})
+    flatten_gradients_in_fp32(optimizer)
+    assert optimizer.flatten is plain
+    assert optimizer.flatten_dense_tensors_aligned is aligned
+
+
+def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    made: list[list[int]] = []
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: 4 if group is None else len(group))
+    monkeypatch.setattr(comm, "get_rank", lambda group=None: 3)
+    monkeypatch.setattr(comm, "new_group", lambda ranks: made.append([*ranks]) or [*ranks])
+    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
+    create = groups._create_zero_param_parallel_group
+    monkeypatch.setattr(groups, "_create_zero_param_parallel_group", getattr(create, "original", create))
+    groups._create_zero_param_parallel_group(2)
+    with pytest.raises(AssertionError, match="already initialized"):
+        groups._create_zero_param_parallel_group(2)
+    reuse_hpz_group()
+    groups._create_zero_param_parallel_group(2)
+    assert made == [[0, 1], [2, 3]]
+    groups._create_zero_param_parallel_group(8)
+    assert made[2:] == [[0, 1, 2, 3]], "of another size, as in the tests' processes"
+    reuse_hpz_group()
+    assert groups._create_zero_param_parallel_group.original is create, "wrapped once"
+
+
+def test_an_optimizer_without_that_norm_is_left_alone() -> None:
+    optimizer = SimpleNamespace()
+    compute_norm_in_blocks(optimizer)
+    assert vars(optimizer) == {}
+
+
+def test_the_subgroups_of_stage_3_are_moved_by_its_private_methods() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def record(name: str) -> Any:
+        return lambda index: calls.append((name, index))
+
+    methods = {name: record(name) for name in Zero3Subgroups.PRIVATE}
+    subgroups = Zero3Subgroups(SimpleNamespace(fp16_groups=[1, 2], **methods))
+    assert len(subgroups) == 2
+    assert subgroups.is_on_nvme(0) is False
+    for act in (subgroups.swap_in, subgroups.swap_out, subgroups.update_weights, subgroups.release):
+        act(1)
+    assert [name for name, _ in calls] == list(Zero3Subgroups.PRIVATE)
+
+
+def test_without_compilation_a_function_stays_as_it_is() -> None:
+    assert patches._keep_function(dynamic=True)(len) is len
+
+
+# Patches of torch.distributed: what they do, that they can be undone, and that torch still needs them.
+
 
 TIMEOUT = timedelta(seconds=77)
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.commands import preflight
-from dstrain.commands import train as train_command
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
@@ -158,7 +157,7 @@ def test_memory_that_runs_out_twice_restarts_twice(
         micro.store(reduced, 1)
         return 1, True
 
-    monkeypatch.setattr(train_command, "_launch_training", train_and_shrink)
+    monkeypatch.setattr("dstrain.commands.train._launch_training", train_and_shrink)
     sets = ("batch.total=16", "batch.micro=8", "batch.on_oom=shrink")
     assert launch(lambda run_dir: 1, *(word for one in sets for word in ("--set", one))) == 0
     assert micros == [8, 4, 2, 1]

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dstrain.launch import supervise as supervision
+from dstrain.launch import supervise
 from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
 from dstrain.launch.worker import RankRecord
 
@@ -302,7 +302,7 @@ def test_a_second_signal_ends_everything_at_once(run):
     started.process.send_signal(signal.SIGINT)
     code, said = started.end()
     assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
-    assert time.monotonic() - began < supervision.FAILURE_GRACE_SECONDS
+    assert time.monotonic() - began < supervise.FAILURE_GRACE_SECONDS
     assert started.left() == []
 
 
@@ -390,9 +390,9 @@ class Gone:
 
 
 def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(supervision, "KILLED_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(supervise, "KILLED_GRACE_SECONDS", 0.1)
     (tmp_path / "launcher.log").write_text("no module named dstrain\n")
-    assert supervision.supervise(Gone(tmp_path)) == 1
+    assert supervise.supervise(Gone(tmp_path)) == 1
     said = capfd.readouterr().err
     assert "rank 0 on host1 ended without a report" in said
     assert "| no module named dstrain" in said, "the launcher's words where the rank has none"
@@ -531,6 +531,6 @@ def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> No
             self.records = {0: failed(0, "out of memory", "batch.micro 8 -> 4")}
 
     for is_stopped, remaining in ((False, []), (True, []), (False, ["4711"])):
-        state = supervision.StopState(can_restart=True)
-        assert supervision.supervise(Group(is_stopped, remaining), state) == 1
+        state = supervise.StopState(can_restart=True)
+        assert supervise.supervise(Group(is_stopped, remaining), state) == 1
         assert bool(state.restart) is not (is_stopped or bool(remaining))

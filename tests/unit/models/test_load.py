@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import dstrain
-from dstrain.config.schema import ModelConfig
+from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError, UsageError
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.models.load import build_meta_model, load_model, read_config
+from dstrain.models.load import (
+    build_meta_model,
+    clear_padding_idx,
+    load_model,
+    load_pretrained,
+    read_config,
+    set_pad_token,
+)
 from dstrain.models.weights import check_weight_files
+from dstrain.tasks import make_task
+from dstrain.tasks.rm import RewardModel
+from dstrain.tasks.sft import SFT
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -237,3 +260,252 @@ def test_weights_that_an_initialization_leaves_unset_are_refused() -> None:
         build("openai-gpt", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
     build("gpt2", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+# What the files of a model hold is compared with its class before any value is read.
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def saved(at: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> Path:
+    config = AutoConfig.for_model("llama", **SIZES, **settings)
+    auto.from_config(config).save_pretrained(str(at))
+    return at
+
+
+def task_on(kind: Any, at: Path, tmp_path: Path, **more: Any) -> Any:
+    values = kind.tiny(tmp_path)
+    made: Any = make_task(RunConfig.model_validate(values))
+    made.tokenizer.save_pretrained(str(at))
+    return make_task(RunConfig.model_validate({**values, "model": {"path": str(at), **more}}))
+
+
+def told(config: dict[str, Any]) -> Callable[[Path], None]:
+    def change(at: Path) -> None:
+        file = at / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+    return change
+
+
+def stored_as(dtype: torch.dtype) -> Callable[[Path], None]:
+    def change(at: Path) -> None:
+        tensors = load_file(at / "model.safetensors")
+        cast = {name: value.to(dtype) if value.dim() == 2 else value for name, value in tensors.items()}
+        save_file(cast, at / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def renamed(at: Path) -> None:
+    tensors = load_file(at / "model.safetensors")
+    save_file({f"module.{name}": value for name, value in tensors.items()}, at / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "spoil", "wanted"),
+    [
+        (SFT, AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
+        (SFT, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"all weights of a LlamaForCausalLM \(missing keys: model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
+        (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"missing keys: model\.layers\.2"),
+        (SFT, AutoModelForSequenceClassification, told({}), r"all weights of a LlamaForCausalLM \(missing keys: lm_head\.weight\); .*LlamaForSequenceClassification"),
+        (SFT, AutoModel, told({}), r"LlamaForCausalLM \(missing keys: lm_head\.weight\)"),
+        (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, but the task needs \(1, 16\)"),
+        (RewardModel, AutoModelForCausalLM, renamed, r"missing keys: model\.embed_tokens\.weight"),
+        (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, but its config\.json has no quantization_config"),
+        (SFT, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_hold_the_model_are_refused_by_name(
+    kind: Any, auto: Any, spoil: Callable[[Path], None], wanted: str, tmp_path: Path
+) -> None:
+    at = saved(tmp_path / "model", auto)
+    spoil(at)
+    with pytest.raises(RecipeError, match=rf"model\.path: .*{wanted}"):
+        task_on(kind, at, tmp_path).checks.run()
+
+
+def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
+    at = saved(tmp_path / "model", tie_word_embeddings=True)
+    plain = task_on(SFT, at, tmp_path)
+    plain.checks.run()
+    assert not plain.checks.warnings()
+    scored = task_on(RewardModel, at, tmp_path)
+    scored.checks.run()
+    assert not scored.checks.warnings()
+    assert (
+        f"newly initialized from seed 0: score.weight (the files of {at} have no such head)"
+        in scored.checks.info_messages()
+    )
+    shutil.rmtree(at)
+    tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
+    writer = task_on(SFT, tied, tmp_path)
+    writer.checks.run()
+    assert writer.checks.warnings() == [f"unexpected keys in the files of {at}: score.weight; ignored"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    at = saved(tmp_path / "model")
+    stored_as(dtype)(at)
+    task = task_on(SFT, at, tmp_path)
+    task.checks.run()
+    assert {p.dtype for p in task.build_model().parameters()} == {torch.float32}
+
+
+def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    task = task_on(RewardModel, saved(tmp_path / "model"), tmp_path)
+    task.checks.run()
+    task.build_model()
+    seen = "".join(capfd.readouterr())
+    assert "LOAD REPORT" not in seen
+    assert "MISSING" not in seen
+
+
+def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path: Path) -> None:
+    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
+    [line] = task.checks.info_messages()
+    assert line.startswith("the tokenizer has no chat template: dialogs are written as ")
+    assert "each answer ends with <|endoftext|>" in line or "each answer ends with </s>" in line
+    task.tokenizer.eos_token = None  # type: ignore[attr-defined]
+    [line] = task.checks.info_messages()
+    assert "nothing ends an answer" in line
+    task.tokenizer.chat_template = "{{ messages }}"  # type: ignore[attr-defined]
+    assert not task.checks.info_messages()
+
+
+def test_a_broken_tokenizer_is_called_so(tmp_path: Path) -> None:
+    at = saved(tmp_path / "model")
+    task_on(SFT, at, tmp_path)
+    (at / "tokenizer.json").write_text('{"model": 1}')
+    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(at)}}))
+    with pytest.raises(RecipeError, match=r"the tokenizer in '.*' cannot be read \(.*\); replace its tokenizer files"):
+        task.checks.run()
+
+
+# A Hub id that cannot be read ends in an error after one request.
+
+
+@pytest.fixture
+def requests() -> Iterator[tuple[int, list[int]]]:
+    """(port, requests so far) of a server that closes every connection without an answer."""
+    seen: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # the test is over
+                    return
+                with connection:
+                    seen.append(len(connection.recv(4096)))
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1], seen
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_an_unreachable_hub_id_is_asked_for_once_and_the_error_names_the_local_folder(
+    offline: bool, requests: tuple[int, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    port, seen = requests
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    with pytest.raises(RecipeError, match=r"'some-org/none'.*HF_HUB_OFFLINE.*local folder"):
+        load_pretrained(AutoConfig, "some-org/none", "model.path", False)
+    assert len(seen) == (0 if offline else 1)
+
+
+# Rows are filled up with a token that no text becomes, where the tokenizer has one.
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(special: Sequence[str], **named: str) -> Any:
+    """As Llama 3's and GPT-2's: every text is written with bytes."""
+    tokenizer = Tokenizer(models.BPE(vocab={text: at for at, text in enumerate(BYTES)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([*special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def falling_back(fall_back: bool) -> Any:
+    """As Llama 2's, with bytes for what has no piece, or without."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256) if fall_back), *"abc"]
+    vocab = {text: at for at, text in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=fall_back))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_2|>")
+CASES: dict[str, tuple[Any, str]] = {
+    "Llama 3": (byte_level(LLAMA3, bos_token=LLAMA3[0], eos_token=LLAMA3[1]), "<|reserved_special_token_0|>"),
+    "Llama 3.1": (
+        byte_level((*LLAMA3, "<|finetune_right_pad_id|>"), bos_token=LLAMA3[0], eos_token=LLAMA3[1]),
+        "<|finetune_right_pad_id|>",
+    ),
+    "GPT-NeoX": (byte_level(("<|endoftext|>", "<|padding|>"), eos_token="<|endoftext|>"), "<|padding|>"),
+    "GPT-2": (byte_level(("<|endoftext|>",), unk_token="<|endoftext|>", eos_token="<|endoftext|>"), "<|endoftext|>"),
+    "images": (byte_level(("<s>", "<image>", "<|vision_pad|>"), eos_token="<s>"), "<s>"),
+    "Llama 2": (falling_back(True), "<unk>"),
+    "an unknown token that texts become": (falling_back(False), "</s>"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_that_no_text_becomes_is_taken_first(case: str) -> None:
+    tokenizer, wanted = CASES[case]
+    tokenizer.pad_token = None
+    before = tokenizer("a c\U0001f40d")["input_ids"]
+    set_pad_token(tokenizer, "model.path")
+    assert tokenizer.pad_token == wanted
+    assert tokenizer.pad_token_id not in before
+    assert tokenizer("a c\U0001f40d")["input_ids"] == before
+    assert len(tokenizer) == tokenizer.backend_tokenizer.get_vocab_size(), "nothing was added"
+
+
+def test_what_the_template_or_the_processor_writes_is_used() -> None:
+    tokenizer = byte_level(LLAMA3, bos_token=LLAMA3[0], eos_token=LLAMA3[1])
+    tokenizer.chat_template = "{{ messages[0].content }}<|reserved_special_token_0|>"
+    set_pad_token(tokenizer, "model.path")
+    assert tokenizer.pad_token == "<|reserved_special_token_2|>"
+    tokenizer.pad_token = None
+    set_pad_token(tokenizer, "model.path", {"<|reserved_special_token_2|>"})
+    assert tokenizer.pad_token == "<|end_of_text|>"
+
+
+def test_a_pad_token_that_is_named_stays() -> None:
+    tokenizer = byte_level(LLAMA3, pad_token=LLAMA3[1], eos_token=LLAMA3[1])
+    set_pad_token(tokenizer, "model.path")
+    assert tokenizer.pad_token == LLAMA3[1]
+
+
+def test_without_an_end_it_is_refused() -> None:
+    with pytest.raises(RecipeError, match="neither a pad nor an EOS token"):
+        set_pad_token(byte_level(()), "model.path")
+
+
+def test_every_row_of_the_embedding_learns() -> None:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=2, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config)
+    assert model.get_input_embeddings().padding_idx == 2
+    clear_padding_idx(model)
+    torch.manual_seed(0)
+    model(input_ids=torch.tensor([[3, 2, 5, 2]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad[2].any()

@@ -17,7 +17,7 @@ import pytest
 
 from dstrain.config.schema import WandbConfig
 from dstrain.errors import UsageError
-from dstrain.report import sinks as sink
+from dstrain.report import sinks
 from dstrain.report.sinks import WandbSink, check_wandb, get_run_id, resolve_mode
 from tests.unit.report.wandb_files import files, only, records, rows, values
 from tests.unit.report.wandb_server import Server
@@ -194,7 +194,7 @@ def test_wandbs_error_is_one_line_without_passwords(
     def fail(*arguments: object) -> None:
         raise RuntimeError("no answer\nwhile retrying http://me:pass-word@proxy:1")
 
-    monkeypatch.setattr(sink, "_init", fail)
+    monkeypatch.setattr(sinks, "_init", fail)
     WandbSink(OFFLINE, tmp_path / "run", RECIPE).close()
     assert caplog.messages == [
         "Weights & Biases (offline) did not start: no answer while retrying http://me:...@proxy:1; "
@@ -205,7 +205,7 @@ def test_wandbs_error_is_one_line_without_passwords(
 def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sink, "INIT_SECONDS", 2.0)
+    monkeypatch.setattr(sinks, "INIT_SECONDS", 2.0)
     server.silent = True
     start = time.monotonic()
     tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
@@ -221,7 +221,7 @@ def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
 def test_a_server_that_goes_away_does_not_hold_up_the_end(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sink, "FINISH_SECONDS", 2.0)
+    monkeypatch.setattr(sinks, "FINISH_SECONDS", 2.0)
     tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
     server.silent = True
     start = time.monotonic()
@@ -269,8 +269,8 @@ def ends_without_service(call: Callable[[], Any]) -> bool:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds until a service that hangs is killed."""
-    monkeypatch.setattr(sink, "FINISH_SECONDS", 1.0)
-    monkeypatch.setattr(sink, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(sinks, "FINISH_SECONDS", 1.0)
+    monkeypatch.setattr(sinks, "GRACE_SECONDS", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -288,14 +288,14 @@ def test_a_service_that_hangs_at_the_start_does_not_hold_up_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`wandb.teardown` waits for the process of a start that failed, too."""
-    start_run = sink._init
+    start_run = sinks._init
 
     def hang(*arguments: Any) -> None:
         start_run(*arguments)
         stop_services()
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(sink, "_init", hang)
+    monkeypatch.setattr(sinks, "_init", hang)
     assert ends_without_service(lambda: WandbSink(OFFLINE, tmp_path / "run", RECIPE))
     assert "does not end, so its processes are killed" in caplog.text
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import dstrain.tasks.common.model_source
-import dstrain.tasks.dpo as losses
 import dstrain.train.precompute_outputs
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
-from dstrain.tasks import Task, make_task
+from dstrain.tasks import Task, dpo, make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
@@ -45,41 +44,41 @@ H = torch.tensor([0.0, 1.5, -4.0], dtype=torch.float64)
 
 
 def test_the_sigmoid_loss_is_dpos() -> None:
-    assert losses.dpo_sigmoid(H, 0.1).tolist() == pytest.approx([-math.log(sigmoid(0.1 * h)) for h in H.tolist()])
+    assert dpo.dpo_sigmoid(H, 0.1).tolist() == pytest.approx([-math.log(sigmoid(0.1 * h)) for h in H.tolist()])
 
 
 def test_label_smoothing_mixes_in_the_other_label() -> None:
     wanted = [-0.8 * math.log(sigmoid(0.1 * h)) - 0.2 * math.log(sigmoid(-0.1 * h)) for h in H.tolist()]
-    assert losses.dpo_sigmoid(H, 0.1, 0.2).tolist() == pytest.approx(wanted)
+    assert dpo.dpo_sigmoid(H, 0.1, 0.2).tolist() == pytest.approx(wanted)
 
 
 def test_the_robust_loss_is_unbiased_under_flipped_labels() -> None:
-    robust, flipped = losses.robust_dpo(H, 0.3, 0.2), losses.robust_dpo(-H, 0.3, 0.2)
+    robust, flipped = dpo.robust_dpo(H, 0.3, 0.2), dpo.robust_dpo(-H, 0.3, 0.2)
     wanted = [-(0.8 * math.log(sigmoid(0.3 * h)) - 0.2 * math.log(sigmoid(-0.3 * h))) / 0.6 for h in H.tolist()]
     assert robust.tolist() == pytest.approx(wanted)
-    assert (0.8 * robust + 0.2 * flipped).tolist() == pytest.approx(losses.dpo_sigmoid(H, 0.3).tolist())
+    assert (0.8 * robust + 0.2 * flipped).tolist() == pytest.approx(dpo.dpo_sigmoid(H, 0.3).tolist())
 
 
 def test_ipo_pulls_to_one_over_two_beta() -> None:
-    assert losses.ipo(H, 0.25).tolist() == pytest.approx([4.0, 0.25, 36.0])
+    assert dpo.ipo(H, 0.25).tolist() == pytest.approx([4.0, 0.25, 36.0])
 
 
 def test_the_hinge_is_flat_beyond_its_margin() -> None:
-    assert losses.hinge(H, 1.0).tolist() == pytest.approx([1.0, 0.0, 5.0])
+    assert dpo.hinge(H, 1.0).tolist() == pytest.approx([1.0, 0.0, 5.0])
 
 
 def test_simpo_asks_for_a_margin() -> None:
-    assert losses.simpo(H, 2.0, 0.5).tolist() == pytest.approx([-math.log(sigmoid(2 * h - 0.5)) for h in H.tolist()])
+    assert dpo.simpo(H, 2.0, 0.5).tolist() == pytest.approx([-math.log(sigmoid(2 * h - 0.5)) for h in H.tolist()])
 
 
 def test_the_odds_ratio_is_orpos() -> None:
     chosen, rejected = torch.tensor([0.8]).double().log(), torch.tensor([0.5]).double().log()
-    assert losses.orpo(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
+    assert dpo.orpo(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
 
 
 def test_odds_are_finite_where_an_answer_is_nearly_sure() -> None:
     means = torch.tensor([-1e-9, -1e-30, 0.0], requires_grad=True)
-    loss = losses.orpo(means, torch.full((3,), -2.0)).sum()
+    loss = dpo.orpo(means, torch.full((3,), -2.0)).sum()
     loss.backward()
     assert loss.isfinite()
     assert means.grad is not None

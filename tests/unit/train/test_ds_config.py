@@ -19,7 +19,7 @@ CPU = Device("cpu", True)
 
 def resolved(dtype: str | None, precision: str, device: Device = CPU) -> dict[str, Any]:
     recipe = RunConfig.model_validate({"task": "rm", "model": {"dtype": dtype}, "precision": precision})
-    return resolve_ds_config(recipe, read_preset("zero0"), BatchPlan(4, 4, 1), (1, device), Path("/tmp/run"))
+    return resolve_ds_config(recipe, read_preset("zero0"), BatchPlan(4, 4, 1), 1, device, Path("/tmp/run"))
 
 
 def test_inputs_of_layers_go_to_the_host_only_where_layers_are_recomputed(tmp_path: Path) -> None:
@@ -29,12 +29,12 @@ def test_inputs_of_layers_go_to_the_host_only_where_layers_are_recomputed(tmp_pa
     for on in (True, False):
         recipe = RunConfig.model_validate({"task": "rm", "model": {"gradient_checkpointing": on}})
         if on:
-            assert resolve_ds_config(recipe, preset, one, (1, CPU), tmp_path)["activation_checkpointing"]
+            assert resolve_ds_config(recipe, preset, one, 1, CPU, tmp_path)["activation_checkpointing"]
             continue
         with pytest.raises(
             RecipeError, match=r"^model\.gradient_checkpointing: is false, .* or remove cpu_checkpointing"
         ):
-            resolve_ds_config(recipe, preset, one, (1, CPU), tmp_path)
+            resolve_ds_config(recipe, preset, one, 1, CPU, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -77,7 +77,7 @@ def test_deepspeed_is_told_the_batch_that_is_trained(
     monkeypatch.setattr(of_deepspeed, "dist", group)
     batch = resolve_batch(BatchConfig(total=total, micro=micro), processes)
     recipe = RunConfig.model_validate({"task": "rm"})
-    made = resolve_ds_config(recipe, read_preset("zero2"), batch, (processes, CPU), Path("/tmp/run"))
+    made = resolve_ds_config(recipe, read_preset("zero2"), batch, processes, CPU, Path("/tmp/run"))
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert tuple(made.get(name) for name in names) == told
     assert of_deepspeed.DeepSpeedConfig(made).train_batch_size == told[1] * told[2] * processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import dstrain.data.documents.pages
 from dstrain.config.schema import RunConfig
-from dstrain.data.documents import pages as pdfium
-from dstrain.data.documents.source import DocumentOptions, DocumentSource
+from dstrain.data.documents.pages import Document
+from dstrain.data.documents.source import (
+    DocumentOptions,
+    DocumentQuestion,
+    DocumentSource,
+    RetrievalRecall,
+    read_question,
+    retrieve_pages,
+    select_pages,
+)
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource, HeadSource
 from dstrain.data.sources.open import open_source
@@ -106,7 +116,7 @@ def test_a_document_is_opened_once_for_many_questions(folder: Path, monkeypatch:
     source = open_questions(
         folder, [RENT | {"question": f"What about the rent of {at}?"} for at in range(9)], max_pages=1
     )
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
     assert {tuple(source[index]["pages"]) for index in range(len(source))} == {(2,)}
     assert [operation for _, _, operation in calls] == ["opening it", "reading its text"]
 
@@ -227,6 +237,168 @@ def test_a_document_that_changes_is_prepared_again(folder: Path) -> None:
 
 def test_prepared_documents_are_not_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_recipe(folder, [RENT]).examples("train")
-    calls = count_calls(monkeypatch, pdfium, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
     assert len(train_recipe(folder, [RENT]).examples("train")) == 1
     assert calls == []
+
+
+PLAIN = {"question": "How much?", "answer": "7", "document": "a.pdf"}
+
+
+@pytest.mark.parametrize(
+    ("given", "answers"),
+    [
+        ({"answer": " 7 "}, ("7",)),
+        ({"answers": ["7", "seven", "7 "]}, ("7", "seven")),
+        ({"answers": "7"}, ("7",)),
+        ({"answer": 7}, ("7",)),
+        ({"answers": {"text": ["7"], "answer_start": [3]}}, ("7",)),
+        ({"answers": ["", "7", None]}, ("7",)),
+        ({"answer": "7", "answers": []}, ("7",)),
+        ({"answer": "7", "unanswerable": False}, ("7",)),
+    ],
+)
+def test_an_answer_is_a_text_or_a_list_of_accepted_texts(given: dict[str, Any], answers: tuple[str, ...]) -> None:
+    assert read_question({"question": "How much?", "document": "a.pdf"} | given).answers == answers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"answer": ""},
+        {"answer": None},
+        {"answer": "  "},
+        {"answers": []},
+        {"answers": [""]},
+        {"answers": {"text": []}},
+        {"unanswerable": True},
+        {"is_impossible": True, "answers": []},
+    ],
+)
+def test_an_empty_answer_or_a_mark_says_that_there_is_none(given: dict[str, Any]) -> None:
+    assert read_question({"question": "How much?", "document": "a.pdf"} | given).answers == ()
+
+
+@pytest.mark.parametrize(("given", "pages"), [(3, (3,)), ([5, 2, 5], (2, 5)), ([], ()), (None, ()), ([2.0], (2,))])
+def test_evidence_is_a_page_or_a_list_of_pages(given: Any, pages: tuple[int, ...]) -> None:
+    assert read_question(PLAIN | {"evidence_pages": given}).evidence_pages == pages
+
+
+def test_pages_are_a_document_or_images() -> None:
+    assert read_question(PLAIN).document == "a.pdf"
+    for given in ({"image": "a.png"}, {"images": ["a.png"]}, {"image": ["a.png"]}):
+        found = read_question({"question": "How much?", "answer": "7"} | given)
+        assert (found.document, found.images) == (None, ("a.png",))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"question": " "}, r"'question' is empty"),
+        ({"question": 5}, r"'question' is a number"),
+        ({"question": None}, r"'question' is null"),
+        ({"document": None}, r"names no document"),
+        ({"document": ["a.pdf"]}, r"'document' is a list"),
+        ({"document": " "}, r"'document' is empty"),
+        ({"image": "a.png"}, r"both 'document' and 'image' are set"),
+        ({"document": None, "images": ["a.png", ""]}, r"'images' has an empty path"),
+        ({"answers": ["8"]}, r"both 'answer' and 'answers' are set"),
+        ({"answer": True}, r"'answer' holds true or false"),
+        ({"answer": [["7"]]}, r"'answer' holds a list"),
+        ({"unanswerable": True}, r"marked as unanswerable and has the answer '7'"),
+        ({"unanswerable": "yes"}, r"'unanswerable' is text"),
+        ({"evidence_pages": 0}, r"has page 0; pages are counted from 1"),
+        ({"evidence_pages": "2"}, r"'evidence_pages' holds text"),
+        ({"evidence_pages": [1.5]}, r"'evidence_pages' holds a number, not a page number"),
+        ({"evidence_pages": True}, r"'evidence_pages' holds true or false"),
+    ],
+)
+def test_a_bad_record_is_refused_with_its_key(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        read_question(PLAIN | change)
+
+
+@pytest.mark.parametrize("key", ["question", "answer"])
+def test_a_missing_key_is_not_an_empty_one(key: str) -> None:
+    with pytest.raises(BadRecord, match=rf"'{key}'.* missing"):
+        read_question({name: value for name, value in PLAIN.items() if name != key})
+
+
+class TextDocument(Document):
+    """A document of texts alone."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__("contract.pdf", texts)
+
+    def read_texts(self) -> list[str]:
+        return [*self._pages]
+
+
+CONTRACT = TextDocument(PAGES)
+
+
+def asked(question: str = "How much is the rent?", **keys: Any) -> DocumentQuestion:
+    return read_question({"question": question, "answer": "nine hundred", "document": "contract.pdf"} | keys)
+
+
+def test_evidence_wins_over_retrieval() -> None:
+    found = select_pages(CONTRACT, asked(evidence_pages=[4]), 1)
+    assert (found.pages, found.rule) == ((4,), "evidence")
+    assert select_pages(CONTRACT, asked(evidence_pages=[4]), 1, use_evidence=False).pages == (2,)
+
+
+def test_only_so_many_evidence_pages_are_used_in_the_order_of_the_document() -> None:
+    found = select_pages(CONTRACT, asked(evidence_pages=[5, 1, 3]), 2)
+    assert (found.pages, found.dropped) == ((1, 3), 1)
+
+
+def test_a_small_document_is_used_whole() -> None:
+    for count in (5, 9):
+        found = select_pages(CONTRACT, asked(), count)
+        assert (found.pages, found.rule) == ((1, 2, 3, 4, 5), "all")
+
+
+def test_retrieved_pages_are_in_the_order_of_the_document() -> None:
+    found = retrieve_pages(CONTRACT, "In March?", 2)
+    assert (found.pages, found.rule) == ((1, 5), "retrieved")
+    assert retrieve_pages(CONTRACT, "In March?", 1).pages == (1,), "the shorter of two pages with the word"
+    assert CONTRACT.page_index.rank("In March?")[:2] == [1, 5]
+
+
+def test_pages_without_a_word_of_the_question_fill_up_in_their_order() -> None:
+    assert retrieve_pages(CONTRACT, "Pets?", 3).pages == (1, 2, 3)
+    assert retrieve_pages(CONTRACT, "notice?", 3).pages == (1, 2, 5)
+
+
+def test_without_a_common_word_or_any_text_the_first_pages_are_used() -> None:
+    assert retrieve_pages(CONTRACT, "Wieviel?", 2) == retrieve_pages(CONTRACT, "???", 2)
+    assert (retrieve_pages(CONTRACT, "Wieviel?", 2).pages, retrieve_pages(CONTRACT, "Wieviel?", 2).rule) == (
+        (1, 2),
+        "no_match",
+    )
+    found = retrieve_pages(TextDocument(["", " ", "", "\n"]), "How much is the rent?", 3)
+    assert (found.pages, found.rule) == ((1, 2, 3), "no_text")
+
+
+def test_equal_pages_are_taken_by_number() -> None:
+    assert retrieve_pages(TextDocument(["same words"] * 6), "same words", 3).pages == (1, 2, 3)
+
+
+@pytest.mark.parametrize("use_evidence", [True, False])
+def test_a_page_that_the_document_does_not_have_is_refused(use_evidence: bool) -> None:
+    with pytest.raises(BadRecord, match=r"'evidence_pages' has page 6, and contract.pdf has 5 pages"):
+        select_pages(CONTRACT, asked(evidence_pages=[1, 6]), 4, use_evidence)
+
+
+def test_recall_counts_evidence_pages_of_documents_with_more_pages_than_are_used() -> None:
+    recall = RetrievalRecall(1)
+    recall.add(CONTRACT, asked("How much is the rent?", evidence_pages=2))
+    recall.add(CONTRACT, asked("In March?", evidence_pages=[1, 5]))
+    recall.add(CONTRACT, asked("Wieviel?", evidence_pages=4))
+    recall.add(CONTRACT, asked("no evidence"))
+    recall.add(TextDocument(["one page"]), asked("small document", evidence_pages=1))
+    assert (recall.questions, recall.evidence, recall.found) == (3, 4, 2)
+    assert recall.recall == 0.5
+    assert str(recall) == (
+        "evidence found in 1 page by retrieval: 50% (2 of 4, 3 questions on documents of more than 1 page)"
+    )

@@ -14,9 +14,12 @@ from dstrain.data.encoding.answer_spans import render_sample
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.records import BadRecord
+from dstrain.data.series import PatchConfig, read_series_record
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
-from tests.unit.data.encoding.test_preferences import with_frame
+from dstrain.tasks.temporal import CaptionEncoder
+from tests.chat_templates import tokenizer_of
+from tests.unit.data.encoding.cases import Slow, with_frame
 
 LONG = EncodingConfig(max_length=1000)
 LAST = "{% set n = namespace(last=-1) %}{% for m in messages if m.role == 'user' %}{% set n.last = loop.index0 * 2 %}{% endfor %}"
@@ -267,22 +270,6 @@ def test_calls_of_functions_are_learnt_and_what_they_give_is_not(opened: bool, c
         encode(tokenizer, sample)
 
 
-class Slow:
-    """A tokenizer that does not tell where its tokens stand."""
-
-    is_fast = False
-
-    def __init__(self, fast: Any) -> None:
-        self._fast = fast
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fast, name)
-
-    def __call__(self, text: Any, **settings: Any) -> Any:
-        assert not settings.get("return_offsets_mapping")
-        return self._fast(text, **settings)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_slow_tokenizer_gives_the_same(name: str, chat: Any, tokenizer: Any) -> None:
     for each, sample in (
@@ -441,3 +428,19 @@ def test_spaces_written_as_letters_and_letters_written_as_bytes_move_nothing(nam
     )
     written = "".join(tokens).replace("▁", " ").replace("<0xF0><0x9F><0xA6><0x8A>", "🦊")
     assert written.replace("<|im_end|>", " ").replace("</s>", " ").split() == ["🦊", "fox", "no", "dog"]
+
+
+# Captioned series as token ids.
+
+
+@pytest.mark.parametrize("assistant_only", [True, False])
+def test_the_prompt_of_a_caption_is_whole(assistant_only: bool) -> None:
+    """training.md 7: without assistant_only_loss captions were generated from the first token of the prompt."""
+    tokenizer = tokenizer_of("byte-level")
+    config = EncodingConfig(max_length=200, assistant_only=assistant_only)
+    sample = read_series_record({"series": [1.0, 2.0, 4.0, 3.0], "caption": "rises"})
+    encoder = CaptionEncoder(tokenizer, config, PatchConfig(length=2, per_token=1), "Curve?")
+    ((example,),) = encoder.encode([sample])
+    prompt = [*example["input_ids"]][: int(example["prompt_length"])]  # type: ignore[index, call-overload]
+    prompt = [token for token in prompt if token >= 0]  # without soft tokens
+    assert tokenizer.decode(prompt).endswith("\n\nHuman: Curve?\n\nAssistant:")

@@ -9,7 +9,9 @@ import sys
 import threading
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from PIL import Image, ImageFile
 from dstrain.data.prepare import describe_conversions
 from dstrain.data.records import BadRecord
 from dstrain.data.vision import image_io
-from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, read_image, resolve_image
+from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, raise_on_truncated_images, read_image, resolve_image
 from dstrain.errors import DataError
 
 RNG = np.random.RandomState(0)
@@ -420,3 +422,39 @@ def test_an_icon_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch:
     content = size.sub(b"IHDR" + (13000).to_bytes(4) * 2, buffer.getvalue())
     with pytest.raises(BadRecord, match=r"large\.ico has 169000000 pixels, more than the 89478485 that are decoded"):
         decode_image(content, "large.ico")
+
+
+# Pillow's switch for truncated images, which other packages turn on.
+
+
+def truncated() -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    return file.getvalue()[:-1500]
+
+
+def load() -> None:
+    Image.open(io.BytesIO(truncated())).load()
+
+
+def test_pillow_fills_truncated_images_where_another_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails once Pillow has no such switch: then the patch can go."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    load()
+    with raise_on_truncated_images(), pytest.raises(OSError, match=r"truncated|broken"):
+        load()
+    load()
+
+
+def test_the_switch_is_restored_by_the_last_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    together = Barrier(4)
+
+    def read(index: int) -> bool:
+        with raise_on_truncated_images():
+            together.wait(10)
+            return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(read, range(4))] == [False] * 4
+    assert ImageFile.LOAD_TRUNCATED_IMAGES

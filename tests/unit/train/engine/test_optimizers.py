@@ -164,8 +164,8 @@ def resolved(name: str, preset: str, precision: str = "fp32", optim: dict[str, A
     found = read_preset(preset)
     zero = {**found.block["zero_optimization"], **keys.pop("zero", {})}
     made = replace(found, block={**found.block, **keys, "zero_optimization": zero})
-    machine = (2, Device("cuda" if precision == "fp16" else "cpu", True))
-    return resolve_ds_config(recipe, made, BatchPlan(4, 1, 2), machine, Path("/tmp/run"))
+    device = Device("cuda" if precision == "fp16" else "cpu", True)
+    return resolve_ds_config(recipe, made, BatchPlan(4, 1, 2), 2, device, Path("/tmp/run"))
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero2_offload", "zero3"])

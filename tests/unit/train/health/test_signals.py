@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.train.health import signals as module
-from dstrain.train.health.signals import STOP_SIGNALS, SignalHandler, StoppedBySignal, run_with_signals
+from dstrain.train.health import signals
+from dstrain.train.health.signals import STOP_SIGNALS, GracePeriod, SignalHandler, StoppedBySignal, run_with_signals
 from tests.workers import ROOT
 
 
@@ -53,7 +54,7 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
         run_with_signals(work, SignalHandler(), tmp_path)
     assert str(raised.value) == said
     monkeypatch.setattr(
-        module, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
+        signals, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
     )
     assert run_with_signals(work, SignalHandler(), tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
@@ -74,7 +75,7 @@ def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_request_twice_is_one() -> None:
-    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 600.0):
+    with SignalHandler() as handler, mock.patch.object(signals, "DUPLICATE_SIGNAL_SECONDS", 600.0):
         handler.begin_training()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             send(number)
@@ -83,7 +84,7 @@ def test_the_same_request_twice_is_one() -> None:
 
 def test_a_term_after_usr1_or_hup_is_the_first() -> None:
     """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
-    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 0.0):
+    with SignalHandler() as handler, mock.patch.object(signals, "DUPLICATE_SIGNAL_SECONDS", 0.0):
         handler.begin_training()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)
@@ -126,3 +127,42 @@ def test_entered_twice_it_stays_until_the_outer_is_left() -> None:
         handler.begin_training()
         send(signal.SIGTERM)
         assert handler.received_signal == "SIGTERM"
+
+
+# Whether a stop by a signal would be done in time.
+
+
+def told(seconds: float | None, step: float, saves: list[float]) -> list[dict[str, Any]]:
+    """The events of a run whose steps and saves take so long."""
+    events: list[dict[str, Any]] = []
+    grace = GracePeriod(seconds, lambda event, **about: events.append({"event": event, **about}), has_terminal=True)
+    clock = [0.0, step, 100.0, 100.0 + step, 200.0, 200.0 + 50 * step]
+    with mock.patch("time.monotonic", side_effect=clock):
+        for _ in range(3):
+            grace.begin_step()
+            grace.end_step()
+    for save in saves:
+        grace.record_save(save)
+        assert grace.expected_stop_seconds() == save
+    return events
+
+
+def test_a_save_that_takes_longer_than_is_given_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (event,) = told(30.0, 2.0, [5.0, 28.5, 29.0])
+    assert event["event"] == "warning"
+    assert "a checkpoint takes 28.5 s and a step 2.0 s, but SIGKILL follows SIGTERM after 30 s" in event["what"]
+    for mend in ("terminationGracePeriodSeconds", "--signal=USR1@120", "KillWait", "launch.grace_seconds"):
+        assert mend in event["what"]
+    assert capsys.readouterr().out == event["what"] + "\n"
+
+
+def test_what_is_in_time_is_not_warned_of() -> None:
+    assert told(30.0, 2.0, [5.0, 27.9]) == []
+
+
+def test_where_the_grace_is_not_known_nothing_is_said() -> None:
+    assert told(None, 100.0, [1000.0]) == []
+
+
+def test_before_the_first_save_nobody_knows() -> None:
+    assert GracePeriod(30.0).expected_stop_seconds() is None

@@ -16,7 +16,6 @@ from dstrain.errors import OutOfMemoryError, RunError
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.train.memory import monitor as forecast
 from dstrain.train.memory.monitor import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
 from dstrain.train.memory.reduced_batch import MicroBatch
 from tests.vocabulary import read_events
@@ -158,8 +157,8 @@ def test_the_planner_is_asked_for_lines_and_fixes(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
     )  # fmt: skip
     fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
-    monkeypatch.setattr(forecast, "plan_memory", lambda config, preset, cluster: plan)
-    monkeypatch.setattr(forecast, "suggest_fixes", lambda *_: [fix])
+    monkeypatch.setattr("dstrain.train.memory.monitor.plan_memory", lambda config, preset, cluster: plan)
+    monkeypatch.setattr("dstrain.train.memory.monitor.suggest_fixes", lambda *_: [fix])
     watch = monitor(tmp_path)
     found = make_forecast(watch.micro_batch.config, watch.preset, {"kind": kind})
     assert found == replace(FORECAST, device_bytes=device_bytes)

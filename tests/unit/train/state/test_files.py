@@ -18,7 +18,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.state import files as shards
+from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader, StateFile, check_state_complete, iter_state_files, write_state
 from dstrain.train.state.layout import ParamRange, StateSlice
 from dstrain.train.state.manifest import find_fault, write_hashed_file
@@ -112,7 +112,7 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
     assert torch.equal(found["w/weight@4"], values[4:])
 
 
-@pytest.mark.parametrize("dtype", shards.SAFETENSORS_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", files.SAFETENSORS_DTYPES, ids=str)
 def test_values_of_any_type_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     bits = torch.arange(8 * dtype.itemsize, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 60)
     values = bits.view(dtype) if dtype != torch.bool else bits.bool()
@@ -156,7 +156,7 @@ def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
 def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hash is right: someone made it so."""
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_state_file", lambda folder, shard: write_hashed_file(folder / shard.name, content))
+        patch.setattr(files, "write_state_file", lambda folder, shard: write_hashed_file(folder / shard.name, content))
         place = kept(tmp_path, [StateFile("rank-00000-000.safetensors", [])], shapes={"w": [4]})
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         CheckpointReader(place).read_tensor("w")

@@ -1,0 +1,382 @@
+"""LaunchSequence of the selftest: how many processes, what a dead launch costs, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dstrain.commands import selftest
+from dstrain.commands.selftest import (
+    CHECKS,
+    COLUMNS,
+    TOLERANCE,
+    CheckResult,
+    EnvironmentLine,
+    LaunchSequence,
+    Phase,
+    Processes,
+    SelftestReport,
+    collect_lines,
+    compare_losses,
+    error_path,
+    plan_processes,
+    read_results,
+    report_as_json,
+    result_path,
+    run_name,
+    run_selftest,
+    show_environment,
+    show_report,
+    skip,
+    work_folder,
+    write_results,
+)
+from dstrain.errors import UsageError
+from tests.vocabulary import invoke
+
+ALONE = Processes(1, True)
+
+
+def good(folder: Path, phase: Phase, preset: str) -> None:
+    results = [CheckResult(preset=preset, check=check, state="ok") for check in CHECKS[phase]]
+    write_results(result_path(folder, phase, preset), results)
+
+
+class FakeLaunch:
+    """Stands for child processes: `broken` presets end them, all presets before it write good results."""
+
+    def __init__(self, folder: Path, *broken: str) -> None:
+        self.folder, self.broken, self.calls = folder, broken, list[list[str]]()
+
+    def __call__(self, command: Sequence[str], env: dict[str, str], output: int) -> int:
+        presets = [command[at + 1] for at, word in enumerate(command) if word == "--preset"]
+        phase: Phase = "stop" if "stop" in command else "resume"
+        self.calls.append([phase, *presets])
+        for preset in presets:
+            if preset in self.broken:
+                os.write(output, b"started\nSegmentation fault\n\n")
+                return -11
+            good(self.folder, phase, preset)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first", "second"),
+    [
+        (0, "2 processes on the CPU", "1 process on the CPU"),
+        (1, "1 process on GPUs", "2 processes on the CPU"),
+        (8, "8 processes on GPUs", "4 processes on GPUs"),
+    ],
+)
+def test_a_run_is_resumed_by_another_number_of_processes(gpus: int, first: str, second: str) -> None:
+    assert [str(each) for each in plan_processes(gpus)] == [first, second]
+
+
+def test_two_launches_do_for_all_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path))
+    report = run_selftest(["zero0", "zero3"], tmp_path, lambda line: None)
+    assert launch.calls == [["stop", "zero0", "zero3"], ["resume", "zero0", "zero3"]]
+    assert report.passed
+    assert len(report.results) == 12
+
+
+def test_a_launch_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path, "zero1"))
+    report = run_selftest(["zero0", "zero1", "zero2"], tmp_path, lambda line: None)
+    assert launch.calls == [["stop", "zero0", "zero1", "zero2"], ["stop", "zero2"], ["resume", "zero0", "zero2"]]
+    states = {(row.preset, row.check): row.state for row in report.results}
+    assert states["zero1", "train"] == "failed"
+    assert {state for (preset, _), state in states.items() if preset != "zero1"} == {"ok"}
+    failed = next(row for row in report.results if row.state == "failed")
+    assert failed.detail == "the processes ended with exit code -11: Segmentation fault"
+    assert "`dstrain train demo-rm --ds-config zero1` shows this preset alone" in failed.fix
+    assert [row.preset for row in report.results] == ["zero0"] * 6 + ["zero1"] * 6 + ["zero2"] * 6
+
+
+def test_the_reason_is_the_last_error_in_the_output() -> None:
+    log = "x\ndstrain: rank 0 failed with code 1: no memory\nmore\ndstrain: the logs of the processes are kept in /tmp/x\n"
+    assert selftest.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
+    assert selftest.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
+    assert selftest.find_reason("") == "they have printed nothing"
+
+
+def test_the_error_of_a_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run_child", FakeLaunch(tmp_path, "zero1"))
+    (path := error_path(tmp_path, "stop", "zero1", 0)).parent.mkdir()
+    path.write_text("the disk is full")
+    assert LaunchSequence("stop", ALONE, tmp_path, 8).run(["zero1"], lambda line: None)[0].detail == "the disk is full"
+
+
+def test_a_launch_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "LAUNCH_TIMEOUT_SECONDS", 0.2)
+    with (tmp_path / "log").open("wb") as log:
+        start = time.monotonic()
+        assert (
+            selftest.run_child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), log.fileno())
+            is None
+        )
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_child_and_removes_the_folder(number: signal.Signals, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def strike() -> None:
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        seen.append(int((tmp_path / "pid").read_text()))
+        os.kill(os.getpid(), number)
+
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with (tmp_path / "log").open("wb") as log, pytest.raises(KeyboardInterrupt), work_folder(None) as folder:
+        selftest.run_child([sys.executable, "-c", code], dict(os.environ), log.fileno())
+    thread.join()
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen[0], 0)
+
+
+def test_a_folder_to_keep_is_new_or_empty(tmp_path: Path) -> None:
+    with work_folder(tmp_path / "new") as folder:
+        (folder / "x").write_text("")
+    assert (tmp_path / "new" / "x").is_file()
+    with pytest.raises(UsageError, match=r"--keep .*new: is not empty; choose another folder"), work_folder(folder):
+        pass
+    with pytest.raises(UsageError, match=r"--keep .*x: cannot be used"), work_folder(folder / "x"):
+        pass
+
+
+def test_it_starts_no_processes_inside_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"torchrun has started this one; start it alone"):
+        run_selftest(["zero0"], tmp_path, lambda line: None)
+
+
+def test_a_preset_given_twice_is_refused() -> None:
+    done = invoke("selftest", "--preset", "zero1", "--preset", "zero1")
+    assert done.exit_code == 2
+    assert "--preset zero1: is given twice; remove one" in done.stderr
+
+
+def test_a_preset_that_does_not_exist_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(selftest, "run_child", lambda *words: started.append(words) or 1)
+    done = invoke("selftest", "--preset", "zero9")
+    assert (done.exit_code, started) == (2, [])
+    assert "there is no such preset in" in done.stderr
+
+
+def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*words: object) -> int:
+        return 1
+
+    monkeypatch.setattr(selftest, "run_child", dead)
+    done = invoke("selftest", "--preset", "zero1")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[0].startswith("system ")
+    assert "zero1, train: the processes ended with exit code 1: they have printed nothing" in done.stdout
+
+
+def test_the_environment_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from dstrain.commands.selftest import collect_lines; "
+    code += "collect_lines(Path('.')); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+# Losses are compared row by row, and what differs is named.
+
+
+def rows(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+
+
+def test_equal_losses_differ_by_nothing() -> None:
+    assert compare_losses(rows(0.7, 0.6), rows(0.7, 0.6)) == (0.0, "")
+
+
+def test_rounding_is_no_difference() -> None:
+    worst, problem = compare_losses(rows(0.7, 0.6 * (1 + TOLERANCE / 2)), rows(0.7, 0.6))
+    assert worst == pytest.approx(TOLERANCE / 2, rel=1e-3)
+    assert not problem
+
+
+def test_the_step_that_differs_most_is_named_with_both_losses() -> None:
+    worst, problem = compare_losses(rows(0.7, 0.61, 0.5), rows(0.7, 0.6, 0.5))
+    assert worst == pytest.approx(1 / 60)
+    assert "train loss of step 2 is 0.61, that of the unbroken run 0.6: a relative difference of 0.017" in problem
+
+
+def test_a_loss_that_is_not_finite_differs() -> None:
+    _, problem = compare_losses(rows(0.7, None), rows(0.7, 0.6))
+    assert "step 2 is nan" in problem
+
+
+def test_missing_rows_are_a_difference() -> None:
+    worst, problem = compare_losses(rows(0.7), rows(0.7, 0.6))
+    assert worst == float("inf")
+    assert problem == "its rows are train 1, those of the unbroken run train 1, train 2"
+    assert compare_losses([], [])[1], "two empty runs prove nothing"
+
+
+def test_results_are_read_as_written(tmp_path: Path) -> None:
+    results = [CheckResult(preset="zero2", check="train", state="ok", seconds=1.5), *skip("zero2", ["stop"], "why")]
+    write_results(tmp_path / "results" / "a.json", results)
+    assert read_results(tmp_path / "results" / "a.json") == results
+    assert read_results(tmp_path / "results" / "b.json") == []
+
+
+def test_a_json_file_is_named_without_its_folder() -> None:
+    assert run_name("presets/mine.json") == "mine"
+    assert run_name("zero2") == "zero2"
+
+
+# What would stop a run on this machine is a warning with its fix.
+
+
+def line(name: str) -> EnvironmentLine:
+    return next(found for found in collect_lines(Path("/")) if found.name == name)
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_every_property_has_a_line() -> None:
+    names = [found.name for found in collect_lines(Path("/"))]
+    assert names == ["system", "libraries", "devices", "CUDA", "compiler", "shared memory", "free disk", "ports"]
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = selftest._version
+    monkeypatch.setattr(selftest, "_version", lambda name: None if name == "peft" else known(name))
+    assert line("libraries").warning.startswith("peft not installed")
+
+
+def test_gpus_without_a_torch_for_them_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 2)
+    monkeypatch.setattr(selftest, "detect_gpu_bytes", lambda env: ([24 << 30, 24 << 30], "pynvml"))
+    monkeypatch.setattr(selftest, "_torch_cuda_version", lambda: None)
+    assert line("devices").value.startswith("2 GPUs (24.0 GiB, 24.0 GiB free)")
+    assert "this torch cannot use them" in line("CUDA").warning
+    monkeypatch.setattr(selftest, "_torch_cuda_version", lambda: "12.8")
+    assert line("CUDA").value.startswith("torch built for CUDA 12.8, NCCL ")
+    assert not line("CUDA").warning
+
+
+def test_the_cuda_version_is_read_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    monkeypatch.setattr(selftest.util, "find_spec", lambda name: SimpleNamespace(origin=f"{tmp_path}/__init__.py"))
+    assert selftest._torch_cuda_version() == "13.0"
+    (tmp_path / "version.py").unlink()
+    assert selftest._torch_cuda_version() is None
+
+
+def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest.shutil, "which", lambda name: None)
+    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 1)
+    assert "need g++ and nvcc of the CUDA toolkit" in line("compiler").warning
+
+
+def test_a_compiler_that_does_not_answer_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest.shutil, "which", lambda name: "/no/such/compiler")
+    assert line("compiler").value.startswith("/no/such/compiler")
+
+
+def test_little_shared_memory_matters_to_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 2)
+    assert "--shm-size=8g" in line("shared memory").warning
+    assert "set TMPDIR to a larger disk" in line("free disk").warning
+
+
+def test_no_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "SHM", Path("/no/such/folder"))
+    assert "mount a tmpfs there" in line("shared memory").warning
+
+
+def test_ports_that_cannot_be_used_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "check_loopback", raising(UsageError("loopback is down; start it")))
+    assert line("ports") == EnvironmentLine("ports", "unusable", "loopback is down; start it")
+
+
+def test_a_host_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "check_loopback", lambda: None)
+    monkeypatch.setattr(selftest.socket, "getaddrinfo", raising(OSError("unknown")))
+    assert "/etc/hosts" in line("ports").warning
+
+
+# The table has a row per preset, and a failure says why and what to do.
+
+
+def passed(preset: str, *checks: str) -> list[CheckResult]:
+    detail = {"losses": "1.2e-07", "evaluate": "0.0e+00"}
+    return [CheckResult(preset=preset, check=check, state="ok", detail=detail.get(check, "")) for check in checks]
+
+
+def report(*results: CheckResult) -> SelftestReport:
+    return SelftestReport(
+        environment=[EnvironmentLine("ports", "unusable", "no loopback; fix it")],
+        processes=("2 processes on the CPU", "1 process on the CPU"), results=results, seconds=61.4,
+    )  # fmt: skip
+
+
+BROKEN = (
+    *passed("zero0", *COLUMNS),
+    *passed("zero2", "train"),
+    CheckResult(preset="zero2", check="stop", state="failed", detail="first line\nsecond line", fix="check the disk"),
+    *skip("zero2", CHECKS["resume"], "stop failed"),
+)
+
+
+def test_every_preset_is_a_row_and_every_check_a_column() -> None:
+    lines = show_report(report(*passed("zero0", *COLUMNS), *passed("zero3", *COLUMNS))).splitlines()
+    assert lines[0].split() == ["preset", "train", "stop", "resume", "losses", "export", "evaluate"]
+    assert lines[1].split() == ["zero0", "ok", "ok", "ok", "1.2e-07", "ok", "0.0e+00"]
+    assert lines[-1] == "selftest: passed in 61 s"
+    assert "trained with 2 processes on the CPU, resumed with 1 process on the CPU" in lines[-2]
+
+
+def test_a_failure_is_explained_with_what_to_do() -> None:
+    text = show_report(report(*BROKEN))
+    assert "zero2   ok        FAILED    -         -         -         -" in text
+    assert "zero2, stop: first line second line\n  what to do: check the disk" in text
+    assert text.endswith("selftest: 1 check failed in 61 s")
+    assert not report(*BROKEN).passed
+
+
+def test_nothing_tested_is_not_passed() -> None:
+    assert not report().passed
+
+
+def test_the_json_holds_all_that_the_table_shows() -> None:
+    values = json.loads(report_as_json(report(*BROKEN)))
+    assert values["passed"] is False
+    assert [row["state"] for row in values["results"]].count("skipped") == 4
+    assert {row["fix"] for row in values["results"] if row["state"] == "failed"} == {"check the disk"}
+    assert values["environment"] == [{"name": "ports", "value": "unusable", "warning": "no loopback; fix it"}]
+
+
+def test_a_warning_stands_below_its_line() -> None:
+    lines = show_environment([EnvironmentLine("free disk", "9 GiB"), *report().environment]).splitlines()
+    assert lines[0] == "free disk      9 GiB"
+    assert lines[2].strip() == "warning: no loopback; fix it"

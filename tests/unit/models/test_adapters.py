@@ -1,0 +1,231 @@
+"""An adapter folder as model.path: merged into its base, as peft would, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.errors import RecipeError
+from dstrain.models.adapters import adapters_disabled, load_adapters
+from dstrain.models.folder import read_adapter
+from dstrain.models.load import load_model, read_config
+from dstrain.models.weights import weights_fingerprint
+from dstrain.tasks import find_task, make_task
+from dstrain.tasks.rm import RewardModel
+from dstrain.tasks.sft import SFT
+from dstrain.train.build_model import build_train_module
+from dstrain.train.engine.module import TrainModule
+from tests.adapters import SIZES, adapter, merged_by_peft
+
+
+def loaded(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
+    model = ModelConfig(path=str(at))
+    config = read_config(model)
+    config.num_labels = 1
+    return load_model(auto, model, config, 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True, "alpha_pattern": {"q_proj": 7}, "rank_pattern": {"v_proj": 2}},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_it_is_merged_as_peft_merges_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    at = adapter(tmp_path, **settings)
+    ours, theirs = loaded(at), merged_by_peft(at)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, atol=1e-7), name
+    assert any(
+        not torch.equal(value, ours.state_dict()[name])
+        for name, value in AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")).state_dict().items()
+    )
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+    assert type(ours) is type(theirs)
+
+
+def test_one_on_tied_embeddings_takes_the_tie_apart(tmp_path: Path) -> None:
+    ours = loaded(adapter(tmp_path, tied=True, target_modules=["embed_tokens"]))
+    assert not ours.config.tie_word_embeddings
+    assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_a_reward_model_goes_on_from_its_adapters_with_their_head(tmp_path: Path) -> None:
+    auto = AutoModelForSequenceClassification
+    at = adapter(tmp_path, auto, modules_to_save=["score"], task_type="SEQ_CLS")
+    assert torch.equal(loaded(at, auto).score.weight, merged_by_peft(at, auto).score.weight)
+
+
+def recipe(task: Any, at: Path, tmp_path: Path) -> RunConfig:
+    values = task.tiny(tmp_path)
+    made: Any = make_task(RunConfig.model_validate(values))
+    made.tokenizer.save_pretrained(str(tmp_path / "base"))
+    return RunConfig.model_validate({**values, "model": {"path": str(at)}})
+
+
+@pytest.mark.parametrize("task", [SFT, RewardModel])
+def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    made = make_task(recipe(task, at, tmp_path))
+    made.checks.required_keys()
+    made.checks.run()
+    said = made.checks.info_messages()
+    assert f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights on loading" in said
+    assert any("newly initialized from seed 0: score.weight" in line for line in said) == (task is RewardModel)
+    model: Any = made.build_model()
+    wanted = merged_by_peft(at).model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.model.state_dict().items())
+
+
+def change(name: str, value: Any) -> Callable[[Path], None]:
+    def of(at: Path) -> None:
+        file = at / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+
+    return of
+
+
+def lose(at: Path) -> None:
+    tensors = load_file(at / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), at / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wanted"),
+    [
+        (change("r", 8), r"q_proj\.lora_A\.weight is \(4, 16\) in its file and \(8, 16\) in the model"),
+        (change("target_modules", ["nowhere"]), "the model has none of the modules that it adapts"),
+        (change("target_modules", ["q_proj"]), "missing keys: none; unexpected keys: model.layers.0"),
+        (lose, "missing keys: base_model.model"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_before_anything_starts(
+    spoil: Callable[[Path], None], wanted: str, tmp_path: Path
+) -> None:
+    at = adapter(tmp_path)
+    spoil(at)
+    with pytest.raises(RecipeError, match=rf"^model\.path: the adapter in .* does not fit the model.*{wanted}"):
+        make_task(recipe(SFT, at, tmp_path)).checks.run()
+
+
+def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
+    at = adapter(tmp_path, AutoModelForSequenceClassification, modules_to_save=["score"])
+    (tmp_path / "writer").mkdir()
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).save_pretrained(str(tmp_path / "writer"))
+    change("base_model_name_or_path", str(tmp_path / "writer"))(at)
+    made: Any = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
+    made.tokenizer.save_pretrained(str(at))
+    values = SFT.tiny(tmp_path) | {"model": {"path": str(at)}}
+    with pytest.raises(RecipeError, match=r"unexpected keys: score\.weight"):
+        make_task(RunConfig.model_validate(values)).checks.run()
+
+
+def test_its_fingerprint_is_that_of_both(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    first = weights_fingerprint(ModelConfig(path=str(at)), 0)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, tmp_path / "base" / "model.safetensors")
+    assert weights_fingerprint(ModelConfig(path=str(at)), 0) != first
+
+
+def test_an_exported_adapter_imports_nothing_that_its_config_names(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    change("megatron_config", {"tensor_model_parallel_size": 1})(at)
+    with pytest.raises(RecipeError, match=r"megatron_config: .* is not supported"):
+        load_adapters(AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")), at)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modules_to_save", 5), ("modules_to_save", [5]), ("target_modules", 5), ("exclude_modules", {"a": 1}), ("r", "x"),
+        ("rank_pattern", 7), ("rank_pattern", {"q_proj": "x"}), ("layers_to_transform", "x"), ("use_dora", "yes"),
+        ("lora_alpha", []), ("layers_pattern", [[]]),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_type_is_a_sentence(name: str, value: Any, tmp_path: Path) -> None:
+    at = tmp_path / "adapter"
+    at.mkdir()
+    about = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "org/base",
+        "r": 4,
+        "target_modules": ["q_proj"],
+        name: value,
+    }
+    (at / "adapter_config.json").write_text(json.dumps(about))
+    (at / "adapter_model.safetensors").write_bytes(b"")
+    wanted = re.escape(f"its {name} is {value!r}; export or download it again")
+    for read in (lambda: read_adapter(str(at)), lambda: load_adapters(None, at)):
+        with pytest.raises(RecipeError, match=wanted):
+            read()
+
+
+def test_settings_as_peft_writes_them_are_taken(tmp_path: Path) -> None:
+    settings = {"target_modules": r".*\.q_proj", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 8.0},
+                "layers_to_transform": None, "use_rslora": True, "lora_alpha": 16}  # fmt: skip
+    assert read_adapter(str(adapter(tmp_path, **settings))) is not None
+
+
+# Adapters: what of them is trained is decided once.
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def objective(task: str, folder: Path, **lora: Any) -> TrainModule:
+    """A tiny policy whose first layer's adapters are frozen; its reference is the model without adapters."""
+    values = find_task(task).tiny(folder)
+    values["model"] |= {"lora": {"rank": 2, **lora}, "freeze": ["*.layers.0"]}
+    return build_train_module(make_task(RunConfig.model_validate(values)))
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_asking_the_reference_trains_no_frozen_adapter(task: str, dora: bool, tmp_path: Path) -> None:
+    made: Any = objective(task, tmp_path, dora=dora)
+    before, names = trained(made.model), set(made.stored_model.shapes())
+    assert before == made.trainable_names
+    assert before
+    assert not any(".layers.0." in name for name in before)
+    batch = made.task.collate([made.task.examples("train")[index] for index in range(2)])
+    made.train()
+    made(batch, only="stats" if made.task.loss_inputs.step_stats is not None else None)
+    assert trained(made.model) == before
+    assert set(made.stored_model.shapes()) == names
+
+
+def test_the_model_answers_without_its_adapters_inside(tmp_path: Path) -> None:
+    made: Any = objective("dpo", tmp_path)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        plain = made.model.get_base_model()(input_ids=ids).logits
+        for name, parameter in made.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+        with adapters_disabled(made.model):
+            assert torch.equal(made.model(input_ids=ids).logits, plain)
+        assert not torch.equal(made.model(input_ids=ids).logits, plain)

@@ -173,7 +173,7 @@ FAMILIES: dict[str, Family] = {
          "num_attention_heads": 8, "num_key_value_heads": 4}, norms_per_layer=4, has_qk_norm=True,
     ),
 }  # fmt: skip
-"""Model type -> its family. tests/unit/planner/families/test_decoders.py compares each with transformers' model on the meta device."""
+"""Model type -> its family. tests/unit/planner/test_read_shape.py compares each with transformers' model on the meta device."""
 WRAPPERS = {"llava": "llama", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Model type with images -> default type of its text model."""
 

@@ -16,7 +16,7 @@ NO_MASK_MODEL_TYPES = frozenset(
      "olmoe", "phi3", "qwen2", "qwen3", "smollm3"}
 )  # fmt: skip
 """Model types in which every layer is causal and positions count from the start of the row, so that padding on the
-right changes nothing before it. tests/unit/tasks/common/test_attention_mask.py checks that their logits are
+right changes nothing before it. tests/unit/tasks/common/test_forward.py checks that their logits are
 bit-identical. Others keep their mask: vision-language models (Gemma 3 and PaliGemma attend to images in both
 directions, Qwen2-VL counts positions by the mask), models with a recurrent state that padding would change (Mamba 2,
 LFM2, Qwen3-Next), encoders.

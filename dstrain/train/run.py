@@ -19,7 +19,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.engine.base import Engine, seed_step
-from dstrain.train.engine.deepspeed import free_cached_memory
+from dstrain.train.engine.module import free_cached_memory
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import GracePeriod, SignalHandler
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck

@@ -16,8 +16,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
 from dstrain.models.params import init_deepspeed
-from dstrain.train.engine.deepspeed import MakeFiller
-from dstrain.train.engine.module import TrainModule, compute_step_stats, evaluate_batch
+from dstrain.train.engine.module import MakeFiller, TrainModule, compute_step_stats, evaluate_batch
 from dstrain.train.state.files import CheckpointReader, StateFile
 from dstrain.train.state.layout import StateSlice
 

@@ -12,9 +12,10 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params import ParamGroup
-from dstrain.train.engine.deepspeed import ForwardRecovery, MakeFiller
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
+    ForwardRecovery,
+    MakeFiller,
     StepAccumulator,
     TrainModule,
     compute_step_stats,

@@ -1,4 +1,4 @@
-"""Why a run hangs: the status of each rank, asked through files, and one message about it."""
+"""Status of each rank, requested through files, and one message on why a run hangs."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
-from dstrain.train.engine.deepspeed import free_cached_memory
-from dstrain.train.engine.module import OPTIMIZER_UPDATE
+from dstrain.train.engine.module import OPTIMIZER_UPDATE, free_cached_memory
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
 from dstrain.train.memory.reduced_batch import MicroBatch, describe_reduction
 from dstrain.units import format_bytes

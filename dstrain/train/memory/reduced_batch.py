@@ -1,4 +1,4 @@
-"""A micro-batch that is halved after an out-of-memory error, and kept for the next start."""
+"""Smaller micro-batches after an out-of-memory error, recorded for the next start."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ python -m tools.trace_ways [-v] [WAY...]
 
 train: `dstrain train demo-rm`, the launching process as far as --dry-run goes, and a rank up to its first optimizer step.
 record: one DPO record with an image, from its line to a row of the token store, to a batch, to the loss and its gradient.
-save: one checkpoint at ZeRO stage 1, in one process. resume: what a rank runs, up to its first step, only when it resumes.
+save: the first checkpoint of a run at ZeRO stage 1, in one process.
+resume: the functions that a rank calls before its first step only when it resumes.
 hosts: two launches with --no-ssh as two hosts, with a rank each, up to the first step.
 
-Counted are calls in the main thread, without those that run at import. A move is a call in another file than the call
-before it. -v names the files. Paths before dstrain/ come from the installed or PYTHONPATH's dstrain, so that another
-version can be counted.
+Calls in the main thread are counted, without those that run at import. A move is a call in another file than the call
+before it. -v names the files.
 """
 
 from __future__ import annotations
@@ -20,129 +20,123 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = f"{os.sep}dstrain{os.sep}"
 FIRST_STEP = "DeepSpeedEngine.step"
 SAVE = "CheckpointSaver.save"
+ONE_PROCESS = ("--num-gpus", "1")
 
 
 class Tracer:
-    """Records the functions of dstrain that run, from `start` until `stop` is called or a function is entered."""
+    """Records the functions of dstrain that the main thread calls."""
 
-    def __init__(self, until: str = "", inside: str = "", done: Callable[[], None] = lambda: None) -> None:
-        """`until`: qualified name of the function at whose call it ends; `inside`: that of the one it is limited to."""
-        self.calls: set[CodeType] = set()
-        self.moves, self._last, self._until, self._inside, self._done = 0, "", until, inside, done
+    def __init__(self, until: str = "", inside: str = "") -> None:
+        """Take the qualified name of the function whose call ends it, and of the one whose first call it is limited to."""
+        self.functions: set[tuple[str, str]] = set()
+        self.moves = 0
+        self._last_file, self._until, self._inside = "", until, inside
         self._outer: FrameType | None = None
+        """Call of the function that the tracer is limited to."""
 
-    def start(self) -> None:
-        sys.setprofile(self._record)
-
-    def stop(self) -> None:
-        sys.setprofile(None)
-        self._done()
-
-    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
+    def record(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Take an event, as `sys.setprofile` gives it."""
         code = frame.f_code
         if event == "return" and frame is self._outer:
-            self.stop()
+            sys.setprofile(None)
         # Module and class bodies run once, when they are imported; they are not on the way.
-        if event != "call" or not code.co_flags & 0x2 or f"{os.sep}dstrain{os.sep}" not in code.co_filename:
+        if event != "call" or not code.co_flags & 0x2 or PACKAGE not in code.co_filename:
             return
-        if self._until and code.co_qualname == self._until:
-            return self.stop()
+        if code.co_qualname == self._until:
+            sys.setprofile(None)
+            return
         if self._inside and self._outer is None:
             if code.co_qualname != self._inside:
-                return None
+                return
             self._outer = frame
-        self.calls.add(code)
-        self.moves += code.co_filename != self._last
-        self._last = code.co_filename
-        return None
-
-    def dump(self) -> dict[str, Any]:
-        """Return {functions: [[file, name], ...], moves}."""
-        named = {(code.co_filename.rpartition(f"{os.sep}dstrain{os.sep}")[2], code.co_qualname) for code in self.calls}
-        return {"functions": sorted(named), "moves": self.moves}
+        file = code.co_filename.rpartition(PACKAGE)[2]
+        self.functions.add((file, code.co_qualname))
+        self.moves += file != self._last_file
+        self._last_file = file
 
 
-def trace(work: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `work` runs."""
+def trace(work: Callable[[], object]) -> Tracer:
+    """Return what `work` calls."""
     tracer = Tracer()
-    tracer.start()
+    sys.setprofile(tracer.record)
     try:
         work()
     finally:
-        tracer.stop()
-    return tracer.dump()
+        sys.setprofile(None)
+    return tracer
 
 
 def install(folder: str, until: str, inside: str) -> None:
-    """Trace this process, and write what it ran to a file of `folder`, named after its rank."""
+    """Trace this process, and write what it called to a file of `folder` when it ends."""
     import atexit
 
-    name = f"rank{os.environ['RANK']}" if "RANK" in os.environ else "launcher"
+    tracer = Tracer(until, inside)
+    name = "rank" if "RANK" in os.environ else "launcher"
     path = Path(folder) / f"{name}-{os.getpid()}.json"
-
-    def write() -> None:
-        sys.setprofile(None)
-        path.write_text(json.dumps(tracer.dump()), encoding="utf-8")
-
-    tracer = Tracer(until, inside, write)
-    atexit.register(write)
-    tracer.start()
+    atexit.register(lambda: path.write_text(json.dumps([[*tracer.functions], tracer.moves]), encoding="utf-8"))
+    sys.setprofile(tracer.record)
 
 
-def run(arguments: Iterable[str], folder: Path, until: str = "", inside: str = "") -> list[subprocess.Popen[str]]:
+def start(arguments: list[str], folder: Path, until: str = "", inside: str = "") -> subprocess.Popen[bytes]:
     """Start `python -m dstrain ARGUMENTS` with every process of it traced into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    hook = f"import sys\nif '-m' in sys.orig_argv:\n    from tools.trace_ways import install\n    install({str(folder)!r}, {until!r}, {inside!r})\n"
-    (folder / "sitecustomize.py").write_text(hook, encoding="utf-8")
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    env["DSTRAIN_CACHE"] = str(folder.parent / "cache")
-    return [
-        subprocess.Popen([sys.executable, "-m", "dstrain", *arguments], env=env, stdout=subprocess.DEVNULL, text=True)
-    ]
+    folder.mkdir()
+    # Python imports this module at its start.
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nif '-m' in sys.orig_argv:\n    from tools.trace_ways import install\n"
+        f"    install({str(folder)!r}, {until!r}, {inside!r})\n",
+        encoding="utf-8",
+    )
+    places = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "DSTRAIN_CACHE": str(folder.parent / "cache")}
+    env = {**os.environ, **places, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([sys.executable, "-m", "dstrain", *arguments], env=env, stdout=subprocess.DEVNULL)
 
 
-def traced(arguments: Iterable[str], folder: Path, until: str = "", inside: str = "") -> list[dict[str, Any]]:
-    """Return what the processes of a command ran, those of the ranks last."""
-    (process,) = run(arguments, folder, until, inside)
-    assert process.wait() == 0, f"dstrain {' '.join(arguments)} failed"
-    return read_traces(folder)
+def run(arguments: list[str], folder: Path, until: str = "", inside: str = "") -> None:
+    """Run a command as `start` does. Raises CalledProcessError if it fails."""
+    process = start(arguments, folder, until, inside)
+    if code := process.wait():
+        raise subprocess.CalledProcessError(code, process.args)
 
 
-def read_traces(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
-def ranks_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))]
+def read(folder: Path, processes: str) -> list[Tracer]:
+    """Return what the processes of a command called: "rank-*", or "*" for all."""
+    found = []
+    for path in sorted(folder.glob(f"{processes}.json")):
+        tracer = Tracer()
+        functions, tracer.moves = json.loads(path.read_text(encoding="utf-8"))
+        tracer.functions = {(file, name) for file, name in functions}
+        found.append(tracer)
+    return found
 
 
 def train(run_dir: Path, steps: int = 4) -> list[str]:
-    """Return the arguments of a run of a few steps in one process."""
+    """Return the arguments of a run of a few steps."""
     overrides = (f"steps={steps}", "epochs=null", "save.every=2", "eval.every=1000")
     options = [text for override in overrides for text in ("--set", override)]
     return ["train", "demo-rm", *options, "--run-dir", str(run_dir)]
 
 
-ONE = ["--num-gpus", "1"]
+Parts = dict[str, list[Tracer]]
+"""Name of a part of a way -> what the processes called in it."""
 
 
-def way_train(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    launcher = traced([*train(folder / "run"), *ONE, "--dry-run"], folder / "dry")
-    traced([*train(folder / "run"), *ONE], folder / "trace", FIRST_STEP)
-    rank = ranks_of(folder / "trace")
+def trace_train(folder: Path) -> Parts:
+    run([*train(folder / "run"), *ONE_PROCESS, "--dry-run"], folder / "dry")
+    run([*train(folder / "run"), *ONE_PROCESS], folder / "trace", FIRST_STEP)
+    launcher, rank = read(folder / "dry", "*"), read(folder / "trace", "rank-*")
     return {"launching process": launcher, "rank": rank, "train": launcher + rank}
 
 
-def way_record(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def trace_record(folder: Path) -> Parts:
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
@@ -160,47 +154,45 @@ def way_record(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {"line to row": [row], "row to batch": [batch], "batch to gradient": [loss], "record": [row, batch, loss]}
 
 
-def way_save(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    traced([*train(folder / "run"), *ONE, "--ds-config", "zero1"], folder / "trace", inside=SAVE)
-    return {"save": ranks_of(folder / "trace")}
+def trace_save(folder: Path) -> Parts:
+    run([*train(folder / "run"), *ONE_PROCESS, "--ds-config", "zero1"], folder / "trace", inside=SAVE)
+    return {"save": read(folder / "trace", "rank-*")}
 
 
-def way_resume(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    traced([*train(folder / "run"), *ONE], folder / "first", FIRST_STEP)
-    traced([*train(folder / "run", 6), *ONE, "--allow-change", "steps"], folder / "second", FIRST_STEP)
-    (first,), (second,) = ranks_of(folder / "first"), ranks_of(folder / "second")
-    only = [name for name in second["functions"] if name not in first["functions"]]
-    return {"resume": [{"functions": only, "moves": 0}]}
+def trace_resume(folder: Path) -> Parts:
+    run([*train(folder / "run"), *ONE_PROCESS], folder / "first", FIRST_STEP)
+    run([*train(folder / "run", 6), *ONE_PROCESS, "--allow-change", "steps"], folder / "second", FIRST_STEP)
+    (first,), (second,) = read(folder / "first", "rank-*"), read(folder / "second", "rank-*")
+    second.functions -= first.functions
+    second.moves = 0  # of these functions alone it says nothing
+    return {"resume": [second]}
 
 
-def way_hosts(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def trace_hosts(folder: Path) -> Parts:
     hostfile = folder / "hostfile"
     hostfile.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n", encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in (0, 1):
-        command = [*train(folder / "run"), "--hostfile", str(hostfile), "--no-ssh", "--node-rank", str(rank)]
-        place = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        processes += run([*command, *place], folder / f"host{rank}", FIRST_STEP)
-    assert [process.wait() for process in processes] == [0, 0]
-    return {"hosts": [*read_traces(folder / "host0"), *read_traces(folder / "host1")]}
+        master = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+    shared = [*train(folder / "run"), "--hostfile", str(hostfile), "--no-ssh", *master]
+    hosts = [start([*shared, "--node-rank", str(rank)], folder / f"host{rank}", FIRST_STEP) for rank in (0, 1)]
+    if codes := [code for code in [process.wait() for process in hosts] if code]:
+        raise subprocess.CalledProcessError(codes[0], hosts[0].args)
+    return {"hosts": [*read(folder / "host0", "*"), *read(folder / "host1", "*")]}
 
 
-WAYS = {"train": way_train, "record": way_record, "save": way_save, "resume": way_resume, "hosts": way_hosts}
+WAYS = {"train": trace_train, "record": trace_record, "save": trace_save, "resume": trace_resume, "hosts": trace_hosts}
 
 
 def main(arguments: list[str]) -> None:
-    names = [name for name in arguments if name != "-v"]
     print("| way | files | functions | moves between files |\n|---|---|---|---|")
-    for name in names or WAYS:
+    for name in [name for name in arguments if name != "-v"] or WAYS:
         with tempfile.TemporaryDirectory() as folder:
             parts = WAYS[name](Path(folder))
-        for part, traces in parts.items():
-            functions = {(file, function) for one in traces for file, function in one["functions"]}
+        for part, tracers in parts.items():
+            functions = set().union(*(tracer.functions for tracer in tracers))
             files = {file for file, _ in functions}
-            print(f"| {part} | {len(files)} | {len(functions)} | {sum(one['moves'] for one in traces):,} |")
+            print(f"| {part} | {len(files)} | {len(functions)} | {sum(tracer.moves for tracer in tracers) or ''} |")
             if "-v" in arguments:
                 print("\n".join(f"  {file}" for file in sorted(files)))
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import count_tokens, join_alone, made_batches, made_ds_config, made_model, run, wait_for
 from benchmarks.trl_side import DPO, REWARD, SFT, StepByStep, made_side
 from dstrain.errors import UsageError
-from dstrain.models import heads as linear_head
+from dstrain.models import heads
 from dstrain.report.flops import StepFlops, find_peak_flops
 
 TEXT: dict[str, tuple[int, int, int, int, int, int]] = {
@@ -133,7 +133,7 @@ def _try_variant(world: Any, what: tuple[str, str, str], size: Size) -> dict[str
 @contextmanager
 def _whole_head() -> Iterator[None]:
     """Compute the logits of all targets in one chunk."""
-    with mock.patch.dict(linear_head.MAX_CHUNK_BYTES, {"cpu": 2**62, "cuda": 2**62}):
+    with mock.patch.dict(heads.MAX_CHUNK_BYTES, {"cpu": 2**62, "cuda": 2**62}):
         yield
 
 

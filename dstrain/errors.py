@@ -173,14 +173,14 @@ def mask_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 _BIDI_CONTROLS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""They change the order in which a line is displayed (Unicode Standard Annex 9)."""
+"""Bidirectional controls, which change the order in which a line is displayed (Unicode Standard Annex 9)."""
 _CONTROLS = {
     code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), *_BIDI_CONTROLS) if chr(code) not in "\n\t"
 }
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with control characters other than line breaks and tabs, and those of bidi, escaped as in Python.
+    """Return the text with control characters escaped as in Python, but for line breaks and tabs.
 
     For texts from files, models and other processes: a terminal would run the sequences in them.
     """

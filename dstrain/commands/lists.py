@@ -1,4 +1,4 @@
-"""dstrain tasks, recipes, presets and checkpoints: tables to choose from."""
+"""dstrain tasks, recipes, presets and checkpoints: tables on the terminal."""
 
 from __future__ import annotations
 

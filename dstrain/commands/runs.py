@@ -1,4 +1,4 @@
-"""dstrain status and report: what a run folder tells, and whether its processes are alive."""
+"""dstrain status and report: what a run folder records, and whether its processes are alive."""
 
 from __future__ import annotations
 

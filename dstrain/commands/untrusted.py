@@ -1,4 +1,4 @@
-"""Checks of folders and recipes that somebody else wrote, before anything of them is loaded."""
+"""Checks of folders and recipes that somebody else wrote, before they are used."""
 
 from __future__ import annotations
 

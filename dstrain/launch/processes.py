@@ -1,4 +1,4 @@
-"""Processes of a launch: find, signal, wait; threads that end with them."""
+"""Processes of a launch: find, signal, wait; number of threads and cores for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model folder holds, read without torch: configs, model types, tokenizer files, code, adapters."""
+"""Contents of a model folder, read without torch: config, model type, tokenizer files, code, adapters."""
 
 from __future__ import annotations
 

@@ -636,7 +636,7 @@ def _encoder_layer_bytes(vision: VisionShape, width: int) -> int:
 
 
 def _projector_bytes(shape: ModelShape, vision: VisionShape, width: int, positions: int, tokens: int) -> int:
-    """Return what autograd keeps of the projector; `tokens`: image tokens of the `positions`."""
+    """Return what autograd keeps of the projector; `positions`: in the encoder; `tokens`: image tokens."""
     if vision.is_gated:
         return positions * (_rms_norm_bytes(vision.hidden, width) + 3 * width * vision.hidden)
     return width * tokens * (vision.hidden + 2 * shape.hidden)

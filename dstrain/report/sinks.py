@@ -1,4 +1,4 @@
-"""Where metrics go beside the run's files: TensorBoard, Weights & Biases."""
+"""Sinks of metrics beside the run's files: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 

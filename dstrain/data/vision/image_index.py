@@ -1,4 +1,4 @@
-"""Images of a store: their files and hashes, copies that the processor sees alike, reading and writing."""
+"""Images of a store: their files and hashes, copies from which the processor makes equal tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of safety in DPO, and the order of pairs that they give."""
+"""Options of safety in DPO, and the order of chosen and rejected that follows from them."""
 
 from __future__ import annotations
 

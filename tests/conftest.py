@@ -48,10 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def find_missing_hosts(config: pytest.Config) -> str:
     """Return why every test of hosts was skipped; "" where one ran or none was asked for."""
     stats = config.pluginmanager.getplugin("terminalreporter").stats
-    done = {state: [one for one in reports if getattr(one, "nodeid", "").startswith("tests/hosts/")]
-            for state, reports in stats.items() if state in ("passed", "failed", "error", "skipped")}  # fmt: skip
-    skipped = done.pop("skipped", [])
-    if not skipped or any(done.values()):
+
+    def of_hosts(state: str) -> list[pytest.TestReport]:
+        return [report for report in stats.get(state, ()) if report.nodeid.startswith("tests/hosts/")]
+
+    skipped = of_hosts("skipped")
+    if not skipped or any(map(of_hosts, ("passed", "failed", "error"))):
         return ""
     return "; ".join(sorted({str(one.longrepr[2]).removeprefix("Skipped: ") for one in skipped}))
 

@@ -18,6 +18,7 @@ from dstrain.data.sources.open import open_source
 from dstrain.errors import TaskError
 from dstrain.launch.processes import count_available_cores
 from dstrain.tasks import make_task
+from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.text import TextTask
 
 NO_TOKENIZER_HINT = (
@@ -35,7 +36,7 @@ def check_file(
     parse = made.checks.parse_record
     if parse is None:
         raise TaskError(f"--task {task}: has no record format to check; the task reads its records itself")
-    if not isinstance(made, TextTask):
+    if not isinstance(made, RecordTask):
         opened = open_source(file, config.data.columns)
         return check_source(opened, parse, count_available_cores(), show_progress), ""
     item = DatasetConfig(path=file)
@@ -44,8 +45,8 @@ def check_file(
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
     told = _describe_documents(source) if isinstance(source, DocumentSource) else []
-    told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_images else []
-    if not getattr(made, "has_language_model", True):
+    told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_vision else []
+    if not made.reads_text:
         return found, "\n".join(told)
     if config.model.path is None:
         return found, "\n".join([*told, NO_TOKENIZER_HINT])

@@ -23,7 +23,6 @@ from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
-from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import load_split
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ def make_eval_source(data: str) -> Any:
 def check_reference(saved: SavedModel) -> None:
     """Raise UsageError where an exported policy would be its own reference, or its reference is missing."""
     task: Task = saved.task
-    if isinstance(task, ReferenceTask):
-        task.check_reference()
+    task.checks.reference()
     if saved.checkpoint is None and task.loss_inputs.reference.kind in ("model", "cached"):
         path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):

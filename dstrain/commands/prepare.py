@@ -19,7 +19,6 @@ from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import Split, load_split
-from dstrain.tasks.safety.pair_task import describe_order
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.units import format_count
 
@@ -115,7 +114,8 @@ def show_prepared(summary: Mapping[str, Any]) -> str:
         if "images" in split:
             lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
         lines += [f"  {line}" for line in describe_columns(split.get("columns", {}))]
-        lines += [f"  {told}" for told in (describe_cuts(split), describe_order(name, split)) if told]
+        lines += [f"  {cuts}"] if (cuts := describe_cuts(split)) else []
+        lines += [f"  {name}: {split['selection']}"] if "selection" in split else []
         lines += [f"  {note}" for note in (*describe_lost(split), *split.get("notes", ()))]
         if split.get("skipped"):
             lines.append(f"  {split['skipped']} of {split['read']} records skipped:")

@@ -16,8 +16,7 @@ from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, suggest_name
 from dstrain.files import not_file_reason
 from dstrain.models.weights import find_init_files
-from dstrain.tasks import fill_learning_rate, fill_lora
-from dstrain.tasks.safety.reward_models import iter_reward_model_paths
+from dstrain.tasks import fill_learning_rate, fill_lora, find_task
 
 RECIPES_DIR = Path(__file__).parents[1] / "recipes"
 
@@ -241,17 +240,27 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         (values["model"], "chat_template"),
         (values, "task"),
         (values, "ds_config"),
-        (values["options"], "ref_model"),
-        *((values["options"]["safety"], key.rpartition(".")[2]) for key, _ in iter_reward_model_paths(config.options)),
     ):
-        text = place.get(key)
-        found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
-        if found is not None:
-            place[key] = str(found)
+        _resolve_path(place, key, recipe_dir)
     faults += _resolve_init(values["model"], recipe_dir)
     if faults:
         raise RecipeError(faults)
+    for option in find_task(values["task"]).path_options:
+        *blocks, key = option.split(".")
+        block: Any = values["options"]
+        for name in blocks:
+            block = block.get(name) if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            _resolve_path(block, key, recipe_dir)
     return RunConfig.model_validate(values)
+
+
+def _resolve_path(block: dict[str, Any], key: str, recipe_dir: Path) -> None:
+    """Make the path under a key absolute; leave names and missing keys as they are."""
+    text = block.get(key)
+    found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
+    if found is not None:
+        block[key] = str(found)
 
 
 def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:

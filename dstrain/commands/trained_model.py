@@ -112,13 +112,13 @@ class SavedModel:
             check_head(self.task, self.folder)
         else:
             self._check_inputs(self.checkpoint)
-        if isinstance(self.task, TextTask) and self.task.model_source.reads_text:
+        if isinstance(self.task, TextTask) and self.task.reads_text:
             check_tokenizer_terminates(self.task.tokenizer, self.folder)
 
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint
-        from dstrain.train.resume import digest_tokenizer, iter_input_changes
+        from dstrain.train.resume import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
         recorded = checkpoint.read_run_info().get("inputs", {})
@@ -132,7 +132,7 @@ class SavedModel:
             return
         if self.task.has_own_tokenizer or model.chat_template is not None:
             return
-        for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": digest_tokenizer(self.task)}}):
+        for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": self.task.tokenizer_digest}}):
             fix = f"copy the folder from the run again, or name a tokenizer: --set {key}=FOLDER"
             raise UsageError(Fault(str(own), f"{what} (step {checkpoint.step})", fix))
 
@@ -249,7 +249,7 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
     model = made.recipe.model
     _check_model_config(run_dir, info, model.config, overrides)
     is_saved = model.path is not None or isinstance(model.tokenizer or model.processor, str)
-    if isinstance(made, TextTask) and made.model_source.reads_text and not is_saved:
+    if made.reads_text and not is_saved:
         # A tokenizer trained on data.train again would differ if that has changed.
         problem = "does not exist, and only that tokenizer fits the weights"
         raise UsageError(f"{run_dir / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")
@@ -310,9 +310,8 @@ def _can_build_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) ->
     from dstrain.models.params import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
-    own = isinstance(task, TextTask) and not task.loads_own_model
     with_code = model.path is not None and model.trust_remote_code  # that code may need real weights
-    return own and model.lora is None and not with_code and not is_zero3(ds_config)
+    return not task.loads_own_model and model.lora is None and not with_code and not is_zero3(ds_config)
 
 
 def hash_weights(task: Task, include_base: bool) -> None:

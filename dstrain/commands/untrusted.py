@@ -24,8 +24,6 @@ from dstrain.preset import Preset, check_ds_config
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
-from dstrain.tasks.common.text import TextTask
-from dstrain.tasks.safety.reward_models import REWARD_MODEL_KEYS, iter_reward_model_paths
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
@@ -230,8 +228,6 @@ _CONFIG_CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 # the network must be named there.
 
 
-_MODEL_KEYS = ("model.path", "options.ref_model")
-"""Keys of models; others name tokenizers and processors."""
 NO_FETCH_REASON = "and is not downloaded, since only the folder names it"
 
 
@@ -319,14 +315,24 @@ def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[
         ("model.path", config.model.path),
         ("model.tokenizer", config.model.tokenizer),
         ("model.processor", config.model.processor),
-        ("options.ref_model", config.options.get("ref_model")),
-        *iter_reward_model_paths(config.options),
+        *_iter_path_options(config, named_keys),
     ):
         if not isinstance(value, str) or named_keys & {key, key.rpartition(".")[0], key.split(".")[0]}:
             continue
         yield key, value
-        if key in (*_MODEL_KEYS, *REWARD_MODEL_KEYS) and (adapter := read_adapter(value, key)) is not None:
+        if key not in ("model.tokenizer", "model.processor") and (adapter := read_adapter(value, key)) is not None:
             yield key, adapter.base_model
+
+
+def _iter_path_options(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of each option that names a model, of a task whose code may run."""
+    if config.task not in builtin_tasks() and "task" not in named_keys:
+        return
+    for option in find_task(config.task).path_options:
+        value: Any = config.options
+        for name in option.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        yield f"options.{option}", value
 
 
 def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
@@ -401,8 +407,8 @@ def is_module_export(folder: Path) -> bool:
 
 def check_head(task: Task, folder: Path) -> None:
     """Raise UsageError if an exported model lacks its head, which would be initialized at random."""
-    if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
-        name = task.checks.validator.newly_initialized[0]
+    if names := task.checks.newly_initialized():
+        name = names[0]
         raise UsageError(
             f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
         )

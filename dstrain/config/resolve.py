@@ -176,8 +176,6 @@ _PATH_KEYS = {
     "model.processor": "model.tokenizer",
     "model.chat_template": "model.tokenizer",
     "data.train": "data.train",
-    "options.ref_model": "reference",
-    "options.safety": "options.safety",
 }
 """Keys with paths -> digest in run.json that is compared instead (train/resume): a run may be moved to another machine."""
 
@@ -192,6 +190,7 @@ def check_learning_changes(
     """
     names = {part for name in digests for part in (name, name.rpartition(".")[0])}  # options.safety.harmless_rm
     moved = {"model.init", *(key for key, digest in _PATH_KEYS.items() if digest in names)}
+    moved |= {name for name in names if name.startswith("options.")}
     return [
         Fault(
             key,

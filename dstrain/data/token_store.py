@@ -324,8 +324,8 @@ class TokenizedDataset:
     """Name -> a number for each row of the store: precomputed outputs of frozen models."""
     aligned_stores: Mapping[str, AlignedStore] = field(default_factory=dict, repr=False)
     """Name of a frozen model with a tokenizer of its own -> the same records as it reads them."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Further counts for the report."""
+    counts: Mapping[str, int | str] = field(default_factory=dict)
+    """Further counts for the report, and `selection`: a phrase on the samples that a task has chosen."""
 
     def __len__(self) -> int:
         return len(self.rows)

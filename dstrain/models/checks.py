@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from dstrain.config.schema import RunConfig
 
 
-VISION_TASKS = ("vlm", "docqa")
-"""Packaged tasks that need a vision-language model."""
-GENERATION_TASKS = ("sft", "dpo", "kto", *VISION_TASKS)
-"""Packaged tasks whose model generates text."""
 LFS_POINTER = b"version https://git-lfs.github.com"
 VISION_KEYS = (
     "vision_config",
@@ -66,26 +62,20 @@ VISION_KEYS = (
 """Keys of which a vision-language model's config.json has at least one."""
 
 
-def check_model(config: RunConfig) -> list[Fault]:
+def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: bool = False) -> list[Fault]:
     """Return the faults of a recipe's model, found in config.json and the tokenizer's files; Hub ids are not checked.
 
-    For text tasks. A model that passes may still be rejected when transformers loads it.
+    `can_generate`: the task's model writes text; `needs_vision`: it has to take images. A model that passes may still be
+    rejected when transformers loads it.
     """
-    model, options = config.model, config.options
+    model = config.model
     if model.path is None:
-        return [] if model.config is None else _check_config(config, model.config, "model.config")
-    faults = _check_folder(config, model.path)
-    if isinstance(reference := options.get("ref_model"), str):
-        values = _read_config(reference, "options.ref_model")
-        trusted = model.trust_remote_code
-        faults += (
-            values if isinstance(values, list) else check_hub_code(values, reference, "options.ref_model", trusted)
+        return (
+            []
+            if model.config is None
+            else _check_config(config, model.config, "model.config", can_generate, needs_vision)
         )
-    return faults
-
-
-def _check_folder(config: RunConfig, name: str) -> list[Fault]:
-    """Return the faults of model.path."""
+    name = model.path
     try:
         adapter = read_adapter(name)
     except RecipeError as error:
@@ -94,11 +84,17 @@ def _check_folder(config: RunConfig, name: str) -> list[Fault]:
     values = _read_config(base, "model.path")
     faults = values if isinstance(values, list) else []
     if isinstance(values, dict):
-        faults = _check_config(config, values, "model.path")
-        faults += check_hub_code(values, base, "model.path", config.model.trust_remote_code)
-        faults += _check_tokenizer(config.model)
-        faults += _check_weights(config.model)
+        faults = _check_config(config, values, "model.path", can_generate, needs_vision)
+        faults += check_hub_code(values, base, "model.path", model.trust_remote_code)
+        faults += _check_tokenizer(model)
+        faults += _check_weights(model)
     return faults
+
+
+def check_frozen_model(name: str, key: str, trust_remote_code: bool) -> list[Fault]:
+    """Return the faults of the model that another recipe key names, found in its config.json."""
+    values = _read_config(name, key)
+    return values if isinstance(values, list) else check_hub_code(values, name, key, trust_remote_code)
 
 
 def _check_weights(model: ModelConfig) -> list[Fault]:
@@ -157,7 +153,9 @@ def _missing_config_fault(folder: Path, name: str, key: str) -> Fault:
     return Fault(key, f"'{name}' holds no config.json", "give a folder that transformers can load")
 
 
-def _check_config(config: RunConfig, values: Mapping[str, Any], key: str) -> list[Fault]:
+def _check_config(
+    config: RunConfig, values: Mapping[str, Any], key: str, can_generate: bool, needs_vision: bool
+) -> list[Fault]:
     """Return the faults in a config.json, or in model.config."""
     model_type, model = values.get("model_type"), config.model
     if not isinstance(model_type, str) or not model_type:
@@ -173,10 +171,10 @@ def _check_config(config: RunConfig, values: Mapping[str, Any], key: str) -> lis
     faults = []
     if limit is not None and limit < max_length:
         faults.append(max_length_fault(max_length, limit))
-    if config.task in GENERATION_TASKS and is_bidirectional(model_type, values.get("is_decoder")):
+    if can_generate and is_bidirectional(model_type, values.get("is_decoder")):
         faults.append(bidirectional_fault(key, model_type))
     has_vision = any(name in values for name in VISION_KEYS)
-    if config.task in VISION_TASKS and not has_vision and _is_text_only(model_type):
+    if needs_vision and not has_vision and _is_text_only(model_type):
         faults.append(text_only_fault(key, model_type, f"task {config.task}"))
     return faults
 

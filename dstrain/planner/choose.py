@@ -18,7 +18,8 @@ from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import hub_name, named_config, read_shape
 from dstrain.planner.workload import Cluster, ModelShape, TaskProperties, detect_gpu_bytes, parse_bytes, read_properties
 from dstrain.preset import read_preset
-from dstrain.tasks import fill_learning_rate
+from dstrain.tasks import fill_learning_rate, find_task
+from dstrain.tasks.common.text import TextTask
 from dstrain.units import format_bytes
 
 AUTO = "auto"
@@ -170,11 +171,6 @@ def _nothing_fits(
 TEXT_MODELS = tuple(f"qwen3-{size}b" for size in ("32", "14", "8", "4", "1.7", "0.6"))
 VISION_MODELS = ("qwen2.5-vl-7b", "qwen2.5-vl-3b")
 """Packaged shapes that are suggested, the largest first."""
-VISION_TASKS = ("vlm", "docqa")
-MODELS_OF_NONE = ("protein",)
-"""Tasks that build their own model."""
-UNPLANNED_TASKS = ("temporal",)
-"""Tasks with another trained part beside the model, which the planner does not know."""
 RESIDENT_PRESETS = ("zero2", "zero3")
 """Presets that a suggestion must fit into: nothing is offloaded, which would be slow."""
 LORA = {"rank": 16, "alpha": 32}
@@ -236,15 +232,16 @@ def suggest_model(task: str, hardware: Hardware) -> ModelSuggestion | None:
 
     Without a GPU, or if none fits, it is the smallest one. None for tasks that build their own model.
     """
-    if task in MODELS_OF_NONE:
+    found = find_task(task)
+    if not issubclass(found, TextTask):
         return None
-    models = VISION_MODELS if task in VISION_TASKS else TEXT_MODELS
-    if hardware.gpus and hardware.gpu_bytes and task not in UNPLANNED_TASKS:
+    models = VISION_MODELS if found.needs_vision else TEXT_MODELS
+    is_planned = found.is_planned and bool(hardware.gpus and hardware.gpu_bytes)
+    if is_planned:
         for name in models:
             for lora in (None, LORA):
                 if _fits(task, name, lora, hardware):
                     return ModelSuggestion(name=_hub_id(name), use_lora=lora is not None)
-    is_planned = task not in UNPLANNED_TASKS and bool(hardware.gpus and hardware.gpu_bytes)
     return ModelSuggestion(name=_hub_id(models[-1]), use_lora=is_planned)
 
 

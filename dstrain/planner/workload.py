@@ -195,9 +195,6 @@ def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param
     return replace(shape, tensors=tensors, param_source=param_source)
 
 
-SCORE_CLASS = "AutoModelForSequenceClassification"
-
-
 QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 """Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
 
@@ -225,22 +222,18 @@ class TaskProperties:
 
 def read_properties(config: RunConfig) -> TaskProperties:
     """Return the properties of a recipe's task. Imports no torch; of a user's task file, its own imports."""
-    task: Any = make_task(config)
-    source = getattr(task, "source_class", None)
-    is_text = source is not None and not getattr(task, "loads_own_model", False)
-    name = str(getattr(source, "auto_class_name", ""))
-    options = getattr(task, "ref_model", None)
+    task = make_task(config)
+    if not task.is_planned or task.loads_own_model:
+        return TaskProperties(is_known=False)
+    inputs = task.loss_inputs
     return TaskProperties(
-        rows_per_sample=2 if getattr(task, "has_pairs", False) else 1,
-        is_scored=name == SCORE_CLASS,
-        heads=tuple(getattr(task, "modules_to_save", ())),
-        reference=getattr(task, "reference_kind", "none"),
-        reference_model=task.reference_config if options else None,
-        reward_models=tuple(
-            model.task.recipe.model for model in getattr(task, "reward_models", ()) if not model.is_cached
-        ),
-        packs_batches=bool(getattr(task, "packs_batches", False)),
-        is_known=is_text and config.task not in ("temporal", "protein"),
+        rows_per_sample=2 if task.has_pairs else 1,
+        is_scored=not task.can_generate,
+        heads=task.export.modules_to_save,
+        reference=inputs.reference.kind,
+        reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
+        reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
+        packs_batches=task.packs_batches,
     )
 
 

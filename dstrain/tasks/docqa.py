@@ -70,6 +70,7 @@ class DocQA(SFT):
 
     metric_names = ("token_accuracy", *ANSWER_METRICS)
     checks_class = DocQAChecks
+    needs_vision = True
     default_lora = LoraConfig()
 
     max_pages: int = 4

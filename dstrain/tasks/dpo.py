@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
+from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.pairs import PairChecks, pair_metrics, tiny_pair_recipe
 from dstrain.tasks.common.reference import ReferenceChecks
 from dstrain.tasks.common.task import Loss, ReferenceKind
@@ -30,9 +31,18 @@ class DPOChecks(PairChecks, ReferenceChecks):
 
     task: DPO
 
+    def reference(self) -> None:
+        super().reference()
+        for model in self.task.reward_models:
+            model.check_files()
+
     def run(self) -> None:
         super().run()
-        self.task.check_images()
+        source = self.task.model_source
+        if self.task.shows_corrupted and not source.is_multimodal:
+            problem = f"compares images, and {source.config.model_type} is a text-only model"
+            fix = "leave it out, or name a vision-language model (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
+            raise RecipeError(Fault("options.safety.image_weight", problem, fix))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.data.token_store import TokenStore
 from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.models.checks import ModelValidator, check_model
+from dstrain.models.checks import ModelValidator
 from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
 from dstrain.models.params import check_freeze_and_groups
 from dstrain.models.weights import check_weight_files
@@ -193,7 +193,7 @@ class TemporalChecks(TextChecks):
         faults = [MISSING_MODEL] * (not source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
         if source.is_named and not source.has_encoder and not faults:
-            faults += check_model(recipe)
+            faults += self.model_faults()
         if not source.has_language_model and recipe.model.path is not None and not source.has_encoder:
             problem = f"is not an exported temporal model, and stage {self.task.stage} has no language model"
             faults.append(Fault("model.path", problem, "give an export of task temporal, or leave it out"))
@@ -279,6 +279,7 @@ class Temporal(SFT):
     source_class = TemporalModelSource
     learning_rate = 1.0e-4
     packs_batches = False
+    is_planned = False  # the encoder beside the language model is not computed
 
     stage: Literal["align", "sft", "classify", "masked"] = "align"
     """align: train encoder and projector on captions; sft: the language model too (LoRA with model.lora); classify: encoder and classifier on labels; masked: the encoder alone on hidden patches."""

@@ -49,7 +49,7 @@ class VLM(SFT):
     """
 
     metric_names = ("token_accuracy", "exact_match")
-    needs_images = True
+    needs_vision = True
     checks_class = VLMChecks
 
     group_by_image: bool = False

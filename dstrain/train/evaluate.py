@@ -13,7 +13,6 @@ from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.models.params import unwrap_peft
 from dstrain.report.meter import Meter
 from dstrain.tasks import GenerationMetrics, Task
-from dstrain.tasks.common.text import TextTask
 from dstrain.train.engine.base import EvalEngine
 from dstrain.train.generate import GenerationModel, SamplingParams, generate_answers
 
@@ -50,7 +49,7 @@ class Evaluation:
         row = meter.drain()
         for name in ("step_seconds", "padding"):  # the meter counts each forward pass as a step
             row.pop(name, None)
-        generation = self.task.generation_metrics if isinstance(self.task, TextTask) else None
+        generation = self.task.generation_metrics
         if generation is None or not len(self.examples):
             return row
         scores = self._score_answers(engine, generation, should_stop)

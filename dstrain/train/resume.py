@@ -14,7 +14,6 @@ from dstrain.cache import file_digest
 from dstrain.config import BatchPlan, RunConfig, check_learning_changes, find_learning_changes
 from dstrain.config.schema import BatchConfig, DatasetConfig
 from dstrain.data.dataset import Dataset
-from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.open import find_structure_files, open_source
 from dstrain.data.token_store import TokenizedDataset
 from dstrain.errors import CheckpointError, DataError, Fault, ResumeError
@@ -24,7 +23,6 @@ from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.tasks import Task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.registry import digest_task_files
-from dstrain.tasks.common.text import TextTask
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.state.manifest import (
     MANIFEST_FILE,
@@ -284,8 +282,8 @@ def digest_model_files(task: Task) -> dict[str, dict[str, Any]]:
         found["model.path"] = {"digest": digest}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():
-        if isinstance(one, TextTask) and one.model_source.reads_text:
-            found[key] = {"digest": digest_tokenizer(one)}
+        if (digest := one.tokenizer_digest) is not None:
+            found[key] = {"digest": digest}
     return found
 
 
@@ -301,12 +299,6 @@ def with_selected_samples(inputs: InputDigests, task: Task, dataset: Dataset) ->
     key = scorers[-1].recipe_key
     digest = hashlib.sha256(dataset.store.record_indices[dataset.rows].tobytes()).hexdigest()
     return {**inputs, key: {**inputs.get(key, {}), "kept": digest}}
-
-
-def digest_tokenizer(task: TextTask) -> str:
-    """Return the fingerprint of the tokenizer, or of the processor with its tokenizer."""
-    processor = task.model_source.vision_processor
-    return tokenizer_fingerprint(task.tokenizer) if processor is None else processor.fingerprint
 
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
@@ -451,8 +443,8 @@ def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: Run
 
 
 def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprints for run.json: `base` with LoRA, `reference` for a separate reference model, and
-    one under the recipe key of each reward model.
+    """Return the fingerprints for run.json: `base` with LoRA, `reference` for a separate copy of the model as
+    reference, and one under the recipe key of each other model: another reference, a reward model.
 
     Reads every byte of files whose hash is not cached, so it runs before any process group starts. A
     precomputed reference counts too, since its log-probs depend on it. With LoRA the reference is the base.
@@ -460,8 +452,9 @@ def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, s
     model, seed = task.recipe.model, task.recipe.seed
     coarse = is_half_precision_init(ds_config)
     found = {} if model.lora is None else {"base": weights_fingerprint(model, seed, coarse)}
-    if task.loss_inputs.reference.kind in ("model", "cached"):
-        found["reference"] = weights_fingerprint(task.loss_inputs.reference.config, seed, coarse)
+    reference = task.loss_inputs.reference
+    if reference.kind in ("model", "cached"):
+        found[reference.recipe_key or "reference"] = weights_fingerprint(reference.config, seed, coarse)
     for scorer in task.loss_inputs.scorers:
         found[scorer.recipe_key] = weights_fingerprint(scorer.config, seed)
     return found
@@ -484,7 +477,8 @@ def check_fingerprints(
     before = checkpoint.read_run_info()
     if before.get("base") != current.get("base"):
         raise ResumeError(f"{checkpoint.path}: {BASE_CHANGED_MESSAGE}")
-    frozen = {"reference": ("reference", get_reference_key(task))}
+    reference_key = get_reference_key(task)
+    frozen = {task.loss_inputs.reference.recipe_key or "reference": ("reference", reference_key)}
     frozen |= {scorer.recipe_key: (f"{scorer.name} reward", scorer.recipe_key) for scorer in task.loss_inputs.scorers}
     for name, (what, key) in frozen.items():
         known = before.get(name)
@@ -498,9 +492,10 @@ def check_fingerprints(
 
 def get_reference_key(task: Task) -> str:
     """Return the recipe key that names the weights of the reference."""
-    model, wanted = task.recipe.model, task.loss_inputs.reference.config
-    if task.recipe.options.get("ref_model"):
-        return "options.ref_model"
+    model, reference = task.recipe.model, task.loss_inputs.reference
+    if reference.recipe_key is not None:
+        return reference.recipe_key
+    wanted = reference.config
     if wanted.init is not None and wanted.init == model.init:
         return "model.init"
     return "model.config" if wanted.path is None else "model.path"

@@ -230,7 +230,8 @@ def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypa
 )
 def test_a_folder_has_nothing_fetched(key: str, value: str, folder: Path) -> None:
     shutil.rmtree(folder / "run/tokenizer")
-    change(recipe_of(folder, "run"), **{"model__config": None, "model__path": str(folder), key: value})
+    own = {"task": "dpo"} if key.startswith("options") else {}
+    change(recipe_of(folder, "run"), **{"model__config": None, "model__path": str(folder), key: value, **own})
     dotted = key.replace("__", ".")
     with pytest.raises(UsageError, match=f"{dotted}: names '{value}' on the hub.*add --set {dotted}={value}"):
         find_saved_model(folder / "run", "last")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import RecipeError
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.checks import check_frozen_model
 from dstrain.models.folder import check_local_folder
 from dstrain.models.load import read_config
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
@@ -18,6 +19,9 @@ from dstrain.tasks.common.text import TextChecks, TextExport, TextTask, model_un
 
 if TYPE_CHECKING:
     import torch
+
+
+REF_MODEL_KEY = "options.ref_model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,15 @@ class ReferenceChecks(TextChecks):
 
     def required_keys(self) -> None:
         super().required_keys()
-        self.task.check_reference()
+        self.reference()
+
+    def model_faults(self) -> list[Fault]:
+        other, trusted = self.task.ref_model, self.task.recipe.model.trust_remote_code
+        return [*super().model_faults(), *(check_frozen_model(other, REF_MODEL_KEY, trusted) if other else [])]
+
+    def reference(self) -> None:
+        if self.task.ref_model:
+            check_local_folder(self.task.ref_model, REF_MODEL_KEY)
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class ReferenceTask(TextTask):
     """A task that compares the log-probabilities of answers under the policy and a reference."""
 
     learning_rate = 1.0e-6
+    path_options: ClassVar[tuple[str, ...]] = ("ref_model",)
     checks_class: ClassVar[type[TextChecks]] = ReferenceChecks
     export_class = ReferenceExport
 
@@ -87,15 +100,11 @@ class ReferenceTask(TextTask):
         reason = model_unsupported_reason(reference, config, shares_prefixes)
         return f"of options.ref_model: {reason}" if reason else None
 
-    def check_reference(self) -> None:
-        """Raise RecipeError where the folder of `ref_model` does not exist."""
-        if self.ref_model:
-            check_local_folder(self.ref_model, "options.ref_model")
-
     @property
     def loss_inputs(self) -> LossInputs:
         reference = Reference(
             kind=self.reference_kind,
+            recipe_key=REF_MODEL_KEY if self.ref_model else None,
             config=self.reference_config,
             build=self.build_reference,
             outputs=self.reference_outputs,

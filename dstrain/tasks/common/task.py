@@ -74,6 +74,8 @@ class Reference(FrozenModel):
 
     kind: ReferenceKind = "none"
     """Source of its outputs."""
+    recipe_key: str | None = None
+    """Recipe key of another model; None: the reference is the run's model before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,9 @@ class Checks:
     def run(self) -> None:
         """Raise UsageError for whatever can be found wrong before any process group starts."""
 
+    def reference(self) -> None:
+        """Raise UsageError where the model that the reference is loaded from is missing."""
+
     def device(self) -> None:
         """Raise UsageError where this machine cannot run the model. Not called where only tokens are prepared."""
 
@@ -163,6 +168,10 @@ class Checks:
 
     def info_messages(self) -> Sequence[str]:
         """Return a sentence for each fact worth knowing when a run starts."""
+        return ()
+
+    def newly_initialized(self) -> Sequence[str]:
+        """Return the weights that the model's files lack, after `run`."""
         return ()
 
     def baselines(self, examples: Samples) -> Mapping[str, float]:
@@ -234,8 +243,21 @@ class Task(ABC):
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The DATA_KEYS that `examples` applies. A recipe that sets another is refused."""
 
-    needs_images: ClassVar[bool] = False
-    """True where records are expected to have images: a file without any gets a warning."""
+    needs_vision: ClassVar[bool] = False
+    """True where the model has to take images."""
+
+    path_options: ClassVar[tuple[str, ...]] = ()
+    """Options that name a model's folder or Hub id, `safety.harmless_rm` in a block: looked up next to the recipe too,
+    and not downloaded where only a folder of somebody else names it."""
+
+    packs_batches: ClassVar[bool] = False
+    """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
+
+    has_pairs: ClassVar[bool] = False
+    """True where the rows of a sample begin with the same tokens."""
+
+    is_planned: ClassVar[bool] = False
+    """True where the model is one of transformers with a language-model or score head, as `dstrain plan` computes it."""
 
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe that the task was made for; not an option."""
@@ -262,6 +284,36 @@ class Task(ABC):
 
         `model`: what `build_model` returned; adapters are in its layers, without peft's wrapper around it.
         """
+
+    @property
+    def encodes_records(self) -> bool:
+        """True where examples are encoded once and cached, which the first process of a host does for the others."""
+        return False
+
+    @property
+    def reads_text(self) -> bool:
+        """True where the model has a tokenizer, the task's `tokenizer`."""
+        return False
+
+    @property
+    def can_generate(self) -> bool:
+        """True where the model writes text, token by token."""
+        return False
+
+    @property
+    def loads_own_model(self) -> bool:
+        """True where `build_model` makes the model in its own way, not as transformers does."""
+        return True
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Digest of the tokenizer, or of the processor with its tokenizer; None where the model has none."""
+        return None
+
+    @property
+    def generation_metrics(self) -> GenerationMetrics | None:
+        """Metrics of answers that the model generates in an evaluation; None: it generates none."""
+        return None
 
     @property
     def loss_inputs(self) -> LossInputs:

@@ -15,7 +15,7 @@ from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelC
 from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import ModelValidator, check_length_dependent, check_model, check_trains_on_text
@@ -23,7 +23,7 @@ from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.model_source import ModelSource, TrainingRecords
 from dstrain.tasks.common.record_task import RecordTask
-from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, has_dropout_disabled
+from dstrain.tasks.common.task import Checks, Export, LossInputs, Split, has_dropout_disabled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,10 +105,8 @@ BATCH_METHODS = (
 class TextData:
     """Base class of text tasks, for their records and batches. Rows of a batch: R sequences of token ids."""
 
-    packs_batches: ClassVar[bool] = False
-    """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
-    has_pairs: ClassVar[bool] = False
-    """True where the rows of a sample begin with the same tokens."""
+    packs_batches: ClassVar[bool]
+    has_pairs: ClassVar[bool]
     rows_per_sample: ClassVar[int] = 2
     """Sequences of a sample in a batch."""
     ref_columns: ClassVar[tuple[str, ...]] = ()
@@ -263,12 +261,16 @@ class TextChecks(Checks):
     def required_keys(self) -> None:
         from dstrain.data.prepare import NO_TRAIN_DATA
 
-        recipe = self.task.recipe
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
         own = self.task.has_own_tokenizer or self.task.has_own_source_load
-        if faults := faults or ([] if own else check_model(recipe)):
+        if faults := faults or ([] if own else self.model_faults()):
             raise RecipeError(faults)
+
+    def model_faults(self) -> list[Fault]:
+        """Return the faults of the models that the recipe names, found in their small files."""
+        task = self.task
+        return check_model(task.recipe, can_generate=task.can_generate, needs_vision=task.needs_vision)
 
     def run(self) -> None:
         model, source = self.task.recipe.model, self.task.model_source
@@ -291,6 +293,9 @@ class TextChecks(Checks):
 
         packing = [message] if (message := self.task.packing.message) else []
         return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
+
+    def newly_initialized(self) -> Sequence[str]:
+        return self.validator.newly_initialized
 
     @cached_property
     def validator(self) -> ModelValidator:
@@ -321,6 +326,7 @@ class TextExport(Export):
 class TextTask(TextData, RecordTask):
     """A task on records of text, with or without images, for a transformers model."""
 
+    is_planned = True
     source_class: ClassVar[type[ModelSource]] = ModelSource
     checks_class: ClassVar[type[TextChecks]] = TextChecks
     export_class: ClassVar[type[TextExport]] = TextExport
@@ -381,6 +387,21 @@ class TextTask(TextData, RecordTask):
         return type(self).tokenizer is not TextTask.tokenizer
 
     @property
+    def reads_text(self) -> bool:
+        return self.model_source.reads_text
+
+    @property
+    def can_generate(self) -> bool:
+        return self.model_source.can_generate
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        if not self.reads_text:
+            return None
+        processor = self.model_source.vision_processor
+        return tokenizer_fingerprint(self.tokenizer) if processor is None else processor.fingerprint
+
+    @property
     def loads_own_model(self) -> bool:
         """True where a subclass, in a user's file, makes the model in its own way."""
         return self.has_own_source_load or type(self).build_model is not TextTask.build_model
@@ -393,11 +414,6 @@ class TextTask(TextData, RecordTask):
     @cached_property
     def checks(self) -> TextChecks:
         return self.checks_class(parse_record=self.parse_record, task=self)
-
-    @property
-    def generation_metrics(self) -> GenerationMetrics | None:
-        """Metrics of answers that the model generates in an evaluation; None: it generates none."""
-        return None
 
     @property
     def export(self) -> TextExport:

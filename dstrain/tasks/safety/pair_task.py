@@ -13,7 +13,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import SAFETY_KEYS, Preference, to_chosen_rejected
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
-from dstrain.errors import DataError, Fault, RecipeError, suggest_name
+from dstrain.errors import DataError, suggest_name
 from dstrain.tasks.common.pairs import PairTask, pair_metrics
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import Loss, LossInputs, Split, Sums
@@ -26,7 +26,12 @@ from dstrain.tasks.safety.options import (
     SafetyOptions,
     order_pairs,
 )
-from dstrain.tasks.safety.reward_models import FrozenRewardModel, cached_scores, make_reward_models
+from dstrain.tasks.safety.reward_models import (
+    REWARD_MODEL_OPTIONS,
+    FrozenRewardModel,
+    cached_scores,
+    make_reward_models,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,21 +65,15 @@ def order_dataset(dataset: TokenizedDataset, options: SafetyOptions, split: Spli
     order = order_pairs({name: dataset.column(name) for name in names}, options.harmless_threshold)
     if not order.keep.any():
         raise DataError(_describe_unsafe(f"{len(dataset)} pairs", options, split))
-    counts = {"pairs_reordered": int(order.swap.sum()), "pairs_dropped": int((~order.keep).sum())}
+    reordered, dropped = int(order.swap.sum()), int((~order.keep).sum())
+    left_out = "dropped" if split == "train" else "left out of the loss"
+    selection = f"{reordered} pairs reordered, {dropped} of two unsafe answers {left_out}"
+    counts: dict[str, int | str] = {"pairs_reordered": reordered, "pairs_dropped": dropped, "selection": selection}
     kept = dataset.select(order.keep) if split == "train" else dataset
     for number, (before, after) in enumerate(zip(dataset.sizes, kept.sizes, strict=True), 1):
         if before and not after:
             raise DataError(_describe_unsafe(f"{before} pairs of source {number}", options, split))
     return replace(kept, counts=counts)
-
-
-def describe_order(split: str, report: Mapping[str, Any]) -> str:
-    """Return a line on the reordered and dropped pairs of a split's report; empty if it does not count them."""
-    if "pairs_reordered" not in report:
-        return ""
-    left_out = "dropped" if split == "train" else "left out of the loss"
-    reordered, dropped = report["pairs_reordered"], report["pairs_dropped"]
-    return f"{split}: {reordered} pairs reordered, {dropped} of two unsafe answers {left_out}"
 
 
 def _describe_unsafe(pairs: str, options: SafetyOptions, split: Split) -> str:
@@ -169,6 +168,8 @@ class SafePairTask(PairTask, ReferenceTask):
     of pairs with images, whose images are corrupted. Labels and scores reorder pairs in the loss, not in the batch.
     """
 
+    path_options = (*ReferenceTask.path_options, *REWARD_MODEL_OPTIONS)
+
     safety: SafetyOptions | None = None
     """Safety-aware DPO: a block of options. An empty one, safety: {}, logs the safety metrics of the data's labels."""
 
@@ -252,20 +253,6 @@ class SafePairTask(PairTask, ReferenceTask):
         for model in online:
             reason = reason or model.packing_unsupported_reason(shares_prefixes)
         return reason
-
-    def check_reference(self) -> None:
-        """Raise RecipeError where the folder of the reference or of a reward model cannot be used."""
-        super().check_reference()
-        for model in self.reward_models:
-            model.check_files()
-
-    def check_images(self) -> None:
-        """Raise RecipeError for a term on images with a model that takes none."""
-        source = self.model_source
-        if self.shows_corrupted and not source.is_multimodal:
-            problem = f"compares images, and {source.config.model_type} is a text-only model"
-            fix = "leave it out, or name a vision-language model (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
-            raise RecipeError(Fault("options.safety.image_weight", problem, fix))
 
     def collate(self, examples: Examples) -> Batch:
         batch = super().collate(examples)

@@ -35,17 +35,9 @@ if TYPE_CHECKING:
 SIDES = ("chosen", "rejected")
 HEADS = ("helpful", "harmless")
 """Names of the reward models: `options.safety.helpful_rm`, and the columns `helpful_chosen`, `helpful_rejected`."""
-REWARD_MODEL_KEYS = tuple(f"options.safety.{name}_rm" for name in HEADS)
+REWARD_MODEL_OPTIONS = tuple(f"safety.{name}_rm" for name in HEADS)
 SCORE_HEAD_FILE = "score.safetensors"
 FOLDER_FIX = "give a folder that `dstrain export` wrote from a run of task rm"
-
-
-def iter_reward_model_paths(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (recipe key, folder) of each reward model that the options of a recipe name."""
-    block = options.get("safety")
-    if isinstance(block, Mapping):
-        named = ((key, block.get(key.rpartition(".")[2])) for key in REWARD_MODEL_KEYS)
-        yield from ((key, path) for key, path in named if isinstance(path, str))
 
 
 def cached_scores(examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -32,7 +32,6 @@ from dstrain.report.sinks import check_trackers
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
-from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_auto_on_rank_0, resolve_ds_config
@@ -198,9 +197,7 @@ def _prepare_datasets(
         check_trackers(task.recipe.log)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (
-        rendezvous.local_main_process_first()
-        if rendezvous and isinstance(task, TextTask)
-        else contextlib.nullcontext(),
+        rendezvous.local_main_process_first() if rendezvous and task.encodes_records else contextlib.nullcontext(),
         log_if_slow("reading and tokenizing data.train and data.eval, once for these files", worker.rank == 0),
     ):
         train_dataset, eval_dataset = load_split(task, "train"), load_split(task, "eval")

@@ -18,7 +18,6 @@ from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
-from dstrain.tasks.safety.pair_task import describe_order
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
 from dstrain.train.resume import ResumeChange
@@ -83,14 +82,14 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "
             f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
         )
-        order = filter(None, [describe_order(split, report) for split, report in reports.items()])
-        for line in (*describe_truncation(reports), *order, *describe_frozen_models(plan.task, plan.preset.stage)):
+        selections = [f"{split}: {report['selection']}" for split, report in reports.items() if "selection" in report]
+        for line in (*describe_truncation(reports), *selections, *describe_frozen_models(plan.task, plan.preset.stage)):
             log_stdout(line)
     for line in plan.task.checks.info_messages():
         run_log.log_event("notice", what=line)
         if world.rank == 0:
             log_stdout(line)
-    if plan.task.needs_images:
+    if plan.task.needs_vision:
         found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
         report_warnings(warn_without_images(found), run_log, world)
     warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)

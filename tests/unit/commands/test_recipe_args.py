@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dstrain.commands.recipe_args import resolve_paths
 from dstrain.config import read_recipe
 
@@ -14,3 +16,28 @@ def test_paths_of_a_recipe_become_absolute(tmp_path: Path) -> None:
     recipe = read_recipe(tmp_path / "recipe.yaml")
     config = resolve_paths(recipe.config, recipe.folder)
     assert config.data.train[0].path == str(tmp_path / "train.jsonl")
+
+
+OWN_TASK = """
+from dataclasses import dataclass
+
+from dstrain.tasks.rm import RewardModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RewardModel):
+    path_options = {names}
+    ref_model: str | None = None
+"""
+
+
+@pytest.mark.parametrize("names", ["()", '("ref_model",)'])
+def test_only_options_that_a_task_calls_paths_are_looked_up_next_to_the_recipe(names: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "own.py").write_text(OWN_TASK.format(names=names))
+    (tmp_path / "other").mkdir()
+    text = "task: ./own.py\ndata: {train: train.jsonl}\noptions: {ref_model: ./other}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    found = resolve_paths(recipe.config, recipe.folder).options["ref_model"]
+    assert found == ("./other" if names == "()" else str(tmp_path / "other"))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks import check_model, max_positions, rope_length_warning, sees_later_tokens
+from dstrain.models.checks import max_positions, rope_length_warning, sees_later_tokens
 from dstrain.models.folder import (
     BIDIRECTIONAL_TYPES,
     LEARNED_POSITION_TYPES,
@@ -48,7 +48,7 @@ def recipe(path: Path | str, task: str = "sft", **options: Any) -> RunConfig:
 
 
 def faults(path: Path | str, task: str = "sft", **options: Any) -> str:
-    return "; ".join(map(str, check_model(recipe(path, task, **options))))
+    return "; ".join(map(str, make_task(recipe(path, task, **options)).checks.model_faults()))
 
 
 def test_a_whole_folder_and_a_hub_id_pass(tmp_path: Path) -> None:
@@ -168,6 +168,14 @@ def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
     assert "is not a folder" in faults("org/name", "dpo", ref_model=long)
 
 
+def test_a_task_file_derived_from_vlm_needs_a_vision_model_too(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\nfrom dstrain.tasks.vlm import VLM\n@dataclass(frozen=True)\nclass Own(VLM):\n    pass\n"
+    )
+    assert f"llama is a text-only model; task {own} needs" in faults(folder(tmp_path / "llama"), str(own))
+
+
 def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = folder(tmp_path / "model")
     opened = Path.open
@@ -233,10 +241,18 @@ def test_kernels_of_the_hub_are_found_before_anything_starts(key: str, tmp_path:
         "options": options,
     }
     wanted = f"in the config of '{tmp_path}' _attn_implementation names code on the Hub ('evil/kernel')"
-    found = [fault for fault in check_model(RunConfig.model_validate(recipe)) if "names code" in fault.problem]
+    found = [
+        fault
+        for fault in make_task(RunConfig.model_validate(recipe)).checks.model_faults()
+        if "names code" in fault.problem
+    ]
     assert [(fault.where, fault.problem) for fault in found] == [(key, wanted)]
     recipe["model"]["trust_remote_code"] = True
-    assert not [fault for fault in check_model(RunConfig.model_validate(recipe)) if "names code" in fault.problem]
+    assert not [
+        fault
+        for fault in make_task(RunConfig.model_validate(recipe)).checks.model_faults()
+        if "names code" in fault.problem
+    ]
 
 
 # Families that see later tokens are found by a probe.

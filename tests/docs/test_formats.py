@@ -102,7 +102,7 @@ def render(sample: Any) -> str:
         return f"⇒ {sample.answer}</s>"  # all of it, but for the first token, which nothing comes before
     (row,) = encode_conversations(tokenizer(), [sample], EncodingConfig(max_length=512))
     assert not isinstance(row, BadRecord), row
-    ids, mask = [*row["input_ids"]], [*row["learnt"]]
+    ids, mask = [*row["input_ids"]], [*row["loss_mask"]]
     text, learnt = tokenizer().decode(ids[: mask.index(1)]), learnt_text(ids, mask)
     return f"{text} ⇒ {' … '.join(learnt)}" if text else f"⇒ {' … '.join(learnt)}"
 
@@ -116,7 +116,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "record", "task", "learnt"), rows(), ids=lambda value: value[:40])
+@pytest.mark.parametrize(("name", "record", "task", "loss_mask"), rows(), ids=lambda value: value[:40])
 def test_a_record_of_another_framework_is_read_as_the_table_says(
     name: str, record: str, task: str, learnt: str
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelConfig, RunConfig
+from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelConfig
 from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
@@ -95,16 +95,79 @@ def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, share
     return packing_unsupported_reason(config, shares_prefixes)
 
 
-BATCH_METHODS = (
-    "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
-    "scores", "source_class", "step_stats",
-)  # fmt: skip
-"""Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+@dataclass(frozen=True, kw_only=True)
+class TextChecks(Checks):
+    """Checks of the model, its files and its tokenizer."""
+
+    task: TextTask
+
+    def required_keys(self) -> None:
+        from dstrain.data.prepare import NO_TRAIN_DATA
+
+        recipe = self.task.recipe
+        faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
+        faults += [NO_TRAIN_DATA] * (not self.task.training_items)
+        own = self.task.has_own_tokenizer or self.task.has_own_source_load
+        if faults := faults or ([] if own else check_model(recipe)):
+            raise RecipeError(faults)
+
+    def run(self) -> None:
+        model, source = self.task.recipe.model, self.task.model_source
+        check_weight_files(model)
+        check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
+        check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
+        self.validator.check(source.build_meta_model())
+        _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
+
+    def device(self) -> None:
+        self.task.model_source.check_attn_implementation()
+
+    def warnings(self) -> Sequence[str]:
+        from dstrain.data.encoding.conversations import describe_missing_end
+
+        return [*self.validator.warnings, *describe_missing_end(self.task.tokenizer)]
+
+    def info_messages(self) -> Sequence[str]:
+        from dstrain.data.encoding.rendering import describe_missing_template
+
+        packing = [message] if (message := self.task.packing.message) else []
+        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
+
+    @cached_property
+    def validator(self) -> ModelValidator:
+        task = self.task
+        return ModelValidator(task.recipe, task.modules_to_save, task.model_source.can_generate)
 
 
-class TextData:
-    """Base class of text tasks, for their records and batches. Rows of a batch: R sequences of token ids."""
+@dataclass(frozen=True)
+class TextExport(Export):
+    """Exports a folder that transformers loads, with its tokenizer or processor."""
 
+    task: TextTask
+
+    def save_extras(self, folder: Path) -> None:
+        self.task.model_source.save_processor(folder)
+
+    def reload(self, folder: Path) -> torch.nn.Module:
+        return self.task.model_source.reload(folder)
+
+    def make_probes(self, examples: Sequence[Any]) -> list[Batch]:
+        # Padded: the reloaded model is the one that users load, without the attention function of packed batches.
+        batch = self.task.recipe.batch.model_copy(update={"packing": False, "prefix_sharing": False})
+        padded = replace(self.task, recipe=self.task.recipe.model_copy(update={"batch": batch}))
+        return [padded.collate([example]) for example in examples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(RecordTask):
+    """A task on records of text, with or without images, for a transformers model.
+
+    Rows of a batch: R sequences of token ids.
+    """
+
+    source_class: ClassVar[type[ModelSource]] = ModelSource
+    checks_class: ClassVar[type[TextChecks]] = TextChecks
+    export_class: ClassVar[type[TextExport]] = TextExport
     packs_batches: ClassVar[bool] = False
     """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
     has_pairs: ClassVar[bool] = False
@@ -113,15 +176,35 @@ class TextData:
     """Sequences of a sample in a batch."""
     ref_columns: ClassVar[tuple[str, ...]] = ()
     """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
+    row_members: ClassVar[tuple[str, ...]] = (
+        "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
+        "scores", "source_class", "step_stats",
+    )  # fmt: skip
+    """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+    modules_to_save: ClassVar[tuple[str, ...]] = ()
+    """New parts of the model, trained in full where `model.lora` freezes the rest."""
+    default_lora: ClassVar[LoraConfig | None] = None
+    """Adapters where the recipe does not write `model.lora`; the value null there trains the weights."""
 
-    if TYPE_CHECKING:  # of `TextTask`
-        recipe: RunConfig
-        tokenizer: Any
-        model_source: Any
+    @abstractmethod
+    def parse(self, record: Mapping[str, Any]) -> Any:
+        """Parse the text of a record. Raises BadRecord."""
 
-        @property
-        def loads_own_model(self) -> bool: ...
-        def parse(self, record: Mapping[str, Any]) -> Any: ...
+    @abstractmethod
+    def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        """Return the example or the fault of each parsed record.
+
+        `images` expands the image placeholders of the records; None for a text-only model. A task
+        whose encoder has a state gives a property instead that returns a new `SequentialEncoder`.
+        """
+
+    @abstractmethod
+    def encode_key(self) -> dict[str, Any]:
+        """Return everything that `encode` depends on, except the tokenizer or processor."""
+
+    @abstractmethod
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        """Yield the texts of a record, to train a tokenizer on."""
 
     def parse_record(self, record: dict[str, Any]) -> Any:
         """Parse a record and refuse images that the model does not take. Raises BadRecord."""
@@ -152,6 +235,71 @@ class TextData:
         """Whether the model takes images; None where the recipe names no model yet."""
         return self.model_source.is_multimodal if self.model_source.is_named else None
 
+    def split_group(self, record: dict[str, Any]) -> Any:
+        """Return the record's prompt and images; None where nothing is asked before the answer."""
+        item = self.parse_record(record)
+        prompt = get_prompt(item.parsed)
+        return [prompt, item.images] if prompt or item.images else None
+
+    def open_prompts(self, item: DatasetConfig) -> Source:
+        """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
+        return self.open_sources([item])
+
+    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
+        """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
+        return read_prompt(record)
+
+    @property
+    def example_settings(self) -> ExampleSettings:
+        from dstrain.data.encoding.conservation import LOST_COLUMNS
+        from dstrain.data.encoding.tokenization import CUT_COLUMNS
+
+        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
+
+    @property
+    def _tokens(self) -> TokenColumns:
+        from dstrain.data.token_store import TokenColumns
+
+        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
+
+    @property
+    def store_builder(self) -> StoreBuilder:
+        """Builder of this task's token stores, with its `parse` and `encode`."""
+        from dstrain.tasks.common.store_builder import StoreBuilder
+
+        return StoreBuilder(
+            recipe=self.recipe,
+            parse=self.parse,
+            parse_text_only=self._parse_text_only,
+            encode=self.encode,
+            key=self.encode_key(),
+            settings=self.example_settings,
+        )
+
+    def build_store(self, source: ConcatSource) -> TokenStore:
+        """Return the source's examples, from the cache where they are in it. Raises DataError."""
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return self.store_builder.build(source, self.tokenizer)
+        return self.store_builder.build_with_images(source, processor)
+
+    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
+        dataset = cast("TokenizedDataset | None", super().examples(split))
+        if (
+            dataset is not None
+            and split == "train"
+            and (index := dataset.store.image_index) is not None
+            and not len(index)
+        ):
+            self._check_trains_on_text()
+        return dataset
+
+    def _check_trains_on_text(self) -> None:
+        """Raise DataError where only vision parts are trained, and no record has an image."""
+        model = self.recipe.model
+        if model.freeze and not model.lora:
+            check_trains_on_text(self.model_source.build_meta_model(), model)
+
     @cached_property
     def packing(self) -> PackingMode:
         """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
@@ -169,19 +317,11 @@ class TextData:
 
     def _find_overridden_method(self) -> str | None:
         """Return a reason where a task file replaces a member that may expect padded rows."""
-        for name in BATCH_METHODS:
+        for name in self.row_members:
             owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
             if owner is not None and not owner.__module__.startswith("dstrain."):
                 return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
         return None
-
-    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Prepare a model for packed batches, where the task has them. Returns it."""
-        if self.packing.is_packed:
-            from dstrain.models.attention.packed import enable_packed_attention
-
-            enable_packed_attention(model)
-        return model
 
     def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
         """Return the sequences as rows of a batch. `num_pairs`: sequences i and num_pairs + i are a pair.
@@ -253,101 +393,9 @@ class TextData:
             if name in examples[0]
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextChecks(Checks):
-    """Checks of the model, its files and its tokenizer."""
-
-    task: TextTask
-
-    def required_keys(self) -> None:
-        from dstrain.data.prepare import NO_TRAIN_DATA
-
-        recipe = self.task.recipe
-        faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
-        faults += [NO_TRAIN_DATA] * (not self.task.training_items)
-        own = self.task.has_own_tokenizer or self.task.has_own_source_load
-        if faults := faults or ([] if own else check_model(recipe)):
-            raise RecipeError(faults)
-
-    def run(self) -> None:
-        model, source = self.task.recipe.model, self.task.model_source
-        check_weight_files(model)
-        check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
-        check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
-        self.validator.check(source.build_meta_model())
-        _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
-
-    def device(self) -> None:
-        self.task.model_source.check_attn_implementation()
-
-    def warnings(self) -> Sequence[str]:
-        from dstrain.data.encoding.conversations import describe_missing_end
-
-        return [*self.validator.warnings, *describe_missing_end(self.task.tokenizer)]
-
-    def info_messages(self) -> Sequence[str]:
-        from dstrain.data.encoding.rendering import describe_missing_template
-
-        packing = [message] if (message := self.task.packing.message) else []
-        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
-
-    @cached_property
-    def validator(self) -> ModelValidator:
-        task = self.task
-        return ModelValidator(task.recipe, task.modules_to_save, task.model_source.can_generate)
-
-
-@dataclass(frozen=True)
-class TextExport(Export):
-    """Exports a folder that transformers loads, with its tokenizer or processor."""
-
-    task: TextTask
-
-    def save_extras(self, folder: Path) -> None:
-        self.task.model_source.save_processor(folder)
-
-    def reload(self, folder: Path) -> torch.nn.Module:
-        return self.task.model_source.reload(folder)
-
-    def make_probes(self, examples: Sequence[Any]) -> list[Batch]:
-        # Padded: the reloaded model is the one that users load, without the attention function of packed batches.
-        batch = self.task.recipe.batch.model_copy(update={"packing": False, "prefix_sharing": False})
-        padded = replace(self.task, recipe=self.task.recipe.model_copy(update={"batch": batch}))
-        return [padded.collate([example]) for example in examples]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTask(TextData, RecordTask):
-    """A task on records of text, with or without images, for a transformers model."""
-
-    source_class: ClassVar[type[ModelSource]] = ModelSource
-    checks_class: ClassVar[type[TextChecks]] = TextChecks
-    export_class: ClassVar[type[TextExport]] = TextExport
-    modules_to_save: ClassVar[tuple[str, ...]] = ()
-    """New parts of the model, trained in full where `model.lora` freezes the rest."""
-    default_lora: ClassVar[LoraConfig | None] = None
-    """Adapters where the recipe does not write `model.lora`; the value null there trains the weights."""
-
-    @abstractmethod
-    def parse(self, record: Mapping[str, Any]) -> Any:
-        """Parse the text of a record. Raises BadRecord."""
-
-    @abstractmethod
-    def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
-        """Return the example or the fault of each parsed record.
-
-        `images` expands the image placeholders of the records; None for a text-only model. A task
-        whose encoder has a state gives a property instead that returns a new `SequentialEncoder`.
-        """
-
-    @abstractmethod
-    def encode_key(self) -> dict[str, Any]:
-        """Return everything that `encode` depends on, except the tokenizer or processor."""
-
-    @abstractmethod
-    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
-        """Yield the texts of a record, to train a tokenizer on."""
+    @property
+    def loss_inputs(self) -> LossInputs:
+        return LossInputs(packing=lambda: self.packing)
 
     @cached_property
     def model_source(self) -> ModelSource:
@@ -381,14 +429,25 @@ class TextTask(TextData, RecordTask):
         return type(self).tokenizer is not TextTask.tokenizer
 
     @property
+    def has_own_source_load(self) -> bool:
+        """True where `source_class` loads in its own way: model.path may then mean anything."""
+        return self.source_class.load is not ModelSource.load
+
+    @property
     def loads_own_model(self) -> bool:
         """True where a subclass, in a user's file, makes the model in its own way."""
         return self.has_own_source_load or type(self).build_model is not TextTask.build_model
 
-    @property
-    def has_own_source_load(self) -> bool:
-        """True where `source_class` loads in its own way: model.path may then mean anything."""
-        return self.source_class.load is not ModelSource.load
+    def build_model(self) -> torch.nn.Module:
+        return self.enable_packing(self.model_source.load(self.recipe.model))
+
+    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a model for packed batches, where the task has them. Returns it."""
+        if self.packing.is_packed:
+            from dstrain.models.attention.packed import enable_packed_attention
+
+            enable_packed_attention(model)
+        return model
 
     @cached_property
     def checks(self) -> TextChecks:
@@ -402,75 +461,3 @@ class TextTask(TextData, RecordTask):
     @property
     def export(self) -> TextExport:
         return self.export_class(self, self.modules_to_save)
-
-    @property
-    def _tokens(self) -> TokenColumns:
-        from dstrain.data.token_store import TokenColumns
-
-        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
-
-    @property
-    def example_settings(self) -> ExampleSettings:
-        from dstrain.data.encoding.conservation import LOST_COLUMNS
-        from dstrain.data.encoding.tokenization import CUT_COLUMNS
-
-        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
-
-    def split_group(self, record: dict[str, Any]) -> Any:
-        """Return the record's prompt and images; None where nothing is asked before the answer."""
-        item = self.parse_record(record)
-        prompt = get_prompt(item.parsed)
-        return [prompt, item.images] if prompt or item.images else None
-
-    def open_prompts(self, item: DatasetConfig) -> Source:
-        """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
-        return self.open_sources([item])
-
-    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
-        """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
-        return read_prompt(record)
-
-    def build_store(self, source: ConcatSource) -> TokenStore:
-        """Return the source's examples, from the cache where they are in it. Raises DataError."""
-        processor = self.model_source.vision_processor
-        if processor is None:
-            return self.store_builder.build(source, self.tokenizer)
-        return self.store_builder.build_with_images(source, processor)
-
-    @property
-    def store_builder(self) -> StoreBuilder:
-        """Builder of this task's token stores, with its `parse` and `encode`."""
-        from dstrain.tasks.common.store_builder import StoreBuilder
-
-        return StoreBuilder(
-            recipe=self.recipe,
-            parse=self.parse,
-            parse_text_only=self._parse_text_only,
-            encode=self.encode,
-            key=self.encode_key(),
-            settings=self.example_settings,
-        )
-
-    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
-        dataset = cast("TokenizedDataset | None", super().examples(split))
-        if (
-            dataset is not None
-            and split == "train"
-            and (index := dataset.store.image_index) is not None
-            and not len(index)
-        ):
-            self._check_trains_on_text()
-        return dataset
-
-    def _check_trains_on_text(self) -> None:
-        """Raise DataError where only vision parts are trained, and no record has an image."""
-        model = self.recipe.model
-        if model.freeze and not model.lora:
-            check_trains_on_text(self.model_source.build_meta_model(), model)
-
-    @property
-    def loss_inputs(self) -> LossInputs:
-        return LossInputs(packing=lambda: self.packing)
-
-    def build_model(self) -> torch.nn.Module:
-        return self.enable_packing(self.model_source.load(self.recipe.model))

@@ -116,7 +116,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "record", "task", "loss_mask"), rows(), ids=lambda value: value[:40])
+@pytest.mark.parametrize(("name", "record", "task", "learnt"), rows(), ids=lambda value: value[:40])
 def test_a_record_of_another_framework_is_read_as_the_table_says(
     name: str, record: str, task: str, learnt: str
 ) -> None:

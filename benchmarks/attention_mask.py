@@ -31,9 +31,9 @@ def answers(vocabulary: int, micro: int, length: int, shortest: int) -> Batch:
     ids = torch.randint(3, vocabulary, (micro, length), generator=torch.Generator().manual_seed(1))
     lengths = torch.linspace(shortest, length, micro).long()
     mask = (torch.arange(length) < lengths[:, None]).long()
-    learnt = mask[:, 1:].contiguous()
-    tensors = {"input_ids": ids, "attention_mask": mask, "learnt": learnt}
-    return Batch(tensors=tensors, weight=float(learnt.sum()), samples=())
+    loss_mask = mask[:, 1:].contiguous()
+    tensors = {"input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask}
+    return Batch(tensors=tensors, weight=float(loss_mask.sum()), samples=())
 
 
 def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:

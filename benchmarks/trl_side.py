@@ -98,8 +98,8 @@ def sft_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return rows in SFTTrainer's format after tokenization: -100 where a token is no target; and the numbers of images."""
     rows = []
     for index, example in enumerate(examples):
-        ids, learnt = example["input_ids"].tolist(), example["learnt"].tolist()
-        labels = [token if wanted else -100 for token, wanted in zip(ids, learnt, strict=True)]
+        ids, loss_mask = example["input_ids"].tolist(), example["loss_mask"].tolist()
+        labels = [token if wanted else -100 for token, wanted in zip(ids, loss_mask, strict=True)]
         rows.append({"input_ids": ids, "labels": labels, **({"example": index} if "images" in example else {})})
     return rows
 

@@ -27,7 +27,7 @@ def count_work(task: str, examples: Sequence[Mapping[str, Any]]) -> Work:
     if task in ("sft", "vlm"):
         return Work(
             sum(len(example["input_ids"]) for example in examples),
-            sum(int(example["learnt"].sum()) for example in examples),
+            sum(int(example["loss_mask"].sum()) for example in examples),
         )
     tokens = targets = 0
     for example in examples:

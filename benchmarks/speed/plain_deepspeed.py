@@ -78,8 +78,10 @@ class PlainDeepSpeed:
 
     def _sft_loss(self, examples: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         inputs = self._pad([example["input_ids"] for example in examples])
-        learnt = pad_sequence([torch.as_tensor(example["learnt"]).bool() for example in examples], batch_first=True)
+        loss_mask = pad_sequence(
+            [torch.as_tensor(example["loss_mask"]).bool() for example in examples], batch_first=True
+        )
         batch = self._task.collate(list(examples)) if self._name == "vlm" else None
         return self._engine(
-            **inputs, **(batch.vision if batch else {}), labels=inputs["input_ids"].masked_fill(~learnt, -100)
+            **inputs, **(batch.vision if batch else {}), labels=inputs["input_ids"].masked_fill(~loss_mask, -100)
         ).loss

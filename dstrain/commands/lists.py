@@ -38,12 +38,13 @@ from dstrain.units import format_bytes
 def list_checkpoints(run_dir: Path, verify: bool, as_json: bool) -> tuple[str, bool]:
     """Return (a line per checkpoint, newest first; True where all are complete)."""
     from dstrain.train.checkpoints import list_checkpoint_rows
+    from dstrain.train.state.manifest import COMPLETE_STATUS
 
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         raise UsageError(f"{run_dir}: has no checkpoints folder; give the folder of a run")
     rows = list_checkpoint_rows(folder, verify)
-    whole = all(row["state"] == "whole" for row in rows)
+    whole = all(row["state"] == COMPLETE_STATUS for row in rows)
     if as_json:
         return json.dumps(rows), whole
     lines = [f"{'step':>8} {'size':>10} {'processes':>9} {'stage':>5} {'metric':>10}  state"]

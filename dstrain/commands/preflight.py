@@ -66,7 +66,7 @@ def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
     if (start := find_compatible_candidate(run_dir, resume, config)) is not None:
         check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
     data = config.data.model_dump(mode="json")
-    cache_entry = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
+    cache_entry = {"checked_records": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
     if config.task not in builtin_tasks() or all(load_file_result(file, cache_entry) for file in files):
         return
     started_at, states = time.time_ns(), [file_state(file) for file in files]

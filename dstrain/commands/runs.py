@@ -23,6 +23,7 @@ from dstrain.report.run_history import RunHistory, is_number, open_run, parse_ti
 from dstrain.report.run_log import replace_nonfinite, task_metric_names
 from dstrain.train.checkpoints import list_checkpoint_rows
 from dstrain.train.run_report import REPORT_FILE, describe_run, write_page
+from dstrain.train.state.manifest import COMPLETE_STATUS
 from dstrain.units import format_bytes, format_count, format_duration
 
 _POLL_SECONDS = 0.25
@@ -135,7 +136,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "is_late": is_alive and age is not None and _is_stale(progress, age),
         "last_train": history.train.last_row or None,
         "last_eval": history.eval.last_row or None,
-        "last_checkpoint": next((one for one in checkpoints if one["state"] == "whole"), None),
+        "last_checkpoint": next((one for one in checkpoints if one["state"] == COMPLETE_STATUS), None),
         "best_checkpoint": next((one for one in checkpoints if one["best"]), None),
         "last_event": history.events[-1] if history.events else None,
     }

@@ -46,8 +46,8 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         request = resolve_auto_request(request, recipe, run_dir, launch)
         recipe = resolve_recipe(request)
         launch = _plan_request(request, recipe, run_dir, launch_options)
-    asked = recipe
-    recipe = apply_reduced_batch(asked, run_dir, launch.world_size, request.resume)
+    written_recipe = recipe
+    recipe = apply_reduced_batch(written_recipe, run_dir, launch.world_size, request.resume)
     if line := cpu_overload_warning(launch):
         log_stderr(f"warning: {line}")
     resume = ResumeOptions(request.resume, request.allowed_changes)
@@ -64,7 +64,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
         request = resume_own_run(request, run_dir)
         launch = _plan_request(request, recipe, run_dir, launch_options)
-        reduced = apply_reduced_batch(asked, run_dir, launch.world_size, request.resume)
+        reduced = apply_reduced_batch(written_recipe, run_dir, launch.world_size, request.resume)
         if reduced.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
             return code
         recipe, resume = reduced, ResumeOptions(request.resume, request.allowed_changes)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""

@@ -122,9 +122,9 @@ def fetch_environment(socket_name: str, token: str, timeout: float = ENVIRONMENT
 
 def watch_heartbeat() -> None:
     """Start a thread that kills this process when its agent has ended, is suspended, or hangs."""
-    name, _, silence = os.environ.get(HEARTBEAT_ENV, "").partition(" ")
+    name, _, timeout = os.environ.get(HEARTBEAT_ENV, "").partition(" ")
     if name:
-        threading.Thread(target=_watch, args=(name, float(silence)), name="follow-heartbeat", daemon=True).start()
+        threading.Thread(target=_watch, args=(name, float(timeout)), name="follow-heartbeat", daemon=True).start()
 
 
 def _watch(socket_name: str, heartbeat_timeout: float) -> None:

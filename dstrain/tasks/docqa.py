@@ -233,7 +233,7 @@ def _add_answer_columns(example: EncodeResult, span: EncodeResult, sample: Docum
     if isinstance(example, BadRecord) or isinstance(span, BadRecord):
         return example if isinstance(example, BadRecord) else span
     answers = json.dumps(sample.accepted, ensure_ascii=False).encode()
-    return {**example, "answers": [*answers], "prompt_length": float([*span["learnt"]].index(1))}
+    return {**example, "answers": [*answers], "prompt_length": float([*span["loss_mask"]].index(1))}
 
 
 def _get_prompt(example: Mapping[str, Any]) -> EncodedPrompt:

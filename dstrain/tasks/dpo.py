@@ -98,7 +98,7 @@ class DPO(SafePairTask):
         every = answer_log_probs(model, batch).sum(-1)  # (2B + B',)
         sums = every[: 2 * len(batch.tensors["margin"])]  # (2B,)
         # At least 1: a row without a target must not divide by 0.
-        lengths = batch.tensors["learnt"].sum(-1)[: len(sums)].clamp(min=1)  # (2B,)
+        lengths = batch.tensors["loss_mask"].sum(-1)[: len(sums)].clamp(min=1)  # (2B,)
         scale = lengths if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
         reference = torch.zeros_like(sums)  # (2B,)
         if self.reference_kind != "none":

@@ -125,7 +125,7 @@ class KTO(ReferenceTask):
         self, examples: Sequence[Mapping[str, Any]], side: str
     ) -> tuple[dict[str, torch.Tensor], tuple[PackedGroup, ...]]:
         rows = self.make_rows([example[side] for example in examples])
-        targets = rows.target_tensors([example[f"{side}_learnt"] for example in examples])
+        targets = rows.target_tensors([example[f"{side}_loss_mask"] for example in examples])
         return {**rows.input_tensors(), **targets}, rows.groups
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -82,10 +82,10 @@ class SFT(TextTask):
         sequences = [example["input_ids"] for example in examples]
         rows = self.make_rows(sequences)
         batch = Batch(
-            tensors={**rows.input_tensors(), **rows.target_tensors([example["learnt"] for example in examples])},
+            tensors={**rows.input_tensors(), **rows.target_tensors([example["loss_mask"] for example in examples])},
             groups=rows.groups,
             # The number of targets: the loss of a step is a mean over tokens, not over rows.
-            weight=float(sum(int(example["learnt"].sum()) for example in examples)),
+            weight=float(sum(int(example["loss_mask"].sum()) for example in examples)),
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
@@ -95,7 +95,7 @@ class SFT(TextTask):
         from dstrain.tasks.common.forward import score_answers
 
         log_probs, right = score_answers(model, batch)  # (B, K), (B, K)
-        more = self.extra_metrics(right, batch.tensors["learnt"])
+        more = self.extra_metrics(right, batch.tensors["loss_mask"])
         return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **more})
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:

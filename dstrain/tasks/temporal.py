@@ -556,14 +556,14 @@ class CaptionEncoder:
             return example if isinstance(example, BadRecord) else answer
         count = self.patches.count_tokens(*sample.values.shape)
         ids = insert_soft_tokens(self.tokenizer, example["input_ids"], count)
-        loss_mask = [0] * count + [*example["learnt"]]
+        loss_mask = [0] * count + [*example["loss_mask"]]
         if len(ids) > self.config.max_length:
             total = f"{count} soft tokens and {len(ids) - count} tokens of text"
             fix = "raise data.max_length or options.encoder.patch_length, or shorten the record"
             return BadRecord(f"the record has {total}, above data.max_length {self.config.max_length}; {fix}")
         captions = json.dumps(sample.captions, ensure_ascii=False).encode()
-        columns = {"input_ids": ids, "learnt": loss_mask, "answers": [*captions]}
-        numbers = {"prompt_length": float(count + [*answer["learnt"]].index(1))}
+        columns = {"input_ids": ids, "loss_mask": loss_mask, "answers": [*captions]}
+        numbers = {"prompt_length": float(count + [*answer["loss_mask"]].index(1))}
         return {**example, **columns, **numbers, **to_columns(sample.values, sample.stats)}
 
 

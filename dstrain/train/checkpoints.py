@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -26,6 +26,7 @@ from dstrain.train.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FIELDS,
     MANIFEST_FILE,
+    CheckpointFault,
     CheckpointInfo,
     FileEntry,
     finalize_checkpoint,
@@ -269,15 +270,18 @@ class CheckpointStore:
             passed_over.append(read_checkpoint_info(path, fault))
         return None, passed_over
 
-    def find_fault(self, path: Path) -> str | None:
-        """Return why a checkpoint is damaged; None if it is complete. Collective.
+    def find_fault(self, path: Path) -> CheckpointFault | None:
+        """Return why a checkpoint cannot be read; None if it is complete. Collective.
 
         Every byte is read and hashed, a share by each rank.
         """
         fault = find_fault(path, share=(self.world.rank, self.world.size))
         with self._peer_errors(f"verifying {path}"):
             faults = self.world.gather(fault)
-        return next((f"{fault} (rank {rank})" for rank, fault in enumerate(faults) if fault), None)
+        for rank, found in enumerate(faults):
+            if found is not None:
+                return replace(found, reason=f"{found.reason} (rank {rank})")
+        return None
 
     def remove_incomplete(self) -> list[str]:
         """Remove incomplete checkpoints of a killed run; return their names. Call before the first save. Collective."""

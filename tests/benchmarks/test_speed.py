@@ -79,7 +79,7 @@ def test_a_token_that_both_answers_share_counts_once() -> None:
     pair: dict[str, Any] = {"chosen": np.array([1, 2, 3, 4]), "rejected": np.array([1, 2, 5]), "prompt_length": 2}
     assert count_work("rm", [pair, pair]) == Work(tokens=10, targets=0)
     assert count_work("dpo", [pair]) == Work(tokens=5, targets=3)
-    text = {"input_ids": np.array([1, 2, 3]), "learnt": np.array([0, 1, 1])}
+    text = {"input_ids": np.array([1, 2, 3]), "loss_mask": np.array([0, 1, 1])}
     assert count_work("sft", [text]) == Work(tokens=3, targets=2)
 
 

@@ -44,7 +44,7 @@ def test_orpo_differs_from_trl_by_its_sft_term_alone(tmp_path: Path) -> None:
     first = next(iter(side.trainer.get_train_dataloader()))
     loss, said = side.trainer.get_batch_loss_metrics(side.trainer.model, first)
     model, batch = task.build_model(), task.collate(ordered(task)[: task.recipe.batch.total])
-    sums, lengths = answer_log_probs(model, batch).sum(-1).detach(), batch.tensors["learnt"].sum(-1)
+    sums, lengths = answer_log_probs(model, batch).sum(-1).detach(), batch.tensors["loss_mask"].sum(-1)
     learns_chosen = -(sums / lengths).chunk(2)[0].mean()
     ours = task.loss(model, batch).total.detach() / batch.weight
     assert float(ours - learns_chosen) == pytest.approx(float(loss.detach()) - said["nll_loss"], abs=1e-5)

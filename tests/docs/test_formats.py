@@ -102,7 +102,7 @@ def render(sample: Any) -> str:
         return f"⇒ {sample.answer}</s>"  # all of it, but for the first token, which nothing comes before
     (row,) = encode_conversations(tokenizer(), [sample], EncodingConfig(max_length=512))
     assert not isinstance(row, BadRecord), row
-    ids, mask = [*row["input_ids"]], [*row["learnt"]]
+    ids, mask = [*row["input_ids"]], [*row["loss_mask"]]
     text, learnt = tokenizer().decode(ids[: mask.index(1)]), learnt_text(ids, mask)
     return f"{text} ⇒ {' … '.join(learnt)}" if text else f"⇒ {' … '.join(learnt)}"
 

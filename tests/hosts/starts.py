@@ -41,7 +41,7 @@ def refuse(refusal: Refusal, lab: Lab, folder: Path) -> Outcome:
 
 
 NOISE = r"""
-echo '{"facts": {}}'; printf '{"facts": '; head -c 3000000 /dev/zero | tr '\0' x; head -c 3000 /dev/urandom
+echo '{"host_info": {}}'; printf '{"host_info": '; head -c 3000000 /dev/zero | tr '\0' x; head -c 3000 /dev/urandom
 (while sleep 0.1; do printf noise; done 2> /dev/null) & disown
 echo "an error of the login script" >&2; shopt -s expand_aliases; alias exec='echo no'; echo -ne "\033]0;$HOSTNAME\007"; sleep 1; set -u
 """

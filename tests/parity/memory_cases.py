@@ -169,7 +169,7 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
     shape = read_shape(recipe, properties)
     plan = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, 1), "cpu")
     ids = batch.tensors["input_ids"]
-    targets = int(batch.tensors["learnt"].sum()) if "learnt" in batch.tensors else 0
+    targets = int(batch.tensors["loss_mask"].sum()) if "loss_mask" in batch.tensors else 0
     keys = sum(
         (block.queries.end - block.queries.start) * sum(one.end - one.start for one in block.keys)
         for block in blocks_of(PackedLayout(batch.groups), None)

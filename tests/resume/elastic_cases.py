@@ -242,7 +242,7 @@ def target(checkpoint: str, first: int = BEFORE, to: str | None = None, **made: 
 def refused(checkpoint: str, fails: str | None = None, **made: Any) -> str:
     """Return the error of loading a checkpoint; `fails`: what fails on rank 1 only. Collective."""
     goes_on = engine(**made)
-    broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read_into", KeyError("no such stretch"))}
+    broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read_into", KeyError("no such range"))}
     name, error = broken[fails or "open"]
     here = fails is not None and goes_on.world.rank == 1
     with mock.patch.object(CheckpointReader, name, side_effect=error) if here else nullcontext():

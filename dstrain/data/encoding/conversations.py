@@ -78,7 +78,7 @@ class _SampleEncoder:
 def encode_conversations(
     tokenizer: Any, samples: Sequence[Sample], config: EncodingConfig, expansion: PlaceholderExpansion | None = None
 ) -> list[dict[str, Any] | BadRecord]:
-    """Return `input_ids` of each sample and `learnt`, its loss mask of the same length.
+    """Return `input_ids` of each sample and `loss_mask`, its loss mask of the same length.
 
     The mask is 1 where a token is a target, which an image token never is. `prompt_cut`,
     `response_cut` and `last_turn_cut` are 1 if something was truncated, else 0. `expansion`: the
@@ -213,7 +213,7 @@ def _finish_example(ids: list[int], loss_mask: list[int], cuts: dict[str, int]) 
             "the text is a single token, so there is no target to train on; write a longer text or remove the record"
         )
     last = len(ids) - loss_mask[::-1].index(1)
-    return {"input_ids": ids[:last], "learnt": loss_mask[:last], **cuts}
+    return {"input_ids": ids[:last], "loss_mask": loss_mask[:last], **cuts}
 
 
 @dataclass(frozen=True)

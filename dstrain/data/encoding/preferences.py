@@ -156,8 +156,8 @@ def _without_suffix(ids: list[int], suffix: list[int]) -> list[int]:
 class UnpairedEncoder:
     """Encodes the answers of parsed records, one chunk after another.
 
-    `answer` holds the ids, `answer_learnt` is 1 where a token is the answer's, `desirable` is 1 or
-    0. If requested, `mismatched` and `mismatched_learnt` are the same prompt with the answer to the
+    `answer` holds the ids, `answer_loss_mask` is 1 where a token is the answer's, `desirable` is 1 or
+    0. If requested, `mismatched` and `mismatched_loss_mask` are the same prompt with the answer to the
     next other prompt of the chunk.
     """
 
@@ -207,7 +207,7 @@ def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config:
         if isinstance(example, BadRecord)
         else {
             "answer": example["input_ids"],
-            "answer_learnt": example["learnt"],
+            "answer_loss_mask": example["loss_mask"],
             "desirable": float(item.desirable),
             **{name: cut for name, cut in example.items() if name in (*CUT_COLUMNS, *LOST_COLUMNS)},
         }
@@ -218,7 +218,7 @@ def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config:
 def _merge_examples(matched: EncodeResult, mismatched: EncodeResult) -> EncodeResult:
     if isinstance(matched, BadRecord) or isinstance(mismatched, BadRecord):
         return matched if isinstance(matched, BadRecord) else mismatched
-    return {**matched, "mismatched": mismatched["input_ids"], "mismatched_learnt": mismatched["learnt"]}
+    return {**matched, "mismatched": mismatched["input_ids"], "mismatched_loss_mask": mismatched["loss_mask"]}
 
 
 def mismatched_indices(prompts: Sequence[Prompt]) -> list[int]:

@@ -39,9 +39,9 @@ class PaddedRows:
         }
 
     def target_tensors(self, loss_masks: Sequences) -> dict[str, torch.Tensor]:
-        """Return `learnt`, (B, K), and `loss_positions`, (N, 2), of loss masks as long as their sequences."""
+        """Return `loss_mask`, (B, K), and `loss_positions`, (N, 2), of loss masks as long as their sequences."""
         loss_mask = loss_mask_tail(loss_masks)
-        return {"learnt": loss_mask, "loss_positions": loss_positions(loss_mask, padded_length(self.sequences))}
+        return {"loss_mask": loss_mask, "loss_positions": loss_positions(loss_mask, padded_length(self.sequences))}
 
     def score_tensors(self, pad_token_ids: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
         """Return nothing: a reward model finds the end of a padded row by its pad token."""
@@ -72,7 +72,7 @@ class PackedRows:
         return _to_tensors(input_ids=ids, position_ids=positions)
 
     def target_tensors(self, loss_masks: Sequences) -> dict[str, torch.Tensor]:
-        """Return the loss mask `learnt`, (R, K), as padded batches have it, and where each target is.
+        """Return the loss mask `loss_mask`, (R, K), as padded batches have it, and where each target is.
 
         `target_ids` (N,): the token of each target. `logit_positions` (N,): the index in the packed row of the token
         before it, whose hidden state predicts it; for the first token of a branch that is the last of the prefix.
@@ -84,7 +84,7 @@ class PackedRows:
         columns = [np.flatnonzero(mask) for mask in loss_masks]  # of each sequence: its targets
         rows = list(zip(columns, self.sequences, self.indices, strict=True))
         return {
-            "learnt": tail,
+            "loss_mask": tail,
             **_to_tensors(
                 target_ids=np.concatenate([ids[at] for at, ids, _ in rows]),
                 logit_positions=np.concatenate([indices[at - 1] for at, _, indices in rows]),

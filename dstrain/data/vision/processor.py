@@ -207,7 +207,7 @@ class VisionProcessor:
     def _append_blank_row(self, batch: Batch) -> Batch:
         """Return the batch with ids and mask (B + 1, L'), L' the longer of batch and blank row.
 
-        The loss mask `learnt` (B, K) is padded too, because its columns are the last of the rows.
+        The loss mask `loss_mask` (B, K) is padded too, because its columns are the last of the rows.
         """
         import torch
         from torch.nn.functional import pad
@@ -221,7 +221,7 @@ class VisionProcessor:
             "input_ids": torch.cat([pad(ids, (0, extra), value=pad_id), pad(row, (0, short), value=pad_id)]),
             "attention_mask": torch.cat([pad(mask, (0, extra)), pad(torch.ones_like(row), (0, short))]),
         }
-        found |= {"learnt": pad(tensors["learnt"], (0, extra))} if "learnt" in tensors else {}
+        found |= {"loss_mask": pad(tensors["loss_mask"], (0, extra))} if "loss_mask" in tensors else {}
         return replace(batch.with_tensors(found), dummy_rows=1)
 
     def _append_blank_group(self, batch: Batch) -> Batch:

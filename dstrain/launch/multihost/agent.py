@@ -7,7 +7,7 @@
 # outlives the launching process. It hands the launch environment to the ranks, which end themselves
 # without its heartbeat (launch/heartbeat.py).
 #
-# Request -> reply: hello -> facts, open -> opened, reach -> reached, start, signal, end -> left
+# Request -> reply: hello -> host_info, open -> opened, reach -> reachability, start, signal, end -> remaining_pids
 # Sent without a request: started and ended (rank, exit code, record), launcher (its exit code).
 # Records are included, since the launching host may see files that another host wrote only later.
 
@@ -52,14 +52,14 @@ class Agent:
         self._has_sent_launcher_code = self._is_done = False
         self._handlers: Mapping[str, Callable[[Any], None]] = {
             "hello": lambda request: channel.send(
-                facts={
+                host_info={
                     **collect_host_info(**request),
                     "heartbeat": self._heartbeat.socket_name,
                     "token": self._heartbeat.token,
                 }
             ),
             "open": lambda request: channel.send(opened=self._reserved_port.bind(**request)),
-            "reach": lambda request: channel.send(reached=try_connect(**request)),
+            "reach": lambda request: channel.send(reachability=try_connect(**request)),
             "start": self.start_ranks,
             "signal": self.send_signal,
             "end": lambda _: self._kill_and_report(),
@@ -123,7 +123,7 @@ class Agent:
         # Once more: the ranks have just been killed, and their records may be new.
         self._monitor.poll(force=True)
         self.report_changes()
-        self._channel.send(left=remaining)
+        self._channel.send(remaining_pids=remaining)
         self._is_done = True
 
     def report_changes(self) -> None:

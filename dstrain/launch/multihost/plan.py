@@ -390,7 +390,7 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
     token.write_bytes(b"")
     try:
         answers = request(
-            clients, lambda _: {"hello": {"token": str(token), "cwd": os.getcwd(), "cpu": launch.use_cpu}}, "facts"
+            clients, lambda _: {"hello": {"token": str(token), "cwd": os.getcwd(), "cpu": launch.use_cpu}}, "host_info"
         )
     finally:
         token.unlink(missing_ok=True)
@@ -468,16 +468,16 @@ def choose_master(launch: MultiHostLaunch, clients: list[AgentClient]) -> Master
         raise UsageError(f"{first.host.name}: {opening['fault']}")
     first.interface = opening["interface"] if others else ""
     port = opening["port"]
-    reached = request(others, lambda _: {"reach": {"address": address, "port": port}}, "reached")
+    replies = request(others, lambda _: {"reach": {"address": address, "port": port}}, "reachability")
     for client in others:
-        client.interface = reached[client].get("interface", "")
+        client.interface = replies[client].get("interface", "")
     if faults := [
         Fault(
             f"{client.host.location} {client.host.name}",
             f"does not reach {first.host.name} at {address}, port {port} ({found['fault']})",
             "open the network between the hosts, or give an address that they reach with --master-addr",
         )
-        for client, found in reached.items()
+        for client, found in replies.items()
         if "fault" in found
     ]:
         raise UsageError(faults)

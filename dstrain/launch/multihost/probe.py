@@ -85,7 +85,7 @@ route."""
 
 
 def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
-    """Return this host's facts. `token` is a file in the run folder, `cwd` the base of relative
+    """Return this host's software, GPUs and addresses. `token` is a file in the run folder, `cwd` the base of relative
     paths.
 
     With `cpu`, GPUs are not counted.

@@ -51,7 +51,7 @@ def rank_environment(
         LAUNCH_FILE_ENV: launch_file,
         SUPERVISOR_ENV: f"{host['hostname']} {host['agent']}",
     }
-    found[HEARTBEAT_ENV] = f"{host['heartbeat']} {launch['silence']:g}"
+    found[HEARTBEAT_ENV] = f"{host['heartbeat']} {launch['heartbeat_timeout']:g}"
     if host["interface"]:
         found.setdefault("GLOO_SOCKET_IFNAME", host["interface"])
     if "OMPI_COMM_WORLD_RANK" in env:  # under pdsh DeepSpeed's launcher sets these

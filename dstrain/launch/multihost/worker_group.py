@@ -205,8 +205,8 @@ class MultiHostWorkerGroup:
             self.kill_reasons[rank] = reason
         if "launcher" in message:
             self._launcher_codes[client] = message["launcher"]
-        if "left" in message:
-            self._remaining_pids[client] = message["left"]
+        if "remaining_pids" in message:
+            self._remaining_pids[client] = message["remaining_pids"]
 
     def poll_launcher(self) -> int | None:
         if self._runner is not None:
@@ -368,7 +368,7 @@ def write_launch_file(
     content = {
         "arguments": list(launch.arguments),
         "cwd": os.getcwd(),
-        "silence": launch.heartbeat_timeout,
+        "heartbeat_timeout": launch.heartbeat_timeout,
         "master": [master.address, master.port],
         "hosts": {client.host_info["machine"]: _host_entry(client) for client in clients},
     }

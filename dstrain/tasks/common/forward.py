@@ -29,7 +29,7 @@ from dstrain.models.router_loss import router_logits_disabled
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
 
-    A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is
+    A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `loss_mask` (B, K), is
     0. Logits are computed only for the positions in the loss, a chunk at a time, since (B, L, V) logits would be the
     largest tensor of a step.
     """
@@ -46,7 +46,7 @@ def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores
 def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     if batch.is_packed:
         return _score_packed(model, batch, fields)
-    loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
+    loss_mask, ids = batch.tensors["loss_mask"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
     count, last = loss_mask.shape
     assert 0 < last < ids.shape[1], "the first token is never a target"
     found = capture_head_input(model, lambda: _target_logits(model, batch, last))
@@ -66,7 +66,7 @@ def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenSc
 
 def _score_packed(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     """Return the scores of a packed batch's targets at their places, (B, K) each; 0 elsewhere."""
-    loss_mask, targets = batch.tensors["learnt"], batch.tensors["target_ids"]  # (B, K), (N,)
+    loss_mask, targets = batch.tensors["loss_mask"], batch.tensors["target_ids"]  # (B, K), (N,)
     found = capture_head_input(model, lambda: _packed_logits(model, batch))
     if isinstance(found, torch.Tensor):
         scores = _score_rows(found[0], targets, fields)
@@ -103,11 +103,11 @@ def _get_loss_positions(batch: Batch) -> torch.Tensor:
     """
     if "loss_positions" in batch.tensors:
         return batch.tensors["loss_positions"]
-    return loss_positions(batch.tensors["learnt"], batch.tensors["input_ids"].shape[1])
+    return loss_positions(batch.tensors["loss_mask"], batch.tensors["input_ids"].shape[1])
 
 
 def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return log p of the last K tokens of each row, (B, K), 0 where the loss mask `learnt` is 0."""
+    """Return log p of the last K tokens of each row, (B, K), 0 where the loss mask `loss_mask` is 0."""
     return _score(model, batch, ScoreFields(is_correct=False)).log_probs
 
 
@@ -233,7 +233,7 @@ def prefix_token_types(batch: Batch) -> torch.Tensor:
     Without token types, transformers (5.23) attends in both directions in rows without padding, targets included.
     """
     ids = batch.tensors["input_ids"]
-    loss_mask = batch.tensors.get("learnt", ids.new_zeros(0, 1))
+    loss_mask = batch.tensors.get("loss_mask", ids.new_zeros(0, 1))
     padding = ids.shape[1] - loss_mask.shape[1], 0, 0, len(ids) - len(loss_mask)
     return (F.pad(loss_mask, padding).cumsum(1) > 0).long()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelConfig, RunConfig
+from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelConfig
 from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
@@ -95,163 +95,6 @@ def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, share
     return packing_unsupported_reason(config, shares_prefixes)
 
 
-BATCH_METHODS = (
-    "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
-    "scores", "source_class", "step_stats",
-)  # fmt: skip
-"""Members that read or write the rows of a batch, or choose the class of the model that reads them."""
-
-
-class TextData:
-    """Base class of text tasks, for their records and batches. Rows of a batch: R sequences of token ids."""
-
-    packs_batches: ClassVar[bool]
-    has_pairs: ClassVar[bool]
-    rows_per_sample: ClassVar[int] = 2
-    """Sequences of a sample in a batch."""
-    ref_columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
-
-    if TYPE_CHECKING:  # of `TextTask`
-        recipe: RunConfig
-        tokenizer: Any
-        model_source: Any
-
-        @property
-        def loads_own_model(self) -> bool: ...
-        def parse(self, record: Mapping[str, Any]) -> Any: ...
-
-    def parse_record(self, record: dict[str, Any]) -> Any:
-        """Parse a record and refuse images that the model does not take. Raises BadRecord."""
-        return self.parse_with_images(record, self.parse)
-
-    def parse_with_images(
-        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
-    ) -> RecordWithImages[Any]:
-        """Return `parse` of the record's text with the record's images. Raises BadRecord.
-
-        Where the recipe names no model yet, records with images are accepted.
-        """
-        if not has_images(record):
-            parsed = parse(record)  # a fault of the record is reported before the model is read
-            return read_with_images(record, parse) if self._takes_images else RecordWithImages(parsed)
-        if self._takes_images is False:
-            raise BadRecord(
-                "the record has an image, and the model is text-only; "
-                "name a vision-language model, or remove the record"
-            )
-        return read_with_images(record, parse)
-
-    def _parse_text_only(self, record: dict[str, Any]) -> Any:
-        return self.parse_record(record).parsed
-
-    @cached_property
-    def _takes_images(self) -> bool | None:
-        """Whether the model takes images; None where the recipe names no model yet."""
-        return self.model_source.is_multimodal if self.model_source.is_named else None
-
-    @cached_property
-    def packing(self) -> PackingMode:
-        """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
-        return resolve_packing(
-            self.recipe.batch, self.packing_unsupported_reason, self.has_pairs, self._find_overridden_method()
-        )
-
-    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
-        """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
-        if not self.packs_batches:
-            return f"task {self.recipe.task} has padded rows only"
-        if self.loads_own_model:
-            return f"task {self.recipe.task} makes its model in its own way"
-        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes)
-
-    def _find_overridden_method(self) -> str | None:
-        """Return a reason where a task file replaces a member that may expect padded rows."""
-        for name in BATCH_METHODS:
-            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
-            if owner is not None and not owner.__module__.startswith("dstrain."):
-                return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
-        return None
-
-    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Prepare a model for packed batches, where the task has them. Returns it."""
-        if self.packing.is_packed:
-            from dstrain.models.attention.packed import enable_packed_attention
-
-            enable_packed_attention(model)
-        return model
-
-    def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
-        """Return the sequences as rows of a batch. `num_pairs`: sequences i and num_pairs + i are a pair.
-
-        Sequences after those of the pairs are packed on their own.
-        """
-        from dstrain.data.loading.collate import PaddedRows, pack_rows
-
-        if not self.packing.is_packed:
-            return PaddedRows(sequences, self.tokenizer.pad_token_id)
-        if not self.packing.shares_prefixes:
-            return pack_rows(sequences)
-        pairs = [[row, num_pairs + row] for row in range(num_pairs)]
-        groups = [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))]
-        processor = self.model_source.vision_processor
-        return pack_rows(sequences, groups, () if processor is None else processor.image_token_ids)
-
-    def with_images(
-        self,
-        batch: Batch,
-        examples: Sequence[Mapping[str, Any]],
-        repeats: int = 1,
-        positions: Sequence[int] | None = None,
-    ) -> Batch:
-        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example.
-
-        `positions`: of the examples in the run, None in an evaluation: images are changed in training only.
-        """
-        processor = self.model_source.vision_processor
-        if processor is None:
-            return batch
-        if "images" not in examples[0]:  # then no example of the store has any
-            return processor.attach_no_images(batch)
-        if not self.packing.shares_prefixes or repeats == 1:
-            return processor.attach_images(batch, self.row_images(examples, repeats, positions))
-        # One group per example: its images are in the prefix, or it has none.
-        counts = [1 if group.prefix else repeats for group in batch.groups[: len(examples)]]
-        images = [self.row_images([example], count) for example, count in zip(examples, counts, strict=True)]
-        return processor.attach_images(batch, [image for own in images for image in own])
-
-    def row_images(
-        self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
-    ) -> list[Image]:
-        """Return the images of a batch in the order of its rows."""
-        processor = self.model_source.vision_processor
-        downscale = None if processor is None else processor.downscale
-        images = [
-            image.load(downscale)
-            if positions is None
-            else self.augment_image(image.load(downscale), positions[row], index)
-            for row, example in enumerate(examples)
-            for index, image in enumerate(example["images"])
-        ]
-        # Rows of pairs repeat the prompt, and so its images.
-        return images * repeats
-
-    def augment_image(self, image: Image, position: int, index: int) -> Image:
-        """Return image number `index` of a sample as it is trained on; `position`: of the sample in the run."""
-        return image
-
-    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
-        import torch
-
-        return {
-            # float64, as they were computed: a log-ratio is a small difference of large sums.
-            name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
-            for name in self.ref_columns
-            if name in examples[0]
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextChecks(Checks):
     """Checks of the model, its files and its tokenizer."""
@@ -323,13 +166,25 @@ class TextExport(Export):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTask(TextData, RecordTask):
-    """A task on records of text, with or without images, for a transformers model."""
+class TextTask(RecordTask):
+    """A task on records of text, with or without images, for a transformers model.
 
-    is_planned = True
+    Rows of a batch: R sequences of token ids.
+    """
+
     source_class: ClassVar[type[ModelSource]] = ModelSource
     checks_class: ClassVar[type[TextChecks]] = TextChecks
     export_class: ClassVar[type[TextExport]] = TextExport
+    is_planned = True
+    rows_per_sample: ClassVar[int] = 2
+    """Sequences of a sample in a batch."""
+    ref_columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
+    row_members: ClassVar[tuple[str, ...]] = (
+        "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
+        "scores", "source_class", "step_stats",
+    )  # fmt: skip
+    """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
     modules_to_save: ClassVar[tuple[str, ...]] = ()
     """New parts of the model, trained in full where `model.lora` freezes the rest."""
     default_lora: ClassVar[LoraConfig | None] = None
@@ -354,6 +209,197 @@ class TextTask(TextData, RecordTask):
     @abstractmethod
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         """Yield the texts of a record, to train a tokenizer on."""
+
+    def parse_record(self, record: dict[str, Any]) -> Any:
+        """Parse a record and refuse images that the model does not take. Raises BadRecord."""
+        return self.parse_with_images(record, self.parse)
+
+    def parse_with_images(
+        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
+    ) -> RecordWithImages[Any]:
+        """Return `parse` of the record's text with the record's images. Raises BadRecord.
+
+        Where the recipe names no model yet, records with images are accepted.
+        """
+        if not has_images(record):
+            parsed = parse(record)  # a fault of the record is reported before the model is read
+            return read_with_images(record, parse) if self._takes_images else RecordWithImages(parsed)
+        if self._takes_images is False:
+            raise BadRecord(
+                "the record has an image, and the model is text-only; "
+                "name a vision-language model, or remove the record"
+            )
+        return read_with_images(record, parse)
+
+    def _parse_text_only(self, record: dict[str, Any]) -> Any:
+        return self.parse_record(record).parsed
+
+    @cached_property
+    def _takes_images(self) -> bool | None:
+        """Whether the model takes images; None where the recipe names no model yet."""
+        return self.model_source.is_multimodal if self.model_source.is_named else None
+
+    def split_group(self, record: dict[str, Any]) -> Any:
+        """Return the record's prompt and images; None where nothing is asked before the answer."""
+        item = self.parse_record(record)
+        prompt = get_prompt(item.parsed)
+        return [prompt, item.images] if prompt or item.images else None
+
+    def open_prompts(self, item: DatasetConfig) -> Source:
+        """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
+        return self.open_sources([item])
+
+    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
+        """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
+        return read_prompt(record)
+
+    @property
+    def example_settings(self) -> ExampleSettings:
+        from dstrain.data.encoding.conservation import LOST_COLUMNS
+        from dstrain.data.encoding.tokenization import CUT_COLUMNS
+
+        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
+
+    @property
+    def _tokens(self) -> TokenColumns:
+        from dstrain.data.token_store import TokenColumns
+
+        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
+
+    @property
+    def store_builder(self) -> StoreBuilder:
+        """Builder of this task's token stores, with its `parse` and `encode`."""
+        from dstrain.tasks.common.store_builder import StoreBuilder
+
+        return StoreBuilder(
+            recipe=self.recipe,
+            parse=self.parse,
+            parse_text_only=self._parse_text_only,
+            encode=self.encode,
+            key=self.encode_key(),
+            settings=self.example_settings,
+        )
+
+    def build_store(self, source: ConcatSource) -> TokenStore:
+        """Return the source's examples, from the cache where they are in it. Raises DataError."""
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return self.store_builder.build(source, self.tokenizer)
+        return self.store_builder.build_with_images(source, processor)
+
+    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
+        dataset = cast("TokenizedDataset | None", super().examples(split))
+        if (
+            dataset is not None
+            and split == "train"
+            and (index := dataset.store.image_index) is not None
+            and not len(index)
+        ):
+            self._check_trains_on_text()
+        return dataset
+
+    def _check_trains_on_text(self) -> None:
+        """Raise DataError where only vision parts are trained, and no record has an image."""
+        model = self.recipe.model
+        if model.freeze and not model.lora:
+            check_trains_on_text(self.model_source.build_meta_model(), model)
+
+    @cached_property
+    def packing(self) -> PackingMode:
+        """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
+        return resolve_packing(
+            self.recipe.batch, self.packing_unsupported_reason, self.has_pairs, self._find_overridden_method()
+        )
+
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
+        """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
+        if not self.packs_batches:
+            return f"task {self.recipe.task} has padded rows only"
+        if self.loads_own_model:
+            return f"task {self.recipe.task} makes its model in its own way"
+        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes)
+
+    def _find_overridden_method(self) -> str | None:
+        """Return a reason where a task file replaces a member that may expect padded rows."""
+        for name in self.row_members:
+            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
+            if owner is not None and not owner.__module__.startswith("dstrain."):
+                return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
+        return None
+
+    def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
+        """Return the sequences as rows of a batch. `num_pairs`: sequences i and num_pairs + i are a pair.
+
+        Sequences after those of the pairs are packed on their own.
+        """
+        from dstrain.data.loading.collate import PaddedRows, pack_rows
+
+        if not self.packing.is_packed:
+            return PaddedRows(sequences, self.tokenizer.pad_token_id)
+        if not self.packing.shares_prefixes:
+            return pack_rows(sequences)
+        pairs = [[row, num_pairs + row] for row in range(num_pairs)]
+        groups = [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))]
+        processor = self.model_source.vision_processor
+        return pack_rows(sequences, groups, () if processor is None else processor.image_token_ids)
+
+    def with_images(
+        self,
+        batch: Batch,
+        examples: Sequence[Mapping[str, Any]],
+        repeats: int = 1,
+        positions: Sequence[int] | None = None,
+    ) -> Batch:
+        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example.
+
+        `positions`: of the examples in the run, None in an evaluation: images are changed in training only.
+        """
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return batch
+        if "images" not in examples[0]:  # then no example of the store has any
+            return processor.attach_no_images(batch)
+        if not self.packing.shares_prefixes or repeats == 1:
+            return processor.attach_images(batch, self.row_images(examples, repeats, positions))
+        # One group per example: its images are in the prefix, or it has none.
+        counts = [1 if group.prefix else repeats for group in batch.groups[: len(examples)]]
+        images = [self.row_images([example], count) for example, count in zip(examples, counts, strict=True)]
+        return processor.attach_images(batch, [image for own in images for image in own])
+
+    def row_images(
+        self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
+    ) -> list[Image]:
+        """Return the images of a batch in the order of its rows."""
+        processor = self.model_source.vision_processor
+        downscale = None if processor is None else processor.downscale
+        images = [
+            image.load(downscale)
+            if positions is None
+            else self.augment_image(image.load(downscale), positions[row], index)
+            for row, example in enumerate(examples)
+            for index, image in enumerate(example["images"])
+        ]
+        # Rows of pairs repeat the prompt, and so its images.
+        return images * repeats
+
+    def augment_image(self, image: Image, position: int, index: int) -> Image:
+        """Return image number `index` of a sample as it is trained on; `position`: of the sample in the run."""
+        return image
+
+    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
+        import torch
+
+        return {
+            # float64, as they were computed: a log-ratio is a small difference of large sums.
+            name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
+            for name in self.ref_columns
+            if name in examples[0]
+        }
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        return LossInputs(packing=lambda: self.packing)
 
     @cached_property
     def model_source(self) -> ModelSource:
@@ -402,14 +448,25 @@ class TextTask(TextData, RecordTask):
         return tokenizer_fingerprint(self.tokenizer) if processor is None else processor.fingerprint
 
     @property
+    def has_own_source_load(self) -> bool:
+        """True where `source_class` loads in its own way: model.path may then mean anything."""
+        return self.source_class.load is not ModelSource.load
+
+    @property
     def loads_own_model(self) -> bool:
         """True where a subclass, in a user's file, makes the model in its own way."""
         return self.has_own_source_load or type(self).build_model is not TextTask.build_model
 
-    @property
-    def has_own_source_load(self) -> bool:
-        """True where `source_class` loads in its own way: model.path may then mean anything."""
-        return self.source_class.load is not ModelSource.load
+    def build_model(self) -> torch.nn.Module:
+        return self.enable_packing(self.model_source.load(self.recipe.model))
+
+    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a model for packed batches, where the task has them. Returns it."""
+        if self.packing.is_packed:
+            from dstrain.models.attention.packed import enable_packed_attention
+
+            enable_packed_attention(model)
+        return model
 
     @cached_property
     def checks(self) -> TextChecks:
@@ -418,75 +475,3 @@ class TextTask(TextData, RecordTask):
     @property
     def export(self) -> TextExport:
         return self.export_class(self, self.modules_to_save)
-
-    @property
-    def _tokens(self) -> TokenColumns:
-        from dstrain.data.token_store import TokenColumns
-
-        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
-
-    @property
-    def example_settings(self) -> ExampleSettings:
-        from dstrain.data.encoding.conservation import LOST_COLUMNS
-        from dstrain.data.encoding.tokenization import CUT_COLUMNS
-
-        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
-
-    def split_group(self, record: dict[str, Any]) -> Any:
-        """Return the record's prompt and images; None where nothing is asked before the answer."""
-        item = self.parse_record(record)
-        prompt = get_prompt(item.parsed)
-        return [prompt, item.images] if prompt or item.images else None
-
-    def open_prompts(self, item: DatasetConfig) -> Source:
-        """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
-        return self.open_sources([item])
-
-    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
-        """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
-        return read_prompt(record)
-
-    def build_store(self, source: ConcatSource) -> TokenStore:
-        """Return the source's examples, from the cache where they are in it. Raises DataError."""
-        processor = self.model_source.vision_processor
-        if processor is None:
-            return self.store_builder.build(source, self.tokenizer)
-        return self.store_builder.build_with_images(source, processor)
-
-    @property
-    def store_builder(self) -> StoreBuilder:
-        """Builder of this task's token stores, with its `parse` and `encode`."""
-        from dstrain.tasks.common.store_builder import StoreBuilder
-
-        return StoreBuilder(
-            recipe=self.recipe,
-            parse=self.parse,
-            parse_text_only=self._parse_text_only,
-            encode=self.encode,
-            key=self.encode_key(),
-            settings=self.example_settings,
-        )
-
-    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
-        dataset = cast("TokenizedDataset | None", super().examples(split))
-        if (
-            dataset is not None
-            and split == "train"
-            and (index := dataset.store.image_index) is not None
-            and not len(index)
-        ):
-            self._check_trains_on_text()
-        return dataset
-
-    def _check_trains_on_text(self) -> None:
-        """Raise DataError where only vision parts are trained, and no record has an image."""
-        model = self.recipe.model
-        if model.freeze and not model.lora:
-            check_trains_on_text(self.model_source.build_meta_model(), model)
-
-    @property
-    def loss_inputs(self) -> LossInputs:
-        return LossInputs(packing=lambda: self.packing)
-
-    def build_model(self) -> torch.nn.Module:
-        return self.enable_packing(self.model_source.load(self.recipe.model))

@@ -291,7 +291,7 @@ class SafePairTask(PairTask, ReferenceTask):
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.
         online = self.reward_models if self.packing.is_packed and not self.has_cached_scores else ()
         pad_token_ids = {model.positions_name: model.task.tokenizer.pad_token_id for model in online}
-        # `learnt` is (2B + B', K): 1 at the tokens of answers.
+        # `loss_mask` is (2B + B', K): 1 at the tokens of answers.
         return {**rows.target_tensors(answer_masks(self._rows(examples))), **rows.score_tensors(pad_token_ids)}
 
     def extra_tensors(self, examples: Examples) -> dict[str, torch.Tensor]:

@@ -38,10 +38,10 @@ _MESSAGES = {
     "T": f"is stopped (SIGSTOP, or a debugger){{waited}}; see {_LOG}",
     "D": f"hangs in the kernel, on a disk, a network file system or a device{{waited}}; see {_LOG}",
     "silent": f"went silent{{waited}}; see {_LOG} there, and whether that host answers",
-    "late": "did not enter {collective} that {ahead} of {members} ranks waited in for {seconds:.0f} s: {are} in {doing}, "
-    "where nothing moved for {quiet:.0f} s; see logs/stacks/rank-{rank:05d}.txt",
+    "late": "did not enter {collective} that {ahead} of {members} ranks waited in for {seconds:.0f} s: {are} in {phase}, "
+    "where nothing moved for {idle_seconds:.0f} s; see logs/stacks/rank-{rank:05d}.txt",
     "different": "entered {name} as collective no. {number}, where others entered {others}; see logs/stacks",
-    "idle": "no rank moved for {quiet:.0f} s, and none is behind{waited}; see logs/stacks",
+    "idle": "no rank moved for {idle_seconds:.0f} s, and none is behind{waited}; see logs/stacks",
     "host": "all ranks answer, but cannot reach each other ({reason}){waited}; see the logs of all ranks",
     "network": "all ranks answer, but cannot reach each other ({reason}){waited}; look at the network between the hosts",
 }
@@ -54,22 +54,22 @@ Log = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Status that a rank writes to `.workers/word-TOKEN-RANK.json`; the fields are the file's keys."""
+    """Status that a rank writes to `.workers/status-TOKEN-RANK.json`; the fields are the file's keys."""
 
     rank: int
     host: str
-    place: str
+    pid_namespace: str
     """Host and pid namespace in which `pid` is valid."""
     pid: int
     kind: Literal["ready", "alive", "lost", "failed", "stopped", "done"] = "ready"
     """lost: another rank went silent. failed: an error of its own. stopped: signal before step 1."""
-    seen: int = 0
+    requests_seen: int = 0
     """Number of status requests that this rank had read."""
-    doing: str = ""
+    phase: str = ""
     step: int | None = None
-    quiet: float = 0.0
+    idle_seconds: float = 0.0
     """Seconds without progress."""
-    lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    collectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """`GroupLog.snapshot` of each process group, by the group's name."""
     text: str = ""
     """The error, or the signal's name."""
@@ -111,11 +111,11 @@ def diagnose(report: StatusReport) -> Diagnosis:
     unreachable: Cause = ("network" if several_hosts else "host", [], {})
     found = _find_own_end(statuses) or _find_missing(report) or late or _find_different(logs)
     cause, ranks, fields = found or (unreachable if report.reason else ("idle", [], {}))
-    status = statuses[ranks[0]] if ranks else min(statuses.values(), key=lambda status: status.quiet)
+    status = statuses[ranks[0]] if ranks else min(statuses.values(), key=lambda status: status.idle_seconds)
     waits = {"waited": wait and f": {wait}", "while_waited": wait and f" while {wait}"}
     killed = report.kill_reason
     waits |= {"kill_reason": killed and f"{killed}; ", "dmesg": "" if killed else ", and dmesg for the memory"}
-    fields = {**vars(status), "doing": status.doing or "no step", "reason": report.reason} | waits | fields
+    fields = {**vars(status), "phase": status.phase or "no step", "reason": report.reason} | waits | fields
     message = f"{format_ranks_by_host(ranks, statuses)} {_MESSAGES[cause].format(**fields)}".lstrip()
     stop_signal = status.text if cause == "stopped" else ""
     return Diagnosis(tuple(ranks), message, stop_signal, format_status_table(report, ranks))
@@ -140,11 +140,11 @@ def _find_missing(report: StatusReport) -> Cause | None:
 
 def _get_group_logs(statuses: Mapping[int, RankStatus]) -> dict[str, dict[int, Log]]:
     """Return each group's logs by member; an empty one for a rank that entered nothing in it."""
-    members = {name: log["ranks"] for status in statuses.values() for name, log in status.lines.items()}
+    members = {name: log["ranks"] for status in statuses.values() for name, log in status.collectives.items()}
     empty = {"entered": 0, "left": 0, "seconds": 0.0, "names": []}
     # In order, so that all ranks blame the same ones: each has its own status first.
     return {
-        name: {rank: statuses[rank].lines.get(name, empty | {"ranks": ranks}) for rank in sorted(ranks)}
+        name: {rank: statuses[rank].collectives.get(name, empty | {"ranks": ranks}) for rank in sorted(ranks)}
         for name, ranks in sorted(members.items())
     }
 
@@ -202,10 +202,10 @@ def format_status_table(report: StatusReport, first: Sequence[int]) -> str:
         status, answered = report.statuses[rank], rank in report.answered_ranks
         state = status.kind if answered else _STATE_NAMES.get(report.process_states.get(rank, ""), "silent")
         # The collective that it has been inside for longest, else the one that it left last.
-        logs = [log for log in status.lines.values() if log["entered"]]
+        logs = [log for log in status.collectives.values() if log["entered"]]
         log = max(logs, key=lambda log: log["seconds"] * (1 if _waits(log) else -1), default=None)
         last = _format_collective(log, log["entered"]) + " (inside)" * _waits(log) if log else "-"
-        rows.append((str(rank), status.host, state, status.doing or "-", last, f"{status.quiet:.0f}"))
+        rows.append((str(rank), status.host, state, status.phase or "-", last, f"{status.idle_seconds:.0f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(lines + [f"and {len(ranks) - MAX_TABLE_ROWS} more"] * (len(ranks) > MAX_TABLE_ROWS))
@@ -233,8 +233,8 @@ _STATE_TIMEOUT_SECONDS = {"gone": _POLL_SECONDS, "T": 1.0}
 class RankStatusBoard:
     """Status requests and answers of a launch's ranks, as files in the run folder.
 
-        .workers/roll-TOKEN              grows by one byte per request; TOKEN is unique per launch
-        .workers/word-TOKEN-00000.json   last status of a rank
+        .workers/status-requests-TOKEN    grows by one byte per request; TOKEN is unique per launch
+        .workers/status-TOKEN-00000.json  last status of a rank
 
     A rank answers from the thread of its `Watchdog`, also while it waits in a collective. A rank
     that does not answer has ended, is stopped, or its host is unreachable. Files that cannot be
@@ -251,27 +251,27 @@ class RankStatusBoard:
         if world.rank == 0:
             with contextlib.suppress(OSError):
                 self._remove_old_files()
-                self._status_dir.joinpath(f"roll-{token}").write_bytes(b"")
+                self._status_dir.joinpath(f"status-requests-{token}").write_bytes(b"")
         # A token per launch, so that no file of an earlier launch is taken for an answer.
         self._token = str(world.broadcast(token))
-        self._request_file = self._status_dir / f"roll-{self._token}"
+        self._request_file = self._status_dir / f"status-requests-{self._token}"
         own = (socket.gethostname(), _pid_namespace(), os.getpid())
-        self._initial_status = {self.rank: RankStatus(rank=self.rank, host=own[0], place=own[1], pid=own[2])}
+        self._initial_status = {self.rank: RankStatus(rank=self.rank, host=own[0], pid_namespace=own[1], pid=own[2])}
         with contextlib.suppress(OSError):
             # Written before anyone reads it: NFS caches for a while that a file does not exist.
             self._write_status("ready", "")
         self._initial_status |= {
-            rank: RankStatus(rank=rank, host=host, place=place, pid=pid)
-            for rank, (host, place, pid) in enumerate(world.gather(own))
+            rank: RankStatus(rank=rank, host=host, pid_namespace=namespace, pid=pid)
+            for rank, (host, namespace, pid) in enumerate(world.gather(own))
         }
 
     def _remove_old_files(self) -> None:
         """Remove the status files of earlier launches."""
         self._status_dir.mkdir(parents=True, exist_ok=True)
-        for old in (*self._status_dir.glob("word-*"), *self._status_dir.glob("roll-*")):
+        for old in self._status_dir.glob("status-*"):
             old.unlink(missing_ok=True)
 
-    def sign_off(self, kind: Literal["lost", "failed", "stopped", "done"], text: str = "") -> None:
+    def write_final_status(self, kind: Literal["lost", "failed", "stopped", "done"], text: str = "") -> None:
         """Write the last status of this rank; other ranks do not wait for a newer one."""
         call_with_timeout(lambda: self._write_status(kind, text), None, STATUS_TIMEOUT_SECONDS)
 
@@ -316,7 +316,9 @@ class RankStatusBoard:
                 if rank not in answered and (status := self._read_status(rank)) is not None
             }
             answered = frozenset(
-                rank for rank, status in statuses.items() if status.kind in FINAL_KINDS or status.seen >= num_requests
+                rank
+                for rank, status in statuses.items()
+                if status.kind in FINAL_KINDS or status.requests_seen >= num_requests
             )
             states = {rank: self._kernel_state(statuses[rank]) for rank in statuses if rank not in answered}
             waited = time.monotonic() - started_at
@@ -333,7 +335,7 @@ class RankStatusBoard:
         """Return the kernel's state letter of a rank's process, `gone` for a zombie, "" on another
         host.
         """
-        state = process_state(status.pid) if status.place == _pid_namespace() else ""
+        state = process_state(status.pid) if status.pid_namespace == _pid_namespace() else ""
         return "gone" if state == "Z" else state
 
     def _write_status(self, kind: Any, text: str) -> None:
@@ -343,14 +345,14 @@ class RankStatusBoard:
                 kind, text = self._last_status
             self._last_status = (kind if kind in FINAL_KINDS else "alive", text)
             now = {
-                "quiet": round(self.log.idle_seconds(), 3),
-                "doing": self.log.phase,
+                "idle_seconds": round(self.log.idle_seconds(), 3),
+                "phase": self.log.phase,
                 "step": self.log.step,
-                "lines": self.log.snapshot(),
+                "collectives": self.log.snapshot(),
             }
-            said = {"kind": self._last_status[0], "seen": self._requests_seen, "text": text}
+            answer = {"kind": self._last_status[0], "requests_seen": self._requests_seen, "text": text}
             path = self._status_path(self.rank)
-            atomic_write(path, json.dumps(asdict(self._initial_status[self.rank]) | said | now))
+            atomic_write(path, json.dumps(asdict(self._initial_status[self.rank]) | answer | now))
 
     def _read_status(self, rank: int) -> RankStatus | None:
         """Return a rank's status file, or a status made of its exit record; None if there is
@@ -374,7 +376,7 @@ class RankStatusBoard:
             return os.fstat(file.fileno()).st_size
 
     def _status_path(self, rank: int) -> Path:
-        return self._status_dir / f"word-{self._token}-{rank:05d}.json"
+        return self._status_dir / f"status-{self._token}-{rank:05d}.json"
 
 
 def call_with_timeout(function: Callable[[], T], fallback: T, timeout: float) -> T:

@@ -173,16 +173,16 @@ def peer_watchdog(
         status_board = RankStatusBoard(run_dir, world)
         with Watchdog(status_board, run_dir, timeout):
             yield
-        status_board.sign_off("done")
+        status_board.write_final_status("done")
     except StoppedBySignal as stop:
         if status_board is not None:
-            status_board.sign_off("stopped", stop.signal_name)
+            status_board.write_final_status("stopped", stop.signal_name)
         raise
     except Exception as error:
         reason = find_connection_error(error)
         if reason is None:
             if status_board is not None:
-                status_board.sign_off("failed", _summarize(error))
+                status_board.write_final_status("failed", _summarize(error))
             raise
         known = (
             error

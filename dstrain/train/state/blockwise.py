@@ -70,7 +70,7 @@ def _init_state(state_slice: StateSlice) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """Stored values of a stretch of a slice: (n,) each."""
+    """Stored values of a range of a slice: (n,) each."""
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -183,8 +183,8 @@ class CheckpointReader:
         for name, file in self._files.items():
             if name.endswith(".safetensors"):
                 self._index_file(name, file)
-        for stretches in self._tensor_ranges.values():
-            stretches.sort(key=lambda entry: entry.start)
+        for tensor_ranges in self._tensor_ranges.values():
+            tensor_ranges.sort(key=lambda entry: entry.start)
 
     def _index_file(self, name: str, file: HashedFileReader) -> None:
         """Raises CheckpointError for an invalid header, even if its hash is right."""
@@ -197,8 +197,8 @@ class CheckpointReader:
             for full, entry in table.items():
                 parameter, _, rest = full.rpartition("/")
                 key, _, start = rest.partition("@")
-                stretch = _parse_header_entry(name, int(start or 0), entry, 8 + length, file.size)
-                self._tensor_ranges.setdefault((parameter, key), []).append(stretch)
+                tensor_range = _parse_header_entry(name, int(start or 0), entry, 8 + length, file.size)
+                self._tensor_ranges.setdefault((parameter, key), []).append(tensor_range)
                 self._state_keys.setdefault(parameter, set()).add(key)
                 if start:
                     self._elementwise.add((parameter, key))
@@ -254,18 +254,18 @@ class CheckpointReader:
 
     def read_into(self, name: str, key: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill `out` (n,) with the values from `start` on. Raises CheckpointError if some are missing."""
-        for stretch, low, high in self._find_ranges(name, key, start, start + out.numel()):
-            self._copy_range(stretch, low, out.narrow(0, low - start, high - low))
+        for tensor_range, low, high in self._find_ranges(name, key, start, start + out.numel()):
+            self._copy_range(tensor_range, low, out.narrow(0, low - start, high - low))
 
     def _find_ranges(self, name: str, key: str, start: int, end: int) -> list[tuple[_TensorRange, int, int]]:
         """Return (stored range, first value to read, end) that cover start to end, or raise CheckpointError."""
         found, at = [], start
         # Sorted by start, so a start above `at` is a gap. Ranges may overlap: two ranks can hold the momentum
         # of one matrix (Muon).
-        for stretch in self._tensor_ranges.get((name, key), []):
-            low, high = max(at, stretch.start), min(end, stretch.start + stretch.numel)
+        for tensor_range in self._tensor_ranges.get((name, key), []):
+            low, high = max(at, tensor_range.start), min(end, tensor_range.start + tensor_range.numel)
             if low < high and low == at:
-                found.append((stretch, low, high))
+                found.append((tensor_range, low, high))
                 at = high
         if at < end:
             raise CheckpointError(

@@ -157,14 +157,30 @@ MAX_NUMBER = 1e300
 _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
 
 
+COMPLETE_STATUS = "whole"
+"""What `dstrain checkpoints` prints for a checkpoint without a fault."""
+
+
+@dataclass(frozen=True)
+class CheckpointFault:
+    """Why a checkpoint cannot be read."""
+
+    reason: str
+    is_later_version: bool = False
+    """True where a later version of dstrain wrote it: it may be complete."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """Checkpoint folder, as its manifest describes it."""
 
     step: int
     path: Path
-    status: str
-    """`whole`, `damaged: REASON`, or the other version of dstrain that wrote it. Printed by `dstrain checkpoints`."""
+    fault: CheckpointFault | None = None
+    """None if it is complete."""
     size: int = 0
     """Total size of all files in bytes."""
     samples: int | None = None
@@ -174,7 +190,14 @@ class CheckpointInfo:
 
     @property
     def is_complete(self) -> bool:
-        return self.status == "whole"
+        return self.fault is None
+
+    @property
+    def status(self) -> str:
+        """`whole`, `damaged: REASON`, or the later version of dstrain that wrote it, as `dstrain checkpoints` prints it."""
+        if self.fault is None:
+            return COMPLETE_STATUS
+        return self.fault.reason if self.fault.is_later_version else f"damaged: {self.fault.reason}"
 
     @property
     def progress(self) -> Progress:
@@ -225,8 +248,8 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False) -> CheckpointInfo
     return _make_info(path, manifest, fault)
 
 
-def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Return why a checkpoint is damaged; None if it is complete.
+def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> CheckpointFault | None:
+    """Return why a checkpoint cannot be read; None if it is complete.
 
     Every file must exist with its size; `check_hashes` compares contents too, with `share` = (k, n) of every n-th block
     from block k on. Files that the manifest does not name are ignored.
@@ -240,31 +263,33 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_and_check_manifest(
     path: Path, check_hashes: bool, share: tuple[int, int]
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[dict[str, Any], CheckpointFault | None]:
     """Return (manifest, fault); the manifest is empty if it cannot be read, the fault None if there is none."""
     manifest: dict[str, Any] = {}
     try:
         manifest = _read_manifest(path)
-        return manifest, find_version_mismatch(manifest) or _find_content_fault(path, manifest, check_hashes, share)
+        if fault := find_version_mismatch(manifest):
+            return manifest, fault
+        reason = _find_content_fault(path, manifest, check_hashes, share)
+        return manifest, None if reason is None else CheckpointFault(reason)
     except FileNotFoundError:
-        return {}, f"{MANIFEST_FILE} is missing"
+        return {}, CheckpointFault(f"{MANIFEST_FILE} is missing")
     except CheckpointError as error:
-        return manifest, str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
+        reason = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
+        return manifest, CheckpointFault(reason)
     except OSError as error:
-        return manifest, f"it cannot be read: {error}"
+        return manifest, CheckpointFault(f"it cannot be read: {error}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}, f"{MANIFEST_FILE} is not readable"
+        return {}, CheckpointFault(f"{MANIFEST_FILE} is not readable")
 
 
-def find_version_mismatch(manifest: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the other version of dstrain that wrote it; None if this version can read it."""
+def find_version_mismatch(manifest: Mapping[str, Any]) -> CheckpointFault | None:
+    """Return a fault if another version of dstrain wrote it; None if this version can read it."""
     number = manifest.get("format")
     if isinstance(number, int) and number > MANIFEST_FORMAT:
-        return f"of a later version of dstrain (format {number}), which this one does not read"
-    return None if number == MANIFEST_FORMAT else f"{MANIFEST_FILE} has the format {number!r}"
-
-
-_OTHER_VERSION_PREFIX = "of a later version"
+        sentence = f"of a later version of dstrain (format {number}), which this one does not read"
+        return CheckpointFault(sentence, is_later_version=True)
+    return None if number == MANIFEST_FORMAT else CheckpointFault(f"{MANIFEST_FILE} has the format {number!r}")
 
 
 def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool, share: tuple[int, int]) -> str | None:
@@ -332,19 +357,18 @@ def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple
         HashedFileReader(path / name, files[name]).read_block(index)
 
 
-def read_checkpoint_info(path: Path, fault: str | None) -> CheckpointInfo:
+def read_checkpoint_info(path: Path, fault: CheckpointFault | None) -> CheckpointInfo:
     """Return the info of a checkpoint with a known fault, or None."""
     return _make_info(path, _read_manifest(path) if fault is None else {}, fault)
 
 
-def _make_info(path: Path, manifest: Mapping[str, Any], fault: str | None) -> CheckpointInfo:
+def _make_info(path: Path, manifest: Mapping[str, Any], fault: CheckpointFault | None) -> CheckpointInfo:
     if fault is not None:
-        state = fault if fault.startswith(_OTHER_VERSION_PREFIX) else f"damaged: {fault}"
-        return CheckpointInfo(step=_step_from_path(path) or 0, path=path, status=state, size=get_folder_size(path))
+        return CheckpointInfo(step=_step_from_path(path) or 0, path=path, fault=fault, size=get_folder_size(path))
     size = sum(entry["size"] for entry in manifest["files"].values())
     if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
         size += file.st_size
-    return CheckpointInfo(path=path, status="whole", size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
+    return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 
 def get_folder_size(path: Path) -> int:

@@ -20,7 +20,7 @@ case $1 in
     denied) echo "[WARNING] a line of the host's" >&2; echo "me@denied: Permission denied (publickey)." >&2
             echo "and one more" >&2; exit 255 ;;
     mute) exit 255 ;;
-    cut) sh -c "$2" | while read -r line; do echo "$line"; case $line in *facts*) break ;; esac; done
+    cut) sh -c "$2" | while read -r line; do echo "$line"; case $line in *host_info*) break ;; esac; done
          echo "Connection to cut closed by remote host." >&2; exit 255 ;;
     bare) echo "sh: 1: exec: python: not found" >&2; exit 127 ;;
     chatty) echo "welcome to this host"; exec sh -c "$2" ;;

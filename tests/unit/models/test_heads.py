@@ -41,18 +41,18 @@ def batch(seed: int = 1) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     ids, mask = torch.randint(3, 320, (3, 26), generator=draw), torch.ones(3, 26, dtype=torch.long)
     mask[1, 20:] = 0
-    learnt = torch.randint(0, 2, (3, 20), generator=draw) & mask[:, -20:]
-    tensors = {"input_ids": ids.masked_fill(mask == 0, 2), "attention_mask": mask, "learnt": learnt}
+    loss_mask = torch.randint(0, 2, (3, 20), generator=draw) & mask[:, -20:]
+    tensors = {"input_ids": ids.masked_fill(mask == 0, 2), "attention_mask": mask, "loss_mask": loss_mask}
     return Batch(tensors=tensors, weight=1.0, samples=())
 
 
 def plainly(model: torch.nn.Module, given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and hits, of all logits at once, without `dstrain.models.heads`."""
-    ids, learnt = given.tensors["input_ids"], given.tensors["learnt"]
+    ids, loss_mask = given.tensors["input_ids"], given.tensors["loss_mask"]
     logits = model(input_ids=ids, attention_mask=given.tensors["attention_mask"], use_cache=False).logits
-    logits, targets = logits[:, -learnt.shape[1] - 1 : -1].float(), ids[:, -learnt.shape[1] :]
+    logits, targets = logits[:, -loss_mask.shape[1] - 1 : -1].float(), ids[:, -loss_mask.shape[1] :]
     log_probs = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    return log_probs * learnt, (logits.argmax(-1) == targets) & (learnt != 0)
+    return log_probs * loss_mask, (logits.argmax(-1) == targets) & (loss_mask != 0)
 
 
 def gradients(model: torch.nn.Module, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
         heads, "score_logits", lambda logits, *rest: (seen.append(logits.shape), score(logits, *rest))[1]
     )
     model, given = with_adapter(made("granite")), batch()
-    learnt = int(given.tensors["learnt"].sum())
+    learnt = int(given.tensors["loss_mask"].sum())
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value.numel()), value)[1], lambda v: v):
         log_probs, _ = forward.score_answers(model, given)
@@ -174,7 +174,7 @@ def test_the_gradient_of_a_16_bit_head_is_rounded_once() -> None:
 def test_no_row_at_all_and_no_gradient() -> None:
     model, given = made("llama"), batch()
     nothing = Batch(
-        tensors={**given.tensors, "learnt": torch.zeros_like(given.tensors["learnt"])}, weight=0.0, samples=()
+        tensors={**given.tensors, "loss_mask": torch.zeros_like(given.tensors["loss_mask"])}, weight=0.0, samples=()
     )
     log_probs, right = forward.score_answers(model, nothing)
     log_probs.sum().backward()
@@ -198,11 +198,11 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 
 def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
     given = batch()
-    positions = loss_positions(given.tensors["learnt"], 26)
+    positions = loss_positions(given.tensors["loss_mask"], 26)
     counted = given.with_tensors({"loss_positions": positions})
     model = made("llama")
     assert torch.equal(forward.score_answers(model, given)[0], forward.score_answers(model, counted)[0])
-    assert len(positions) == int(given.tensors["learnt"].sum())
+    assert len(positions) == int(given.tensors["loss_mask"].sum())
 
 
 def forbid(logits: torch.Tensor) -> torch.Tensor:
@@ -303,9 +303,9 @@ def test_logits_that_no_head_made_are_taken_as_they_are() -> None:
 def test_the_mean_over_the_vocabulary_is_that_of_all_logits(name: str) -> None:
     """In chunks where the head is separable (Gemma 2 caps its logits, Granite scales them), else from all logits."""
     model, given = made(name), batch()
-    ids, learnt = given.tensors["input_ids"], given.tensors["learnt"]
+    ids, loss_mask = given.tensors["input_ids"], given.tensors["loss_mask"]
     logits = model(input_ids=ids, attention_mask=given.tensors["attention_mask"], use_cache=False).logits
-    mean = logits[:, -learnt.shape[1] - 1 : -1].float().log_softmax(-1).mean(-1) * learnt
+    mean = logits[:, -loss_mask.shape[1] - 1 : -1].float().log_softmax(-1).mean(-1) * loss_mask
     wanted = plainly(model, given)[0] * 0.9 + mean * 0.1
     wanted_gradients = gradients(model, wanted)
     found = forward.score_answers_with_mean(model, given)
@@ -318,10 +318,10 @@ def test_the_mean_over_the_vocabulary_is_that_of_all_logits(name: str) -> None:
 @pytest.mark.usefixtures("chunks")
 def test_the_mean_alone_has_the_gradient_of_all_logits() -> None:
     model, given = made("llama").double(), batch()  # in fp32 it is lost in rounding: nearly uniform probabilities
-    learnt = given.tensors["learnt"]
+    loss_mask = given.tensors["loss_mask"]
     inputs = {name: given.tensors[name] for name in ("input_ids", "attention_mask")}
-    logits = model(**inputs, use_cache=False).logits[:, -learnt.shape[1] - 1 : -1]
-    wanted = gradients(model, logits.log_softmax(-1).mean(-1) * learnt)
+    logits = model(**inputs, use_cache=False).logits[:, -loss_mask.shape[1] - 1 : -1]
+    wanted = gradients(model, logits.log_softmax(-1).mean(-1) * loss_mask)
     found = forward.score_answers_with_mean(model, given).mean_log_probs
     assert found is not None
     assert distance(gradients(model, found), wanted) <= 1e-6

@@ -84,8 +84,8 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, packing: bool
     # Each row alone and unpadded for the cross entropy; the router's loss over all tokens, without padding.
     reference, padded = build(tmp_path, family, False)
     mask = padded.tensors["attention_mask"]
-    ids, learnt = padded.tensors["input_ids"], padded.tensors["learnt"]
-    labels = ids.masked_fill(torch.nn.functional.pad(learnt, (ids.shape[1] - learnt.shape[1], 0)) == 0, -100)
+    ids, loss_mask = padded.tensors["input_ids"], padded.tensors["loss_mask"]
+    labels = ids.masked_fill(torch.nn.functional.pad(loss_mask, (ids.shape[1] - loss_mask.shape[1], 0)) == 0, -100)
     plain: Any = reference.unwrapped_model
     plain.load_state_dict(model.state_dict())
     out = plain(input_ids=ids, attention_mask=mask, labels=labels, output_router_logits=True)

@@ -126,7 +126,7 @@ def test_a_task_counts_its_head(task: str, lora: dict[str, Any] | None, tmp_path
 
 
 def count_targets(batch: Batch) -> int:
-    return int(batch.tensors["learnt"].sum())
+    return int(batch.tensors["loss_mask"].sum())
 
 
 def test_attention_on_a_cpu_counts_in_both_passes() -> None:

@@ -25,7 +25,7 @@ PALIGEMMA = {
 def of_paligemma() -> tuple[Any, Batch]:
     """Its processor needs sentencepiece's tokens: the ids are written by hand. Without padding, which hides what is seen."""
     ids = torch.tensor([[300, 300, 300, 300, 2, 11, 12, 13, 14, 15]])
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "learnt": torch.tensor([[1, 1, 1, 1]])}
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.tensor([[1, 1, 1, 1]])}
     vision = {"pixel_values": torch.randn(1, 3, 28, 28)}
     return AutoConfig.for_model("paligemma", **PALIGEMMA), Batch(tensors=tensors, weight=1.0, samples=(), vision=vision)
 
@@ -35,8 +35,10 @@ def of_family(name: str) -> tuple[Any, Batch]:
     image = picture(1)
     row = sight.tokenizer(f"{sight.get_image_text(image.size)} what is it? a fox and a dog")["input_ids"]
     tensors = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
-    learnt = torch.tensor([[0] * (len(row) - 5) + [1] * 5])
-    return config, sight.attach_images(Batch(tensors={**tensors, "learnt": learnt}, weight=1.0, samples=()), [image])
+    loss_mask = torch.tensor([[0] * (len(row) - 5) + [1] * 5])
+    return config, sight.attach_images(
+        Batch(tensors={**tensors, "loss_mask": loss_mask}, weight=1.0, samples=()), [image]
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -47,8 +49,8 @@ def test_no_answer_sees_itself(name: str, training: bool) -> None:
     model = AutoModelForImageTextToText.from_config(config).train(training)
     for parameter in model.parameters():  # some families begin with zeros, through which nothing is seen
         torch.nn.init.normal_(parameter, std=0.1)
-    ids, learnt = batch.tensors["input_ids"], batch.tensors["learnt"]
-    first = ids.shape[1] - learnt.shape[1] + int(learnt[0].argmax())
+    ids, loss_mask = batch.tensors["input_ids"], batch.tensors["loss_mask"]
+    first = ids.shape[1] - loss_mask.shape[1] + int(loss_mask[0].argmax())
     for at in range(first, ids.shape[1]):
         other = ids.clone()
         other[0, at] = 16 + (other[0, at] == 16)
@@ -64,5 +66,5 @@ def test_prompts_end_where_the_first_learnt_token_stands() -> None:
     assert prefix_token_types(batch).tolist() == [[0] * 6 + [1] * 4]
     blank = replace(batch, tensors={**batch.tensors, "input_ids": torch.zeros(2, 10, dtype=torch.long)}, dummy_rows=1)
     assert prefix_token_types(blank)[1].tolist() == [0] * 10
-    asked = {name: value for name, value in batch.tensors.items() if name != "learnt"}
+    asked = {name: value for name, value in batch.tensors.items() if name != "loss_mask"}
     assert not prefix_token_types(replace(batch, tensors=asked)).any(), "a prompt, and a reward model's text"

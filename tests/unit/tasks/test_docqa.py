@@ -55,8 +55,8 @@ def test_the_first_answer_is_trained_on_and_all_are_accepted(assistant_only: boo
         length = int(example["prompt_length"])
         assert f"Read. {record['question']} Shortly:" in text_of(task, example["input_ids"][:length])
         assert text_of(task, example["input_ids"][length:]).strip().startswith(record["answers"][0])
-        assert example["learnt"][length:].all()
-        assert bool(example["learnt"][1:length].any()) != assistant_only
+        assert example["loss_mask"][length:].all()
+        assert bool(example["loss_mask"][1:length].any()) != assistant_only
         assert json.loads(bytes(example["answers"].tolist())) == record["answers"]
         assert len(example["images"]) == len(record["images"])
 
@@ -113,7 +113,7 @@ def test_the_loss_is_the_formula_on_all_logits(
     found = gradient(model, loss.total)
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     assert float((found[1] - wanted[1]).norm() / wanted[1].norm()) <= 1e-6
-    assert batch.weight == float(batch.tensors["learnt"].sum())
+    assert batch.weight == float(batch.tensors["loss_mask"].sum())
     assert set(loss.metrics) == {"token_accuracy"}
 
 
@@ -121,9 +121,9 @@ def plain_loss(
     model: torch.nn.Module, batch: Batch, label_smoothing: float = 0.0, focal_gamma: float = 0.0
 ) -> torch.Tensor:
     """Return the loss from all logits, in torch's words."""
-    learnt = batch.tensors["learnt"]
-    logits = forward.forward_logits(model, batch)[:, -learnt.shape[1] - 1 : -1][learnt != 0].float()
-    targets = batch.tensors["input_ids"][: len(learnt), -learnt.shape[1] :][learnt != 0]
+    loss_mask = batch.tensors["loss_mask"]
+    logits = forward.forward_logits(model, batch)[:, -loss_mask.shape[1] - 1 : -1][loss_mask != 0].float()
+    targets = batch.tensors["input_ids"][: len(loss_mask), -loss_mask.shape[1] :][loss_mask != 0]
     smoothed = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
     probability = logits.softmax(-1).gather(-1, targets[:, None])[:, 0]
     return ((1 - probability) ** focal_gamma * smoothed).sum()

@@ -277,7 +277,7 @@ def test_an_answer_that_fills_the_whole_sequence_is_learnt_from_its_second_token
     whole = {"chosen": np.arange(5, 12), "rejected": np.arange(6, 9), "prompt_length": 0.0, "margin": 0.0, "sample": 0}
     task = made(tmp_path)
     batch = task.collate([whole])
-    assert batch.tensors["learnt"].tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert batch.tensors["loss_mask"].tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
     with torch.no_grad():
         assert task.loss(
             task.build_model(), batch.with_tensors(build_train_module(task)._reference_outputs(batch))

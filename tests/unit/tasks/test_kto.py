@@ -113,12 +113,12 @@ def moved(task: Task) -> TrainModule:
     return objective
 
 
-def likely(model: torch.nn.Module, ids: Any, learnt: Any) -> float:
+def likely(model: torch.nn.Module, ids: Any, loss_mask: Any) -> float:
     """log p of the learnt tokens of one sequence, without padding and without ours."""
     row = torch.tensor([list(map(int, ids))])
     table = model(input_ids=row).logits[0, :-1].double().log_softmax(-1)
     each = table.gather(-1, row[0, 1:, None]).squeeze(-1)
-    return float(each[torch.tensor(list(map(int, learnt)))[1:] == 1].sum())
+    return float(each[torch.tensor(list(map(int, loss_mask)))[1:] == 1].sum())
 
 
 def test_a_step_is_what_the_paper_says(tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_a_step_is_what_the_paper_says(tmp_path: Path) -> None:
     assert objective.reference_model is not None
     with torch.no_grad():
         policy, reference = objective.model.eval(), objective.reference_model.model
-        logps = [likely(policy, examples[i]["answer"], examples[i]["answer_learnt"]) for i in ids]
+        logps = [likely(policy, examples[i]["answer"], examples[i]["answer_loss_mask"]) for i in ids]
         ratio = [
-            logp - likely(reference, examples[i]["answer"], examples[i]["answer_learnt"])
+            logp - likely(reference, examples[i]["answer"], examples[i]["answer_loss_mask"])
             for logp, i in zip(logps, ids, strict=True)
         ]
         crossed = [
-            likely(policy, examples[i]["mismatched"], examples[i]["mismatched_learnt"])
-            - likely(reference, examples[i]["mismatched"], examples[i]["mismatched_learnt"])
+            likely(policy, examples[i]["mismatched"], examples[i]["mismatched_loss_mask"])
+            - likely(reference, examples[i]["mismatched"], examples[i]["mismatched_loss_mask"])
             for i in ids
         ]
     z0 = sum(crossed) / 6

@@ -29,7 +29,9 @@ def labels_of(made: Any, examples: list[Any]) -> tuple[torch.Tensor, torch.Tenso
     ids, labels = [], []
     for example in examples:
         rest = length - len(example["input_ids"])
-        learnt = [int(token) if on else -100 for token, on in zip(example["input_ids"], example["learnt"], strict=True)]
+        learnt = [
+            int(token) if on else -100 for token, on in zip(example["input_ids"], example["loss_mask"], strict=True)
+        ]
         ids.append([*example["input_ids"].tolist(), *[made.tokenizer.pad_token_id] * rest])
         labels.append([*learnt, *[-100] * rest])
     return torch.tensor(ids), torch.tensor(labels)
@@ -57,7 +59,7 @@ def test_the_loss_is_transformers_own_mean_times_the_number_of_tokens(assistant_
 def test_what_is_learnt_are_the_answers(tmp_path: Path) -> None:
     made = task(tmp_path, data={"max_length": 200})
     example = made.examples("train")[0]
-    learnt = example["input_ids"][example["learnt"] == 1]
+    learnt = example["input_ids"][example["loss_mask"] == 1]
     record = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["messages"]
     assert made.tokenizer.decode(learnt) == f" {record[1]['content']} {record[3]['content']}</s>"
 
@@ -66,34 +68,34 @@ def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
     made = task(tmp_path, batch={"packing": False})
     examples = made.examples("train")
     batch = made.collate([examples[index] for index in (1, 0, 2)])
-    first = min(list(examples[index]["learnt"]).index(1) for index in (1, 0, 2))
-    ids, learnt = batch.tensors["input_ids"], batch.tensors["learnt"]
-    assert learnt.shape == (3, ids.shape[1] - first)
-    assert learnt[:, 0].any()
-    assert int(learnt.sum()) == batch.weight
+    first = min(list(examples[index]["loss_mask"]).index(1) for index in (1, 0, 2))
+    ids, loss_mask = batch.tensors["input_ids"], batch.tensors["loss_mask"]
+    assert loss_mask.shape == (3, ids.shape[1] - first)
+    assert loss_mask[:, 0].any()
+    assert int(loss_mask.sum()) == batch.weight
     assert batch.tokens == int(batch.tensors["attention_mask"].sum())
     asked = []
     model = made.build_model().eval()
     forward = type(model).forward
     model.forward = lambda **inputs: (asked.append(inputs["logits_to_keep"]), forward(model, **inputs))[1]
     made.loss(model, batch)
-    assert asked == [learnt.shape[1] + 1]
+    assert asked == [loss_mask.shape[1] + 1]
 
 
 def test_learning_tokens_by_hand() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]]))
-    targets, learnt = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
-    log_probs, right = forward.score_tokens(logits, targets, learnt)
+    targets, loss_mask = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
+    log_probs, right = forward.score_tokens(logits, targets, loss_mask)
     assert float(log_probs.sum()) == pytest.approx(float(torch.log(torch.tensor(0.5 * 0.2))), rel=1e-6)
     assert int(right.sum()) == 1, "the first is the likeliest, the second is not, the third is not learnt"
 
 
 def test_what_is_not_learnt_has_no_gradient() -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
-    learnt = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
-    forward.score_tokens(logits, torch.randint(7, (2, 5)), learnt)[0].sum().backward()
+    loss_mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
+    forward.score_tokens(logits, torch.randint(7, (2, 5)), loss_mask)[0].sum().backward()
     assert logits.grad is not None
-    assert ((logits.grad != 0).any(-1) == (learnt == 1)).all()
+    assert ((logits.grad != 0).any(-1) == (loss_mask == 1)).all()
 
 
 def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +116,12 @@ def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytes
 
 def test_learning_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(3, 16, 50), torch.randint(50, (3, 16))
-    learnt = torch.randint(2, (3, 16))
+    loss_mask = torch.randint(2, (3, 16))
     found = []
     for size in (2**20, 4 * 50 * 5):
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", size)
         own = logits.clone().requires_grad_()
-        log_probs, right = forward.score_tokens(own, targets, learnt)
+        log_probs, right = forward.score_tokens(own, targets, loss_mask)
         total = log_probs.sum()
         total.backward()
         found.append((float(total.detach()), int(right.sum()), own.grad))
@@ -134,7 +136,7 @@ def test_preferences_teach_their_chosen_answers(tmp_path: Path) -> None:
     made = task(tmp_path, data={"train": str(tmp_path / "pairs/train.jsonl")})
     example = made.examples("train")[3]
     chosen = json.loads((tmp_path / "pairs/train.jsonl").read_text().splitlines()[3])["chosen"]
-    learnt = made.tokenizer.decode(example["input_ids"][example["learnt"] == 1])
+    learnt = made.tokenizer.decode(example["input_ids"][example["loss_mask"] == 1])
     assert chosen.endswith(learnt.removesuffix("</s>"))
     assert learnt.startswith(" Gladly")
 
@@ -162,7 +164,7 @@ def test_bad_records_are_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_another_option_is_another_cache(tmp_path: Path) -> None:
-    sums = {option: int(task(tmp_path, options={"assistant_only_loss": option}).examples("train")[0]["learnt"].sum())
+    sums = {option: int(task(tmp_path, options={"assistant_only_loss": option}).examples("train")[0]["loss_mask"].sum())
             for option in (True, False)}  # fmt: skip
     assert sums[False] > sums[True] > 0
 

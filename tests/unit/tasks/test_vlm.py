@@ -54,9 +54,9 @@ def task_on(
 
 
 def test_exact_answers_by_hand() -> None:
-    learnt = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
+    loss_mask = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
     right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
-    exact, count = forward.count_exact_answers(right & (learnt != 0), learnt)
+    exact, count = forward.count_exact_answers(right & (loss_mask != 0), loss_mask)
     assert (int(exact), int(count)) == (1 + 1 + 2, 2 + 1 + 3)
 
 
@@ -75,7 +75,7 @@ def test_an_answer_that_is_exact_is_what_the_model_writes(tmp_path: Path) -> Non
     for index in range(6):
         one = make_batch(examples, task.collate, [index], 0)
         exact, count = task.loss(model, one).metrics["exact_match"]
-        learnt = np.flatnonzero(examples[index]["learnt"])
+        learnt = np.flatnonzero(examples[index]["loss_mask"])
         ids = one.tensors["input_ids"][:, : learnt[0]]
         settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": task.tokenizer.eos_token_id}
         written = model.generate(
@@ -97,7 +97,9 @@ def test_questions_of_an_image_are_one_dialog_in_training_alone(tmp_path: Path) 
     )
     train, test = task.examples("train"), task.examples("eval")
     assert (len(train), len(test)) == (6, 6)
-    said = task.tokenizer.decode([t for t, mark in zip(train[0]["input_ids"], train[0]["learnt"], strict=True) if mark])
+    said = task.tokenizer.decode(
+        [t for t, mark in zip(train[0]["input_ids"], train[0]["loss_mask"], strict=True) if mark]
+    )
     assert said.split() == ["noise</s>", "yes</s>", "yes</s>"], "each answer has its end"
     text = task.tokenizer.decode(train[0]["input_ids"])
     assert text.count("<image>") == 4, "the image comes once, in four tokens"

@@ -37,7 +37,13 @@ from dstrain.train.resume import (
 )
 from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.setup.plan import RunPlan, make_plan
-from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, read_checkpoint_info, write_hashed_file
+from dstrain.train.state.manifest import (
+    CheckpointFault,
+    CheckpointInfo,
+    find_checkpoints,
+    read_checkpoint_info,
+    write_hashed_file,
+)
 from tests.contract.lora_cases import save_base
 from tests.unit.distributed.thread_world import on_ranks
 from tests.vision_recipes import named_recipe
@@ -130,10 +136,10 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
 ) -> None:
     path = save(tmp_path, 1)
 
-    def find_fault(path: Path, share: tuple[int, int]) -> str | None:
-        return "MANIFEST.json is missing" if share[0] == 1 else None
+    def find_fault(path: Path, share: tuple[int, int]) -> CheckpointFault | None:
+        return CheckpointFault("MANIFEST.json is missing") if share[0] == 1 else None
 
-    def read_on_rank_0(path: Path, fault: str | None) -> CheckpointInfo:
+    def read_on_rank_0(path: Path, fault: CheckpointFault | None) -> CheckpointInfo:
         if threading.current_thread().name.endswith("_1"):
             raise FileNotFoundError(path)
         return read_checkpoint_info(path, fault)

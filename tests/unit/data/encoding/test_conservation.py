@@ -107,7 +107,7 @@ def encode(template: str, record: dict[str, Any]) -> tuple[str, str, dict[str, A
     )
     if isinstance(row, BadRecord):
         return row.reason
-    learnt = [token for token, target in zip(row["input_ids"], row["learnt"], strict=True) if target]
+    learnt = [token for token, target in zip(row["input_ids"], row["loss_mask"], strict=True) if target]
     return tokenizer.decode(learnt), tokenizer.decode(row["input_ids"]), row
 
 
@@ -140,7 +140,7 @@ def faults(template: str) -> Iterator[str]:
             )
             if not isinstance(kept, BadRecord):
                 learnt = tokenizer.decode(
-                    [one for one, target in zip(kept["input_ids"], kept["learnt"], strict=True) if target]
+                    [one for one, target in zip(kept["input_ids"], kept["loss_mask"], strict=True) if target]
                 )
                 yield from (f"kto, {name}: {word} is learnt" for word in CONTEXT.findall(learnt) if word != "Skip")
             pair = {

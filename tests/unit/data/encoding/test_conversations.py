@@ -90,16 +90,16 @@ def encode(tokenizer: Any, sample: Any, settings: EncodingConfig = LONG) -> dict
     (found,) = encode_conversations(tokenizer, [sample], settings)
     if isinstance(found, BadRecord):
         raise found
-    assert len(found["input_ids"]) == len(found["learnt"])
-    assert set(found["learnt"]) <= {0, 1}
+    assert len(found["input_ids"]) == len(found["loss_mask"])
+    assert set(found["loss_mask"]) <= {0, 1}
     return found
 
 
 def runs(tokenizer: Any, example: dict[str, Any]) -> list[str]:
     """The texts that are learnt, each as far as it goes without a break."""
     found: list[list[int]] = []
-    for at, (token, learnt) in enumerate(zip(example["input_ids"], example["learnt"], strict=True)):
-        if learnt and not example["learnt"][at - 1]:
+    for at, (token, learnt) in enumerate(zip(example["input_ids"], example["loss_mask"], strict=True)):
+        if learnt and not example["loss_mask"][at - 1]:
             found.append([])
         if learnt:
             found[-1].append(token)
@@ -128,9 +128,9 @@ def test_a_single_answer_is_what_the_model_would_write(name: str, chat: Any) -> 
     tokenizer, sample = chat(name), dialog(*TWO[:2])
     example = encode(tokenizer, sample)
     opening = tokenizer.apply_chat_template(sample.messages[:1], add_generation_prompt=True, return_dict=False)
-    first = example["learnt"].index(1)
+    first = example["loss_mask"].index(1)
     assert example["input_ids"][:first] == opening[:first]
-    assert all(example["learnt"][first:])
+    assert all(example["loss_mask"][first:])
     assert len(opening) - first <= len(tokenizer("<think>\n")["input_ids"]), "at most a thought that the template opens"
 
 
@@ -206,7 +206,7 @@ def test_everything_is_learnt_but_the_first_token_where_that_is_asked(tokenizer:
     settings = EncodingConfig(max_length=1000, assistant_only=False)
     for each in (tokenizer, chat("headers"), with_frame(tokenizer, "<s>")):
         example = encode(each, dialog(*TWO), settings)
-        assert example["learnt"] == [0] + [1] * (len(example["input_ids"]) - 1)
+        assert example["loss_mask"] == [0] + [1] * (len(example["input_ids"]) - 1)
 
 
 def test_bos_comes_once_and_is_not_learnt(tokenizer: Any, chat: Any) -> None:
@@ -220,7 +220,7 @@ def test_bos_comes_once_and_is_not_learnt(tokenizer: Any, chat: Any) -> None:
             example = encode(each, sample)
             assert each.decode(example["input_ids"][0]) == "<s>"
             assert example["input_ids"].count(example["input_ids"][0]) == 1
-            assert example["learnt"][0] == 0
+            assert example["loss_mask"][0] == 0
 
 
 def test_a_template_that_hides_an_answer_is_told(chat: Any) -> None:
@@ -330,10 +330,12 @@ def test_older_turns_are_cut_from_the_left_until_the_first_answer_fits(tokenizer
     assert cut["input_ids"] == whole["input_ids"][:1] + whole["input_ids"][6:]
     assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (1, 0, 0)
     assert (whole["prompt_cut"], whole["response_cut"], whole["last_turn_cut"]) == (0, 0, 0)
-    asked = encode(framed, sample, EncodingConfig(max_length=1000, max_prompt_length=length - 5 - sum(whole["learnt"])))
+    asked = encode(
+        framed, sample, EncodingConfig(max_length=1000, max_prompt_length=length - 5 - sum(whole["loss_mask"]))
+    )
     assert asked == cut
     shorter = encode(framed, sample, EncodingConfig(max_length=1000, max_prompt_length=4))
-    assert shorter["learnt"] == [0] * 4 + [1] * sum(whole["learnt"])
+    assert shorter["loss_mask"] == [0] * 4 + [1] * sum(whole["loss_mask"])
     assert (shorter["prompt_cut"], shorter["response_cut"], shorter["last_turn_cut"]) == (1, 0, 1)
 
 
@@ -344,20 +346,20 @@ def test_later_turns_are_cut_before_what_the_first_answer_follows(tokenizer: Any
     shorter = encode(tokenizer, sample, EncodingConfig(max_length=length - 3))
     assert shorter["input_ids"] == whole["input_ids"][:-3]
     assert (shorter["prompt_cut"], shorter["response_cut"]) == (0, 1)
-    last = "".join(map(str, whole["learnt"])).rindex("01") + 1
+    last = "".join(map(str, whole["loss_mask"])).rindex("01") + 1
     first_only = encode(tokenizer, sample, EncodingConfig(max_length=last))
     assert runs(tokenizer, first_only) == [" yes"], "a question without its answer is left out"
-    assert first_only["learnt"][-1] == 1
+    assert first_only["loss_mask"][-1] == 1
 
 
 def test_an_answer_that_does_not_fit_behind_its_question_is_cut_at_its_end(tokenizer: Any) -> None:
     sample = dialog("the fox?", "the quick brown fox jumps over the lazy dog")
     whole = encode(tokenizer, sample)
-    prompt = whole["learnt"].index(1)
+    prompt = whole["loss_mask"].index(1)
     for left in (1, 3):
         cut = encode(tokenizer, sample, EncodingConfig(max_length=prompt + left))
         assert cut["input_ids"] == whole["input_ids"][: prompt + left]
-        assert cut["learnt"] == [0] * prompt + [1] * left
+        assert cut["loss_mask"] == [0] * prompt + [1] * left
         assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (0, 1, 0)
     with pytest.raises(
         BadRecord, match=rf"take {prompt} tokens, and data.max_length {prompt} leaves none .* {prompt + 1} or"
@@ -379,10 +381,10 @@ def test_no_cut_is_longer_than_asked_or_without_a_learnt_token(seed: int, chat: 
         assert len(example["input_ids"]) == needed
         return
     assert len(example["input_ids"]) <= settings.max_length
-    assert example["learnt"][0] == 0
-    assert example["learnt"][-1] == 1
+    assert example["loss_mask"][0] == 0
+    assert example["loss_mask"][-1] == 1
     if settings.max_prompt_length:
-        assert example["learnt"].index(1) <= max(settings.max_prompt_length, 1)
+        assert example["loss_mask"].index(1) <= max(settings.max_prompt_length, 1)
 
 
 def test_a_length_without_room_and_a_text_of_one_token_are_told(tokenizer: Any) -> None:
@@ -424,7 +426,7 @@ def test_spaces_written_as_letters_and_letters_written_as_bytes_move_nothing(nam
     each.chat_template = TEMPLATES[name] if name else None
     example = encode(each, dialog("the 狐?", "🦊 fox", "and a dog?", "no dog"))
     tokens = each.convert_ids_to_tokens(
-        [i for i, on in zip(example["input_ids"], example["learnt"], strict=True) if on]
+        [i for i, on in zip(example["input_ids"], example["loss_mask"], strict=True) if on]
     )
     written = "".join(tokens).replace("▁", " ").replace("<0xF0><0x9F><0xA6><0x8A>", "🦊")
     assert written.replace("<|im_end|>", " ").replace("</s>", " ").split() == ["🦊", "fox", "no", "dog"]

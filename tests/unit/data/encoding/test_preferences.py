@@ -306,7 +306,7 @@ def test_the_boundary_is_the_generation_prompts_end_and_that_of_sft(family: str,
     assert asked.ids == example["chosen"][: example["prompt_length"]]
     taught = encode_conversations(tokenizer, [read_conversation(record)], EncodingConfig(max_length=1000))[0]
     assert not isinstance(taught, BadRecord)
-    assert taught["learnt"].index(1) == example["prompt_length"]
+    assert taught["loss_mask"].index(1) == example["prompt_length"]
     assert taught["input_ids"] == example["chosen"][: len(taught["input_ids"])]
 
 

@@ -115,8 +115,10 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
         if isinstance(cut, BadRecord):
             seen.add("bad")
             continue
-        ids, learnt = (cut[name] for name in (("input_ids", "learnt") if how == "sft" else ("answer", "answer_learnt")))
-        head = plain(tokenizer, ids[: learnt.index(1)])
+        ids, loss_mask = (
+            cut[name] for name in (("input_ids", "loss_mask") if how == "sft" else ("answer", "answer_loss_mask"))
+        )
+        head = plain(tokenizer, ids[: loss_mask.index(1)])
         assert squeezed(head).endswith(squeezed(LAST[family]))
         assert len(ids) <= length
         assert cut["last_turn_cut"] == 0

@@ -131,7 +131,7 @@ def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:
 
 
 def learnt(example: dict[str, Any], side: str) -> str:
-    marked = zip(example[side], example[f"{side}_learnt"], strict=True)
+    marked = zip(example[side], example[f"{side}_loss_mask"], strict=True)
     return str(TOKENIZER.decode([token for token, mark in marked if mark]))
 
 
@@ -169,7 +169,7 @@ def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Pat
 
 
 def test_mismatched_answers_are_made_where_they_are_needed(tmp_path: Path) -> None:
-    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).columns[:2] == ["answer", "answer_learnt"]
+    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).columns[:2] == ["answer", "answer_loss_mask"]
 
 
 def test_llamafactorys_demo_is_read_unchanged(real_data: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_first_token_of_a_branch_is_predicted_from_the_end_of_the_prefix() -
     targets = rows.target_tensors([[0, 0, 0, 1, 1], [0, 0, 0, 1]])
     assert targets["target_ids"].tolist() == [4, 5, 9]
     assert targets["logit_positions"].tolist() == [2, 3, 2]
-    assert targets["learnt"].tolist() == [[1, 1], [1, 0]]
+    assert targets["loss_mask"].tolist() == [[1, 1], [1, 0]]
     assert targets["target_indices"].tolist() == [0, 1, 2]
 
 
@@ -85,7 +85,7 @@ def test_a_target_in_a_shared_beginning_counts_for_both() -> None:
 
 def test_without_a_target_there_is_one_column() -> None:
     targets = pack_rows([[1, 2], [3]]).target_tensors([[0, 0], [0]])
-    assert targets["learnt"].tolist() == [[0], [0]]
+    assert targets["loss_mask"].tolist() == [[0], [0]]
     assert all(targets[name].tolist() == [] for name in ("target_ids", "logit_positions", "target_indices"))
 
 
@@ -102,8 +102,8 @@ def test_each_sequence_is_found_again_with_the_targets_of_padded_rows(sequences:
     assert {*used.tolist()} == {*range(rows.num_tokens)}, "no token is in the row that no sequence has"
     masks = [[0, *data.draw(st.lists(st.integers(0, 1), min_size=len(one) - 1, max_size=len(one) - 1))] for one in sequences]  # fmt: skip
     padded, packed = PaddedRows(sequences, 0).target_tensors(masks), rows.target_tensors(masks)
-    assert packed["learnt"].equal(padded["learnt"])
-    assert packed["target_indices"].equal(padded["learnt"].flatten().nonzero()[:, 0])
+    assert packed["loss_mask"].equal(padded["loss_mask"])
+    assert packed["target_indices"].equal(padded["loss_mask"].flatten().nonzero()[:, 0])
     ids = PaddedRows(sequences, 0).input_tensors()["input_ids"]
     row, column = padded["loss_positions"].unbind(1)
     assert packed["target_ids"].equal(ids[row, column])

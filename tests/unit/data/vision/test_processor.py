@@ -81,7 +81,7 @@ def test_the_ids_are_those_the_processor_gives(family: tuple[Any, VisionProcesso
     theirs = sight.hf_processor(text=[text], images=[images], return_tensors="pt")
     ids = list(example["input_ids"])
     assert ids[: theirs["input_ids"].shape[1]] == theirs["input_ids"][0].tolist()
-    learnt = [token for token, mark in zip(ids, example["learnt"], strict=True) if mark]
+    learnt = [token for token, mark in zip(ids, example["loss_mask"], strict=True) if mark]
     ends = "</s>" if templated else ""
     assert tokenizer.decode(learnt).replace(" ", "") == f"afox{ends}adog</s>"
     ours = sight.image_inputs(images)
@@ -96,18 +96,18 @@ def test_images_are_never_learnt(family: tuple[Any, VisionProcessor]) -> None:
     example = encoded(sight, views(sight, picture(1), picture(2)), assistant_only=False)
     marks = {
         mark
-        for token, mark in zip(example["input_ids"], example["learnt"], strict=True)
+        for token, mark in zip(example["input_ids"], example["loss_mask"], strict=True)
         if token in sight.image_related_ids
     }
     assert marks == {0}
-    assert sum(example["learnt"]) > 10
+    assert sum(example["loss_mask"]) > 10
 
 
 def test_a_cut_through_an_image_is_found(family: tuple[Any, VisionProcessor]) -> None:
     _, sight = family
     shown = views(sight, picture(1), picture(2))
     example = encoded(sight, shown)
-    whole, asked = len(example["input_ids"]), example["learnt"].index(1)
+    whole, asked = len(example["input_ids"]), example["loss_mask"].index(1)
     assert not isinstance(encoded(sight, shown, max_length=whole), BadRecord)
     needed = sum(map(sight.count_in_text, shown.image_texts[0]))
     for limits, said in (
@@ -153,8 +153,8 @@ def text_batch(sight: VisionProcessor, *texts: str) -> Batch:
     length = max(map(len, rows))
     ids = torch.tensor([row + [sight.tokenizer.pad_token_id] * (length - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    learnt = torch.tensor([[0, 1]] * len(rows))
-    return Batch(tensors={"input_ids": ids, "attention_mask": mask, "learnt": learnt}, weight=1.0, samples=())
+    loss_mask = torch.tensor([[0, 1]] * len(rows))
+    return Batch(tensors={"input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask}, weight=1.0, samples=())
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_blank_row_changes_nothing_and_reaches_every_part(
         count = len(sight.tokenizer(text)["input_ids"])
         assert torch.allclose(plain[row, :count], beside[row, :count], atol=1e-5)
     moved = blank.tensors["input_ids"].shape[1] - width
-    assert blank.tensors["learnt"].shape[1] == 2 + moved, "the same tokens are learnt, counted from the end"
+    assert blank.tensors["loss_mask"].shape[1] == 2 + moved, "the same tokens are learnt, counted from the end"
     beside.sum().backward()
     silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     used = [name for name in silent if "layers.1" not in name and "post_layernorm" not in name and "head" not in name]

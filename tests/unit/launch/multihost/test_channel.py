@@ -17,10 +17,10 @@ NOISE = {
     "a line": b"welcome\n",
     "no line break": b"hello",
     "a terminal title": b"\x1b]0;host2\x07",
-    "JSON": b'{"facts": {}}\n{"left": []}\n',
-    "half JSON": b'{"facts": ',
+    "JSON": b'{"host_info": {}}\n{"remaining_pids": []}\n',
+    "half JSON": b'{"host_info": ',
     "an array": b"[1, 2]\n\n\n",
-    "the nonce of another session": b'\nffff {"facts": {}}\n',
+    "the nonce of another session": b'\nffff {"host_info": {}}\n',
     "a nonce and no JSON": b"\n9f3a {\n9f3a 1\n",
     "bytes": bytes(range(256)) * 8,
     "ten megabytes of one line": b"x" * 10_000_000,
@@ -63,7 +63,10 @@ def message(**content: object) -> bytes:
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
 def test_noise_is_no_message_and_hides_none(noise, pair):
     assert pair.comes(noise) == []
-    assert pair.comes(message(facts={"a": 1}) + noise + message(left=[])) == [{"facts": {"a": 1}}, {"left": []}]
+    assert pair.comes(message(host_info={"a": 1}) + noise + message(remaining_pids=[])) == [
+        {"host_info": {"a": 1}},
+        {"remaining_pids": []},
+    ]
     assert pair.line.has_noise == (bool(noise.strip()) and NONCE.encode() not in noise)
 
 
@@ -91,5 +94,5 @@ def test_a_long_message_comes_in_parts(pair):
 
 
 def test_what_is_sent_begins_and_ends_a_line(pair):
-    pair.line.send(left=[1])
-    assert os.read(pair.their_read, 1 << 16) == b'\n9f3a {"left": [1]}\n'
+    pair.line.send(remaining_pids=[1])
+    assert os.read(pair.their_read, 1 << 16) == b'\n9f3a {"remaining_pids": [1]}\n'

@@ -28,7 +28,7 @@ from dstrain.launch.worker import get_workers_dir, remove_launch_files
 SCRIPTS = {
     "no line break": "printf hello",
     "a terminal title": r'echo -ne "\033]0;$HOSTNAME\007"',
-    "JSON": """echo '{"facts": {}}'; printf '{"facts": '""",
+    "JSON": """echo '{"host_info": {}}'; printf '{"host_info": '""",
     "ten megabytes": "head -c 10000000 /dev/zero | tr '\\0' x",
     "bytes": "head -c 100000 /dev/urandom; head -c 100000 /dev/urandom >&2",
     "slow": "sleep 2",
@@ -191,7 +191,7 @@ def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatc
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
     folder = get_workers_dir(tmp_path)
     folder.mkdir()
-    for name in ("launch-0123.json", "hosts-0123", "port-0123", "seen-0123", "rank-00000.json", "roll-0123"):
+    for name in ("launch-0123.json", "hosts-0123", "port-0123", "seen-0123", "rank-00000.json", "status-0123"):
         (folder / name).write_text("{}")
     remove_launch_files(tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "roll-0123"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "status-0123"]

@@ -92,11 +92,11 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
 class Started:
     """An agent as a process, and a sleeper that it started."""
 
-    def __init__(self, folder: Path, silence: float = 30.0) -> None:
+    def __init__(self, folder: Path, heartbeat_timeout: float = 30.0) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "dstrain.launch.multihost.agent", f"{silence:g}", NONCE]
+        command = [sys.executable, "-m", "dstrain.launch.multihost.agent", f"{heartbeat_timeout:g}", NONCE]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self.line = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), silence, NONCE)
+        self.line = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), heartbeat_timeout, NONCE)
         mark = str(folder / "launch-1.json")
         begin = "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         sleep = f"open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
@@ -122,7 +122,7 @@ class Started:
 
 @pytest.mark.parametrize("harm", ["the line is cut", "nothing is heard", "asked to end", "SIGTERM", "SIGKILL"])
 def test_nothing_outlives_an_agent(harm, tmp_path):
-    started = Started(tmp_path, silence=1.0 if harm == "nothing is heard" else 30.0)
+    started = Started(tmp_path, heartbeat_timeout=1.0 if harm == "nothing is heard" else 30.0)
     try:
         if harm == "the line is cut":
             started.process.stdin.close()
@@ -176,7 +176,7 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
 
 def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
     environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}
-    launch = {"environment": environment, "master": ["10.0.0.1", 29501], "silence": 30.0}
+    launch = {"environment": environment, "master": ["10.0.0.1", 29501], "heartbeat_timeout": 30.0}
     here = {
         "hostname": "host2",
         "agent": 7,

@@ -216,7 +216,7 @@ def test_corrupted_images_stand_in_rows_after_the_pairs(tmp_path: Path) -> None:
     assert ids[:8].equal(plain.tensors["input_ids"])
     for row, (index, side) in enumerate([(0, 4), (1, 0), (3, 4)]):  # records 1 and 4 are swapped
         assert ids[8 + row].equal(ids[side + index]), "the preferred answer"
-        assert batch.tensors["learnt"][8 + row].equal(batch.tensors["learnt"][side + index])
+        assert batch.tensors["loss_mask"][8 + row].equal(batch.tensors["loss_mask"][side + index])
     pixels = batch.vision["pixel_values"]
     assert len(pixels) == 12
     assert pixels[:4].equal(pixels[4:8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -32,17 +33,24 @@ def line(entered: int, left: int | None = None, *names: str, seconds: float = 20
     return {"entered": entered, "left": left, "seconds": seconds, "names": list(known), "ranks": list(range(ranks))}
 
 
-def word(rank: int, kind: Any = "alive", text: str = "", quiet: float = 20.0, **lines: Any) -> RankStatus:
-    where = {"rank": rank, "host": HOSTS[rank], "place": HOSTS[rank], "pid": 1}
-    return RankStatus(**where, kind=kind, doing="step 13", step=13, quiet=quiet, lines=lines, text=text)  # type: ignore[arg-type]
+def make_status(
+    rank: int, kind: Any = "alive", text: str = "", idle_seconds: float = 20.0, **collectives: Any
+) -> RankStatus:
+    where = {"rank": rank, "host": HOSTS[rank], "pid_namespace": HOSTS[rank], "pid": 1}
+    return RankStatus(
+        **where, kind=kind, phase="step 13", step=13, idle_seconds=idle_seconds, collectives=collectives, text=text
+    )  # type: ignore[arg-type]
 
 
-def judged(words: list[RankStatus], missing: dict[int, str] | None = None, why: str = "") -> Diagnosis:
+def judged(statuses: list[RankStatus], missing: dict[int, str] | None = None, why: str = "") -> Diagnosis:
     absent = missing or {}
-    answered = frozenset(word.rank for word in words if word.rank not in absent)
+    answered = frozenset(status.rank for status in statuses if status.rank not in absent)
     return diagnose(
         StatusReport(
-            statuses={word.rank: word for word in words}, answered_ranks=answered, process_states=absent, reason=why
+            statuses={status.rank: status for status in statuses},
+            answered_ranks=answered,
+            process_states=absent,
+            reason=why,
         )
     )
 
@@ -65,16 +73,20 @@ WAITS = line(45, 44)
     ],
 )  # fmt: skip
 def test_who_does_not_answer_is_named(missing: dict[int, str], why: str, says: str) -> None:
-    words = [word(rank, world=WAITS) if rank not in missing else word(rank, "ready") for rank in range(4)]
-    verdict = judged(words, missing, why)
+    statuses = [
+        make_status(rank, world=WAITS) if rank not in missing else make_status(rank, "ready") for rank in range(4)
+    ]
+    verdict = judged(statuses, missing, why)
     assert verdict.message.startswith(says)
     assert verdict.ranks == tuple(missing)
     assert f"logs/rank-{min(missing):05d}.log" in verdict.message
 
 
 def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> None:
-    behind = word(2, world=line(44, 44, "barrier"), quiet=21.0)
-    verdict = judged([word(0, "lost", world=WAITS), word(1, world=WAITS), behind, word(3, world=WAITS)])
+    behind = make_status(2, world=line(44, 44, "barrier"), idle_seconds=21.0)
+    verdict = judged(
+        [make_status(0, "lost", world=WAITS), make_status(1, world=WAITS), behind, make_status(3, world=WAITS)]
+    )
     assert verdict.ranks == (2,)
     assert verdict.message == (
         "rank 2 on host2 did not enter all_reduce no. 45 that 3 of 4 ranks waited in for 20 s: it is in step 13, where "
@@ -91,19 +103,38 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
 
 def test_on_a_gpu_nobody_stays_in_a_collective_and_the_others_are_far_ahead() -> None:
     ahead = line(47, 47, "all_reduce", "barrier", "reduce", "all_gather")
-    verdict = judged([word(0, world=ahead), word(1, world=line(44)), word(2, world=ahead), word(3, world=ahead)])
+    verdict = judged(
+        [
+            make_status(0, world=ahead),
+            make_status(1, world=line(44)),
+            make_status(2, world=ahead),
+            make_status(3, world=ahead),
+        ]
+    )
     assert verdict.message.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
 
 
 def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
-    verdict = judged([word(0, world=line(1, 0)), word(1), word(2, world=line(1, 0)), word(3, world=line(1, 0))])
+    verdict = judged(
+        [
+            make_status(0, world=line(1, 0)),
+            make_status(1),
+            make_status(2, world=line(1, 0)),
+            make_status(3, world=line(1, 0)),
+        ]
+    )
     assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
 
 
 def test_only_members_of_a_group_are_compared() -> None:
     both = line(9, 8, ranks=2)
     verdict = judged(
-        [word(0, world=WAITS, pair=both), word(1, world=WAITS, pair=both), word(2, world=WAITS), word(3, world=WAITS)]
+        [
+            make_status(0, world=WAITS, pair=both),
+            make_status(1, world=WAITS, pair=both),
+            make_status(2, world=WAITS),
+            make_status(3, world=WAITS),
+        ]
     )
     assert verdict.ranks == ()
 
@@ -112,19 +143,31 @@ def test_the_longest_wait_counts_not_the_busiest_group() -> None:
     """The background save runs ahead and behind in a group of its own."""
     saving = [line(number, seconds=0.1) for number in (7, 8, 8, 7)]
     main = [line(45, 44), line(45, 44), line(45, 44), line(44)]
-    verdict = judged([word(rank, main=main[rank], saving=saving[rank]) for rank in range(4)])
+    verdict = judged([make_status(rank, main=main[rank], saving=saving[rank]) for rank in range(4)])
     assert verdict.ranks == (3,)
 
 
 def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
-    words = [word(0, "lost", world=WAITS), word(1, "failed", "ValueError: no"), word(2, world=WAITS), word(3, "ready")]
-    verdict = judged(words, {3: ""}, "Connection closed by peer")
+    statuses = [
+        make_status(0, "lost", world=WAITS),
+        make_status(1, "failed", "ValueError: no"),
+        make_status(2, world=WAITS),
+        make_status(3, "ready"),
+    ]
+    verdict = judged(statuses, {3: ""}, "Connection closed by peer")
     assert verdict.message == "rank 1 on host2 failed: ValueError: no; see logs/rank-00001.log"
 
 
 def test_ranks_that_go_different_ways_are_told_apart() -> None:
     other = line(45, 44, "barrier")
-    verdict = judged([word(0, world=WAITS), word(1, world=other), word(2, world=WAITS), word(3, world=WAITS)])
+    verdict = judged(
+        [
+            make_status(0, world=WAITS),
+            make_status(1, world=other),
+            make_status(2, world=WAITS),
+            make_status(3, world=WAITS),
+        ]
+    )
     assert verdict.ranks == (1,)
     assert verdict.message == (
         "rank 1 on host2 entered barrier as collective no. 45, where others entered all_reduce; see logs/stacks"
@@ -132,7 +175,7 @@ def test_ranks_that_go_different_ways_are_told_apart() -> None:
 
 
 def test_of_two_names_equally_frequent_all_ranks_blame_the_same_one() -> None:
-    pair = [word(rank, world=line(45, 45, name, ranks=2)) for rank, name in enumerate(("zeta", "alpha"))]
+    pair = [make_status(rank, world=line(45, 45, name, ranks=2)) for rank, name in enumerate(("zeta", "alpha"))]
     assert judged(pair).ranks == (0,)
     assert judged(pair[::-1]).ranks == (0,), "each rank has its own status first"
 
@@ -140,13 +183,13 @@ def test_of_two_names_equally_frequent_all_ranks_blame_the_same_one() -> None:
 def test_a_rank_that_is_behind_in_one_group_comes_before_names_that_differ_in_another() -> None:
     names, counts = ("all_reduce", "barrier"), (8, 7)
     verdict = judged(
-        [word(rank, a=line(5, 5, names[rank], ranks=2), b=line(counts[rank], ranks=2)) for rank in range(2)]
+        [make_status(rank, a=line(5, 5, names[rank], ranks=2), b=line(counts[rank], ranks=2)) for rank in range(2)]
     )
     assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 8 that 1 of 2 ranks waited in")
 
 
 def test_where_all_are_alike_the_network_is_to_blame() -> None:
-    verdict = judged([word(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
+    verdict = judged([make_status(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
     assert verdict.message.startswith(
         "all ranks answer, but cannot reach each other (Connection timed out): 4 of 4 ranks waited 20 s in all_reduce"
     )
@@ -154,11 +197,11 @@ def test_where_all_are_alike_the_network_is_to_blame() -> None:
 
 
 def test_where_nothing_is_known_the_sentence_says_so() -> None:
-    assert judged([word(0)]).message == "no rank moved for 20 s, and none is behind; see logs/stacks"
+    assert judged([make_status(0)]).message == "no rank moved for 20 s, and none is behind; see logs/stacks"
 
 
 def test_many_ranks_are_named_in_short() -> None:
-    statuses = {rank: RankStatus(rank=rank, host="big", place="", pid=1) for rank in range(40)}
+    statuses = {rank: RankStatus(rank=rank, host="big", pid_namespace="", pid=1) for rank in range(40)}
     assert format_ranks_by_host([1, 4, 5], statuses) == "ranks 1, 4, 5 on big"
     assert format_ranks_by_host(range(3, 40), statuses) == "ranks 3, 4, 5, 6, 7, 8, 9, 10 and 29 more on big"
     report = StatusReport(statuses=statuses, answered_ranks=frozenset(statuses), process_states={})
@@ -182,9 +225,9 @@ class Two(SingleProcessWorld):
 
 
 def test_a_rank_of_another_host_that_says_nothing_is_waited_for_and_named(tmp_path: Path) -> None:
-    roll = RankStatusBoard(tmp_path, Two(("far", "far 1", os.getpid())))
+    board = RankStatusBoard(tmp_path, Two(("far", "far 1", os.getpid())))
     start = time.monotonic()
-    verdict = roll.request_diagnosis("Timed out", timeout=0.5)
+    verdict = board.request_diagnosis("Timed out", timeout=0.5)
     assert 0.4 < time.monotonic() - start < 3
     assert verdict.ranks == (1,)
     assert verdict.message.startswith("rank 1 on far went silent")
@@ -193,21 +236,21 @@ def test_a_rank_of_another_host_that_says_nothing_is_waited_for_and_named(tmp_pa
 def test_a_folder_that_is_gone_costs_the_name_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    roll = RankStatusBoard(folder, Two(("far", "far 1", 1)))
+    board = RankStatusBoard(folder, Two(("far", "far 1", 1)))
     for path in (folder / ".workers").iterdir():
         path.unlink()
     (folder / ".workers").rmdir()
-    roll.answer_request()
-    roll.sign_off("failed", "no")
-    assert "another process has ended or does not answer (Timed out)" in roll.request_diagnosis("Timed out").message
+    board.answer_request()
+    board.write_final_status("failed", "no")
+    assert "another process has ended or does not answer (Timed out)" in board.request_diagnosis("Timed out").message
 
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roll = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
-    monkeypatch.setattr(roll, "_request_status", lambda *_: threading.Event().wait())
+    board = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
+    monkeypatch.setattr(board, "_request_status", lambda *_: threading.Event().wait())
     monkeypatch.setattr("dstrain.train.health.diagnosis.STATUS_TIMEOUT_SECONDS", 0.2)
     start = time.monotonic()
-    assert isinstance(roll.request_diagnosis("Timed out", timeout=0.2), Diagnosis)
+    assert isinstance(board.request_diagnosis("Timed out", timeout=0.2), Diagnosis)
     assert time.monotonic() - start < 3
 
 
@@ -219,7 +262,7 @@ def test_what_takes_too_long_or_fails_gives_the_other_value() -> None:
 
 def test_only_this_launchs_files_are_kept(tmp_path: Path) -> None:
     first = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
-    first.sign_off("failed", "of the first launch")
+    first.write_final_status("failed", "of the first launch")
     second = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
     assert "first launch" not in second.request_diagnosis("Timed out", timeout=0.2).message
-    assert len({path.name.split("-")[1] for path in (tmp_path / ".workers").iterdir()}) == 1
+    assert len({re.findall("-([0-9a-f]{8})", path.name)[0] for path in (tmp_path / ".workers").iterdir()}) == 1

@@ -38,7 +38,7 @@ def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]
 
 
 def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[StateFile]]:
-    """A parameter in stretches that end there, each of another rank."""
+    """A parameter in tensor ranges that end there, each of another rank."""
     starts = [0, *ends[:-1]]
     return [
         [
@@ -53,7 +53,7 @@ def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[StateFile]
 
 
 @given(st.lists(st.integers(1, 99), max_size=5), st.integers(0, 99), st.integers(1, 100))
-def test_any_stretch_is_read_whatever_the_cut_was(cuts: list[int], start: int, length: int) -> None:
+def test_any_range_is_read_whatever_the_cut_was(cuts: list[int], start: int, length: int) -> None:
     import tempfile
 
     values = torch.randn(100)
@@ -122,7 +122,7 @@ def test_values_of_any_type_come_back(dtype: torch.dtype, tmp_path: Path) -> Non
     assert torch.equal(found.view(-1).view(torch.uint8), values.view(torch.uint8))
 
 
-def test_a_missing_stretch_is_named(tmp_path: Path) -> None:
+def test_a_missing_range_is_named(tmp_path: Path) -> None:
     place = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10])[:1], shapes={"w": [10]})
     with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
         CheckpointReader(place).read_tensor("w")
@@ -182,19 +182,19 @@ def test_an_account_that_cannot_be_is_refused(about: Any, tmp_path: Path) -> Non
         CheckpointReader(place).read_tensor("w")
 
 
-def test_a_hole_between_two_stretches_is_named_and_an_overlap_is_none(tmp_path: Path) -> None:
+def test_a_hole_between_two_ranges_is_named_and_an_overlap_is_none(tmp_path: Path) -> None:
     values = torch.randn(10)
 
-    def stretches(*bounds: tuple[int, int]) -> list[StateFile]:
+    def tensor_ranges(*bounds: tuple[int, int]) -> list[StateFile]:
         return [
             StateFile(f"rank-00000-{index:03d}.safetensors", [(f"w/weight@{low}", values[low:high])])
             for index, (low, high) in enumerate(bounds)
         ]
 
-    hole = kept(tmp_path / "hole", stretches((0, 4), (5, 10)), shapes={"w": [10]})
+    hole = kept(tmp_path / "hole", tensor_ranges((0, 4), (5, 10)), shapes={"w": [10]})
     with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
         CheckpointReader(hole).read_tensor("w")
-    overlap = kept(tmp_path / "overlap", stretches((0, 6), (2, 5), (3, 10)), shapes={"w": [10]})
+    overlap = kept(tmp_path / "overlap", tensor_ranges((0, 6), (2, 5), (3, 10)), shapes={"w": [10]})
     assert torch.equal(CheckpointReader(overlap).read_tensor("w"), values)
 
 

@@ -34,7 +34,7 @@ def test_a_file_is_hashed_block_by_block_however_it_is_written(size: int, step: 
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
-def test_any_stretch_is_read(begin: int, length: int) -> None:
+def test_any_range_is_read(begin: int, length: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

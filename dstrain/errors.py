@@ -218,11 +218,11 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
 
 
-def fix_for_os_error(error: OSError, otherwise: str) -> str:
-    """Return what to do about a file that cannot be written: on a full disk to free some space, else `otherwise`."""
+def fix_for_os_error(error: OSError, default: str) -> str:
+    """Return what to do about a file that cannot be written: on a full disk to free some space, else `default`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space or inodes (`df -h`, `df -i`), or write to another disk"
-    return otherwise
+    return default
 
 
 def explain_system_error(error: Exception) -> DstrainError | None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.documents.source import DocumentSource
-from dstrain.data.encoding.conservation import describe_lost
 from dstrain.data.encoding.conversations import describe_missing_end
+from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, format_bad_rows

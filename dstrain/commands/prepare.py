@@ -12,7 +12,7 @@ from dstrain.commands.trained_model import hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
-from dstrain.data.encoding.conservation import describe_lost
+from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns
 from dstrain.errors import DataError

@@ -89,13 +89,13 @@ class SequenceDataset:
     def select(self, keep: np.ndarray) -> SequenceDataset:
         """Return the samples where `keep`, (N,) bool, is true."""
         samples = [self.samples[index] for index in keep.nonzero()[0].tolist()]
-        return replace(self, samples=samples, sizes=count_kept(keep, self.sizes))
+        return replace(self, samples=samples, sizes=count_selected(keep, self.sizes))
 
     def summarize(self) -> dict[str, Any]:
         return {"samples": len(self), **(self.report or {})}
 
 
-def count_kept(keep: np.ndarray, sizes: Sequence[int]) -> tuple[int, ...]:
+def count_selected(keep: np.ndarray, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the samples of each source where `keep`, (N,) bool, is true; `sizes`: samples of each source."""
     starts = [sum(sizes[:source]) for source in range(len(sizes))]
     return tuple(int(keep[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True))

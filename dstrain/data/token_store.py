@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dstrain.cache import get_or_build, read_manifest
-from dstrain.data.dataset import LengthFunction, SequenceLengths, SequenceLengthsFunction, count_kept
+from dstrain.data.dataset import LengthFunction, SequenceLengths, SequenceLengthsFunction, count_selected
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
@@ -87,12 +87,12 @@ def _read_value(value: Any) -> int | float | np.ndarray:
             largest = float(np.abs(array[~np.isinf(array)]).max())
             raise ValueError(f"has {largest:g}, and a list holds floats of 32 bits; scale it")
         return narrow
-    if array.dtype.kind == "O" and _holds_large_integers(value):
+    if array.dtype.kind == "O" and _has_large_integers(value):
         raise ValueError("has an integer that does not fit; a list holds 32 bits, a number 64: store it in parts")
     raise ValueError(f"is {_describe(value)}; {_NUMBERS}")
 
 
-def _holds_large_integers(value: Any) -> bool:
+def _has_large_integers(value: Any) -> bool:
     values = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(one, int) for one in values)
 
@@ -364,7 +364,7 @@ class TokenizedDataset:
 
     def select(self, keep: np.ndarray) -> TokenizedDataset:
         """Return the examples where `keep`, (N,) bool, is true."""
-        return replace(self, rows=self.rows[keep], sizes=count_kept(keep, self.sizes))
+        return replace(self, rows=self.rows[keep], sizes=count_selected(keep, self.sizes))
 
 
 class ColumnFile:

@@ -19,14 +19,14 @@ METRIC = "aux_loss"
 _PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
-def router_loss_coefficient(config: Any, asked: float | None = None) -> float:
+def router_loss_coefficient(config: Any, coefficient: float | None = None) -> float:
     """Return the factor of the router's loss; 0 where the model has none, or does not ask for it.
 
-    `asked`: model.router_aux_loss_coef of the recipe; None: the model config's, where its `output_router_logits` is true.
+    `coefficient`: model.router_aux_loss_coef of the recipe; None: the model config's, where its `output_router_logits` is true.
     """
     text = config.get_text_config()
-    if asked is not None:
-        return asked
+    if coefficient is not None:
+        return coefficient
     return (
         float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         if getattr(text, "output_router_logits", False)
@@ -34,29 +34,29 @@ def router_loss_coefficient(config: Any, asked: float | None = None) -> float:
     )
 
 
-def check_router_loss(model: PreTrainedModel, asked: float | None) -> None:
+def check_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
     """Raise RecipeError where the router's loss is asked for and the model's family does not compute one."""
     text = model.config.get_text_config()
-    wanted = bool(asked) or (asked is None and getattr(text, "output_router_logits", False))
-    if not wanted or _has_router_loss(model, asked):
+    wanted = bool(coefficient) or (coefficient is None and getattr(text, "output_router_logits", False))
+    if not wanted or _has_router_loss(model, coefficient):
         return
-    key = "model.router_aux_loss_coef" if asked is not None else "model.config.output_router_logits"
+    key = "model.router_aux_loss_coef" if coefficient is not None else "model.config.output_router_logits"
     problem = f"asks for the loss of a router, and transformers computes none for a {text.model_type} model"
     fix = (
         "leave it out"
-        if asked is not None
+        if coefficient is not None
         else "set it to false in the model's config, or model.router_aux_loss_coef: 0"
     )
     raise RecipeError(Fault(key, problem, fix))
 
 
-def _has_router_loss(model: torch.nn.Module, asked: float | None) -> bool:
+def _has_router_loss(model: torch.nn.Module, coefficient: float | None) -> bool:
     """Return whether the loss can be computed: a function of the usual form, a decoder that it reads, and its factor."""
     config: Any = model.config
     text, function = config.get_text_config(), _find_loss_function(model)
     if function is None or _count_experts(text) is None:
         return False
-    if asked is None and getattr(text, "router_aux_loss_coef", None) is None:  # JetMoE's has another name
+    if coefficient is None and getattr(text, "router_aux_loss_coef", None) is None:  # JetMoE's has another name
         return False
     return any(_is_decoder(module, text.model_type) for module in model.modules())
 

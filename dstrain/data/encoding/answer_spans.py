@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from dstrain.data.encoding.conservation import Span, Verdict, check_answers, judge, remove_turns
 from dstrain.data.encoding.rendering import (
     find_answer_end,
     has_chat_template,
     render_conversation,
     to_template_messages,
 )
+from dstrain.data.encoding.template_check import Span, TemplateCheck, check_answers, check_template, remove_turns
 from dstrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
@@ -41,7 +41,7 @@ class RenderedSample:
     """Parts that are trained on, in order."""
     used_chat_template: bool
     """True if the tokenizer's chat template wrote it: then nothing is appended to it."""
-    lost: Mapping[str, int] = field(default_factory=lambda: Verdict().counts)
+    lost: Mapping[str, int] = field(default_factory=lambda: TemplateCheck().counts)
     """LOST_COLUMNS of the example."""
 
 
@@ -51,7 +51,7 @@ def render_sample(
     """Return the text of a sample and the spans that are trained on.
 
     `end_tokens`: tokens that may end a turn. Raises BadRecord if the chat template rejects the
-    conversation, does not keep it (`conservation.judge`), or an answer cannot be located in its text.
+    conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
     """
     templated = has_chat_template(tokenizer)
     # Two texts without a template are one text: no turns to look for.
@@ -68,16 +68,16 @@ def render_sample(
         # others follow.
         sample = replace(sample, messages=sample.messages[: sample.trained_turns[-1] + 1])
     locate = partial(_locate, tokenizer, end_tokens=tuple(end_tokens), assistant_only=assistant_only)
-    verdict = Verdict()
+    check = TemplateCheck()
     if templated:
-        verdict = judge(tokenizer, sample, f"sample {assistant_only}", locate, None if assistant_only else 0)
-    if verdict.reason:
-        raise BadRecord(verdict.reason)
+        check = check_template(tokenizer, sample, f"sample {assistant_only}", locate, None if assistant_only else 0)
+    if check.reason:
+        raise BadRecord(check.reason)
     text, spans = locate(sample)
-    if verdict.removed_turns:
-        spans = remove_turns(locate, sample, text, spans, verdict.removed_turns)
+    if check.removed_turns:
+        spans = remove_turns(locate, sample, text, spans, check.removed_turns)
     lost = check_answers(sample, "".join(text[slice(*span)] for span in spans)) if templated else {}
-    return RenderedSample(text, tuple(spans), templated, verdict.counts | lost)
+    return RenderedSample(text, tuple(spans), templated, check.counts | lost)
 
 
 def _locate(

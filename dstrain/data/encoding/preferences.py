@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dstrain.data.encoding.conservation import LOST_COLUMNS
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
@@ -17,6 +15,7 @@ from dstrain.data.encoding.rendering import (
     render_prompt,
     shift_offset,
 )
+from dstrain.data.encoding.template_check import LOST_COLUMNS
 from dstrain.data.encoding.tokenization import (
     CUT_COLUMNS,
     LastTurnFinder,
@@ -185,34 +184,29 @@ class UnpairedEncoder:
 
     def restore_context(self, previous_records: Iterable[list[UnpairedPreference]]) -> None:
         """Set the state as if the records before a chunk had been encoded, given the last one first."""
+        self.previous_answers = []
         if not self.with_mismatched:
-            self.previous_answers = []
             return
-        # Generators: only as many records are read and encoded as it takes to find one good answer.
-        good = (
-            item
-            for items in previous_records
-            for item, example in reversed(
-                [*zip(items, _encode_matched(self.tokenizer, items, self.config), strict=True)]
-            )
-            if not isinstance(example, BadRecord)
-        )
-        self.previous_answers = [*itertools.islice(good, 1)]
+        # Only as many records are read and encoded as it takes to find one good answer.
+        for items in previous_records:
+            examples = _encode_matched(self.tokenizer, items, self.config)
+            good = [item for item, example in zip(items, examples, strict=True) if not isinstance(example, BadRecord)]
+            if good:
+                self.previous_answers = good[-1:]
+                return
 
 
 def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config: EncodingConfig) -> list[EncodeResult]:
     encoded = encode_conversations(tokenizer, [item.build_sample(item) for item in items], config)
-    return [
-        example
-        if isinstance(example, BadRecord)
-        else {
-            "answer": example["input_ids"],
-            "answer_loss_mask": example["loss_mask"],
-            "desirable": float(item.desirable),
-            **{name: cut for name, cut in example.items() if name in (*CUT_COLUMNS, *LOST_COLUMNS)},
-        }
-        for item, example in zip(items, encoded, strict=True)
-    ]
+    results: list[EncodeResult] = []
+    for item, example in zip(items, encoded, strict=True):
+        if isinstance(example, BadRecord):
+            results.append(example)
+            continue
+        counts = {name: value for name, value in example.items() if name in (*CUT_COLUMNS, *LOST_COLUMNS)}
+        answer = {"answer": example["input_ids"], "answer_loss_mask": example["loss_mask"]}
+        results.append({**answer, "desirable": float(item.desirable), **counts})
+    return results
 
 
 def _merge_examples(matched: EncodeResult, mismatched: EncodeResult) -> EncodeResult:

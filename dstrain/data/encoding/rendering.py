@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dstrain.data.encoding.conservation import FIX, LOST_COLUMNS, Verdict, judge
+from dstrain.data.encoding.template_check import FIX, LOST_COLUMNS, TemplateCheck, check_template
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import (
     IMAGE_PLACEHOLDER,
@@ -78,7 +78,7 @@ class RenderedPrompt:
     extra_generation_prompt: str = ""
     """Text that the template writes before an answer to generate, but not before a given answer,
     such as an empty block of thoughts."""
-    lost: Mapping[str, int] = field(default_factory=lambda: Verdict().counts)
+    lost: Mapping[str, int] = field(default_factory=lambda: TemplateCheck().counts)
     """LOST_COLUMNS of the example."""
 
     @property
@@ -92,14 +92,14 @@ def render_prompt(
 ) -> RenderedPrompt:
     """Return the text of a prompt and its answers.
 
-    Raises BadRecord if the chat template rejects the conversation or does not keep it (`conservation.judge`), or tools
+    Raises BadRecord if the chat template rejects the conversation or does not keep it (`check_template`), or tools
     have no template.
     """
     if has_chat_template(tokenizer):
         render_fn = partial(render_conversation, tokenizer, tools=tools or None)
         rendered = _render_with_template(render_fn, prompt, answers, (tokenizer.eos_token,))
-        verdicts = [_judge_answer(tokenizer, render_fn, prompt, answer, tools) for answer in answers]
-        lost = {name: max((one.counts[name] for one in verdicts), default=0) for name in LOST_COLUMNS}
+        checks = [_check_answer(tokenizer, render_fn, prompt, answer, tools) for answer in answers]
+        lost = {name: max((one.counts[name] for one in checks), default=0) for name in LOST_COLUMNS}
         return replace(rendered, lost=lost)
     if tools:
         raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
@@ -241,9 +241,9 @@ def find_answer_end(text: str, start: int, end: int, message: Message, end_token
     return stripped if text.endswith(end_tokens, start, stripped) else end
 
 
-def _judge_answer(
+def _check_answer(
     tokenizer: Any, render_fn: Callable[..., str], prompt: Prompt, answer: Response, tools: Sequence[Mapping[str, Any]]
-) -> Verdict:
+) -> TemplateCheck:
     """Return what the template does with a prompt and an answer to it. Raises BadRecord."""
     before, after = _to_messages(prompt, "user"), _to_messages(answer, "assistant")
     count = len(before)
@@ -256,12 +256,12 @@ def _judge_answer(
 
     trained = tuple(turn for turn in range(count, count + len(after)) if after[turn - count]["role"] == "assistant")
     sample = Conversation([*before, *after], trained, tuple(dict(tool) for tool in tools))
-    verdict = judge(tokenizer, sample, "answer", locate, count)
-    if verdict.reason:
-        raise BadRecord(verdict.reason)
-    if verdict.removed_turns:
+    check = check_template(tokenizer, sample, "answer", locate, count)
+    if check.reason:
+        raise BadRecord(check.reason)
+    if check.removed_turns:
         raise BadRecord(f"the chat template writes the result of a tool into the answer; {FIX}")
-    return verdict
+    return check
 
 
 def keep_system_text(tokenizer: Any, messages: list[Message], num_context: int) -> list[Message]:

@@ -153,7 +153,7 @@ def _describe_unused(record: Record, column: str, value: Any, is_prompt: bool) -
         is_information = name in LABELS or value is True or value == 1
         return "" if is_prompt or is_information else "looks like a flag or weight of the training"
     keys = {plain_name(key) for key in record.used.values()}
-    if not is_prompt and _is_alone(record, keys) and isinstance(value, str) and len(value.split()) > 1:
+    if not is_prompt and _is_plain_pair(record, keys) and isinstance(value, str) and len(value.split()) > 1:
         return "may be the question, since the record has no prompt"
     if not keys & (QUESTION_NAMES | ANSWER_NAMES | {"text"}):
         return ""  # the task learns from other things than texts
@@ -200,7 +200,7 @@ def _is_rendering(texts: list[str], record: Record) -> bool:
     return sum(map(len, read)) >= MIN_RENDERED and all(text in written for text in read)
 
 
-def _is_alone(record: Record, keys: set[str]) -> bool:
+def _is_plain_pair(record: Record, keys: set[str]) -> bool:
     """Return whether two plain texts are all that was read: they may hold their prompt, or lack it."""
     answers = [record.columns.get(column) for column, key in record.used.items() if key in ("chosen", "rejected")]
     plain = len(answers) == 2 and all(isinstance(one, str) and not is_transcript(one) for one in answers)

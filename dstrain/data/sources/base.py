@@ -97,20 +97,18 @@ class BaseSource:
         return found.derive(kept | {new: record[old] for old, new in renamed.items()}, origins)
 
 
-def drop_filled_nulls(value: Any) -> Any:
+def drop_added_nulls(value: Any) -> Any:
     """Return a value of a table's row without the nulls that the table adds to arguments and parameters of functions.
 
     A table gives the arguments of each call the names of all calls, with null: a model would learn to write them.
     """
     if isinstance(value, Mapping):
         return {
-            key: _drop_nulls(item)
-            if "name" in value and key in ("arguments", "parameters")
-            else drop_filled_nulls(item)
+            key: _drop_nulls(item) if "name" in value and key in ("arguments", "parameters") else drop_added_nulls(item)
             for key, item in value.items()
         }
     is_nested = isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value[:1])
-    return [drop_filled_nulls(item) for item in value] if is_nested else value
+    return [drop_added_nulls(item) for item in value] if is_nested else value
 
 
 def _drop_nulls(value: Any) -> Any:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.sources.base import BaseSource, Columns, drop_filled_nulls
+from dstrain.data.sources.base import BaseSource, Columns, drop_added_nulls
 from dstrain.data.sources.files import file_extension
 from dstrain.errors import DataError
 
@@ -92,7 +92,7 @@ class HubSource(BaseSource):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._rename_columns(drop_filled_nulls(self._table[index].to_pylist()[0]))
+        return self._rename_columns(drop_added_nulls(self._table[index].to_pylist()[0]))
 
     def location(self, index: int) -> str:
         """Return `org/name:test[12]`, with the row, from 0."""

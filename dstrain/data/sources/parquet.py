@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain.cache import file_digest
 from dstrain.data.limited_process import ResourceLimits, run_limited
-from dstrain.data.sources.base import BaseSource, Columns, drop_filled_nulls
+from dstrain.data.sources.base import BaseSource, Columns, drop_added_nulls
 from dstrain.errors import DataError
 from dstrain.files import display_path
 from dstrain.host_memory import get_available_memory
@@ -138,7 +138,7 @@ class ParquetSource(BaseSource):
             raise IndexError(index)
         try:
             start, batch = self._get_batch(index)
-            return self._rename_columns(drop_filled_nulls(batch.slice(index - start, 1).to_pylist()[0]))
+            return self._rename_columns(drop_added_nulls(batch.slice(index - start, 1).to_pylist()[0]))
         except self._read_errors as fault:  # such as a date outside of the range of Python's datetime
             raise DataError(
                 f"{self.location(index)}: a value cannot be read ({fault}); leave its column out"

@@ -111,12 +111,12 @@ def get_interfaces_by_address() -> dict[str, str]:
     link-local ones.
     """
     kinds = (socket.AF_INET, socket.AF_INET6)
-    return {
-        found.address.split("%")[0]: name
-        for name, many in psutil.net_if_addrs().items()
-        for found in sorted(many, key=lambda one: one.family != socket.AF_INET)
-        if found.family in kinds and not found.address.startswith(("127.", "::1", "fe80"))
-    }
+    interfaces: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in sorted(addresses, key=lambda one: one.family != socket.AF_INET):
+            if found.family in kinds and not found.address.startswith(("127.", "::1", "fe80")):
+                interfaces[found.address.split("%")[0]] = name
+    return interfaces
 
 
 def _ssh_server_address() -> str:

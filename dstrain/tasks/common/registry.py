@@ -319,7 +319,7 @@ def make_task(recipe: RunConfig) -> Task:
     if recipe.model.quantize is not None and recipe.model.lora is None:
         problem = f"is {recipe.model.quantize}, but quantized weights cannot be trained, only adapters on them"
         raise TaskError(Fault("model.quantize", problem, "add model.lora, e.g. `lora: {rank: 16}`, or leave it out"))
-    if faults := list(_find_unread_keys(task, recipe)):
+    if faults := list(_find_unused_keys(task, recipe)):
         raise TaskError(faults)
     values = validate_options(task, recipe)
     try:
@@ -336,7 +336,7 @@ def make_task(recipe: RunConfig) -> Task:
     return made
 
 
-def _find_unread_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
+def _find_unused_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each key of `data` that is set, and that the task's `examples` does not apply."""
     data, defaults = recipe.data, DataConfig()
     is_set = {name: getattr(data, name) != getattr(defaults, name) for name in DATA_KEYS if name != "weight"}

@@ -255,7 +255,7 @@ class TextTask(RecordTask):
 
     @property
     def example_settings(self) -> ExampleSettings:
-        from dstrain.data.encoding.conservation import LOST_COLUMNS
+        from dstrain.data.encoding.template_check import LOST_COLUMNS
         from dstrain.data.encoding.tokenization import CUT_COLUMNS
 
         return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
@@ -372,13 +372,11 @@ class TextTask(RecordTask):
         """Return the images of a batch in the order of its rows."""
         processor = self.model_source.vision_processor
         downscale = None if processor is None else processor.downscale
-        images = [
-            image.load(downscale)
-            if positions is None
-            else self.augment_image(image.load(downscale), positions[row], index)
-            for row, example in enumerate(examples)
-            for index, image in enumerate(example["images"])
-        ]
+        images: list[Image] = []
+        for row, example in enumerate(examples):
+            for index, stored in enumerate(example["images"]):
+                image = stored.load(downscale)
+                images.append(image if positions is None else self.augment_image(image, positions[row], index))
         # Rows of pairs repeat the prompt, and so its images.
         return images * repeats
 

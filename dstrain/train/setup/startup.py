@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
-from dstrain.data.encoding.conservation import describe_lost
+from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World

@@ -26,11 +26,11 @@ _LOST_TEXTS = {
 }
 FIX = "name another template with model.chat_template"
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
-_MAX_VERDICTS = 10_000
+_MAX_CACHED_CHECKS = 10_000
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TemplateCheck:
     """What a template does with conversations of one shape: the same roles, kinds of content and calls."""
 
     reason: str = ""
@@ -46,10 +46,12 @@ class Verdict:
         return {name: int(name in self.lost) for name in LOST_COLUMNS}
 
 
-_verdicts: dict[Any, Verdict] = {}
+_checks_by_shape: dict[Any, TemplateCheck] = {}
 
 
-def judge(tokenizer: Any, sample: Conversation, kind: str, locate: Locate, num_context: int | None = None) -> Verdict:
+def check_template(
+    tokenizer: Any, sample: Conversation, kind: str, locate: Locate, num_context: int | None = None
+) -> TemplateCheck:
     """Return what the tokenizer's template does with conversations of this shape.
 
     Every text of the conversation is replaced by a mark of its own, which is then looked for in the rendered text and
@@ -58,35 +60,35 @@ def judge(tokenizer: Any, sample: Conversation, kind: str, locate: Locate, num_c
     learnt; None: all turns that are not trained on.
     """
     key = (str(tokenizer.chat_template), kind, num_context, _shape(sample))
-    if key not in _verdicts:
-        if len(_verdicts) >= _MAX_VERDICTS:
-            _verdicts.clear()
+    if key not in _checks_by_shape:
+        if len(_checks_by_shape) >= _MAX_CACHED_CHECKS:
+            _checks_by_shape.clear()
         context = set(range(len(sample.messages))) - set(sample.trained_turns)
         if num_context is not None:
             context = set(range(num_context))
-        _verdicts[key] = _judge(sample, locate, context)
-    return _verdicts[key]
+        _checks_by_shape[key] = _check_shape(sample, locate, context)
+    return _checks_by_shape[key]
 
 
-def _judge(sample: Conversation, locate: Locate, context: Collection[int]) -> Verdict:
+def _check_shape(sample: Conversation, locate: Locate, context: Collection[int]) -> TemplateCheck:
     marked = replace(sample, messages=[_mark_message(turn, one) for turn, one in enumerate(sample.messages)])
     marks = [sorted({*_iter_marks(message)}) for message in marked.messages]
     try:
         text, spans = locate(marked)
     except BadRecord:
-        return Verdict()  # the record itself is then judged by the same error, or was accepted for its content
-    lost = frozenset(_find_lost(marked, marks, text))
+        return TemplateCheck()  # the record itself then has the same error, or was accepted for its content
+    lost = frozenset(_find_dropped(marked, marks, text))
     removed: tuple[int, ...] = ()
-    if foreign := _find_foreign(marks, context, text, spans):
-        removed = tuple(turn for turn in foreign if sample.messages[turn]["role"] == "tool")
+    if leaked := _find_leaked_turns(marks, context, text, spans):
+        removed = tuple(turn for turn in leaked if sample.messages[turn]["role"] == "tool")
         try:
             spans = remove_turns(locate, marked, text, spans, removed)
         except BadRecord as fault:
-            return Verdict(fault.reason)
-        if foreign := _find_foreign(marks, context, text, spans):
-            role = sample.messages[foreign[0]]["role"]
-            return Verdict(
-                f"the chat template writes text of the {role} (turn {foreign[0] + 1}) into the learnt text; {FIX}"
+            return TemplateCheck(fault.reason)
+        if leaked := _find_leaked_turns(marks, context, text, spans):
+            role = sample.messages[leaked[0]]["role"]
+            return TemplateCheck(
+                f"the chat template writes text of the {role} (turn {leaked[0] + 1}) into the learnt text; {FIX}"
             )
     learnt = "".join(text[slice(*span)] for span in spans)
     for turn in sample.trained_turns:
@@ -99,14 +101,14 @@ def _judge(sample: Conversation, locate: Locate, context: Collection[int]) -> Ve
             else:
                 how = "drops" if missing not in text else "writes outside of the learnt text"
                 problem = f"{how} {what} of turn {turn + 1}"
-            return Verdict(f"the chat template {problem}; {FIX}")
+            return TemplateCheck(f"the chat template {problem}; {FIX}")
         names = [call["function"]["name"] for call in get_message_field(message, "tool_calls") or ()]
         if absent := next((name for name in names if name not in learnt), None):
-            return Verdict(
+            return TemplateCheck(
                 f"the chat template does not write the tool calls of an assistant's turn (turn {turn + 1}: "
                 f"'{absent}'); {FIX}"
             )
-    return Verdict(lost=lost, removed_turns=removed)
+    return TemplateCheck(lost=lost, removed_turns=removed)
 
 
 def _shape(sample: Conversation) -> Any:
@@ -179,7 +181,7 @@ def _iter_marks(value: Any) -> Iterator[str]:
             yield from _iter_marks(item)
 
 
-def _find_lost(marked: Conversation, marks: Sequence[Sequence[str]], text: str) -> Iterator[str]:
+def _find_dropped(marked: Conversation, marks: Sequence[Sequence[str]], text: str) -> Iterator[str]:
     """Yield the LOST_COLUMNS of texts that are not in the rendered text."""
     for message, own in zip(marked.messages, marks, strict=True):
         for mark in own:
@@ -191,7 +193,7 @@ def _find_lost(marked: Conversation, marks: Sequence[Sequence[str]], text: str) 
         yield "tools_lost"
 
 
-def _find_foreign(
+def _find_leaked_turns(
     marks: Sequence[Sequence[str]], context: Collection[int], text: str, spans: Sequence[Span]
 ) -> list[int]:
     """Return the turns of the context whose text lies in a learnt span."""
@@ -206,34 +208,36 @@ def remove_turns(
 
     Raises BadRecord if that cannot be told from the rest.
     """
-    left = list(spans)
+    remaining = list(spans)
     for turn in turns:
         # Written twice, its rendering stands twice in a row; without it, some templates write other text around it.
-        doubled = [*sample.messages[: turn + 1], *sample.messages[turn:]]
+        repeated = [*sample.messages[: turn + 1], *sample.messages[turn:]]
         trained = tuple(at + (at > turn) for at in sample.trained_turns)
-        start, end = _find_block(text, locate(replace(sample, messages=doubled, trained_turns=trained))[0])
+        start, end = _find_block(text, locate(replace(sample, messages=repeated, trained_turns=trained))[0])
         if sample.messages[turn]["content"].strip() not in text[start:end]:
             raise BadRecord(
                 f"the chat template writes the result of a tool (turn {turn + 1}) inside of the learnt text, and it cannot "
                 f"be told from the answer; {FIX}"
             )
-        left = [part for span in left for part in ((span[0], min(span[1], start)), (max(span[0], end), span[1]))]
-        left = [(first, last) for first, last in left if first < last]
-    return left
+        parts: list[Span] = []
+        for first, last in remaining:
+            parts += [(first, min(last, start)), (max(first, end), last)]
+        remaining = [(first, last) for first, last in parts if first < last]
+    return remaining
 
 
-def _find_block(text: str, doubled: str) -> Span:
-    """Return the block of `text` that `doubled` has twice in a row, from a tag or a line on; an empty one if none is."""
-    size, start = len(doubled) - len(text), common_prefix_length([text, doubled])
-    if size <= 0 or doubled[start + size :] != text[start:]:
+def _find_block(text: str, repeated: str) -> Span:
+    """Return the block of `text` that `repeated` has twice in a row, from a tag or a line on; an empty one if none is."""
+    size, start = len(repeated) - len(text), common_prefix_length([text, repeated])
+    if size <= 0 or repeated[start + size :] != text[start:]:
         return 0, 0
     # The copies are equal, so the inserted part may begin at any character of the first one, and where equal characters
     # stand in front of it, before that.
     first = start
-    while first and doubled[first - 1] == doubled[first - 1 + size]:
+    while first and repeated[first - 1] == repeated[first - 1 + size]:
         first -= 1
-    block = next((at for at in range(first, start + 1) if doubled[at] in "<[{\n"), first)
-    return (block, block + size) if text[block : block + size] == doubled[block + size : block + 2 * size] else (0, 0)
+    block = next((at for at in range(first, start + 1) if repeated[at] in "<[{\n"), first)
+    return (block, block + size) if text[block : block + size] == repeated[block + size : block + 2 * size] else (0, 0)
 
 
 def check_answers(sample: Conversation, learnt: str) -> dict[str, int]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.conservation import LOST_COLUMNS, describe_lost
 from dstrain.data.encoding.conversations import (
     EncodingConfig,
     describe_missing_end,
@@ -19,6 +18,7 @@ from dstrain.data.encoding.conversations import (
     encode_prompts,
 )
 from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_lost
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired

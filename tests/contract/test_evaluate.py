@@ -85,18 +85,6 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
     assert thirteen[1] == pytest.approx(thirteen[0], rel=1e-5, abs=1e-6), "a share without a sample weighs nothing"
 
 
-@pytest.mark.slow
-def test_three_processes_see_the_same(trained: Any, one: Workers) -> None:
-    folder = trained("dpo, a reference in memory")
-    asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}
-    three = Workers(3)
-    try:
-        for row in three(EVALUATE, **asked):
-            assert numbers(row) == pytest.approx(numbers(one(EVALUATE, **asked)[0]), rel=1e-5, abs=1e-6)
-    finally:
-        three.close()
-
-
 @pytest.mark.parametrize("name", [pytest.param("rm, adapters", marks=pytest.mark.slow), "dpo, adapters"])
 def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
     task, _, _, model = RUNS[name]

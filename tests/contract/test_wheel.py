@@ -44,19 +44,8 @@ def wheel(built: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(folder),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    pip = [sys.executable, *["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]]
+    subprocess.run([*pip, str(folder), str(wheel)], check=True, capture_output=True)
     return folder
 
 

@@ -183,11 +183,6 @@ def test_a_run_folder_that_is_not_shared_is_named_before_its_checkpoints_are_jud
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-
-
 def weights(folder: Path, content: bytes = b"first") -> Path:
     """Weights as the fingerprint reads them, an hour old."""
     folder.mkdir(exist_ok=True)

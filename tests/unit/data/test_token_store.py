@@ -11,7 +11,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from dstrain.config import RunConfig
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.prepare import (
     ExampleSettings,
@@ -27,7 +26,7 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import BuildReport, load_or_build_store
 from dstrain.errors import DataError, TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import find_task
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import invoke
 
@@ -186,26 +185,6 @@ def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
     assert tokenizer_fingerprint(other) == first
     other.chat_template = "{{ messages }}"
     assert tokenizer_fingerprint(other) != first
-
-
-def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path))
-    file = str(real_data / "hh" / "harmless-test.jsonl")
-    model = {"config": {"model_type": "llama", "vocab_size": 400}}
-
-    def prepared(length: int):
-        data = {"train": file, "max_length": length}
-        return make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": data})).examples("train").store
-
-    store = prepared(256)
-    assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
-    assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin", "longer"}
-    assert store.column_lengths("chosen").max() <= 256
-    assert store.report.cuts["prompt_cut"] > 0
-    prepared(256)
-    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 1
-    prepared(255)
-    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 2
 
 
 def stored_columns(folder: Path, *examples: dict) -> list[dict]:

@@ -26,7 +26,6 @@ from transformers import (
 import dstrain
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.models.load import (
     build_meta_model,
     clear_padding_idx,
@@ -191,19 +190,6 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
             check_weight_files(model)
 
 
-def test_checkpointing_changes_no_gradient() -> None:
-    gradients = []
-    for switch in (False, True):
-        model = build().train()
-        if switch:
-            enable_gradient_checkpointing(model)
-        assert model.is_gradient_checkpointing == switch
-        model.config.pad_token_id = 0
-        model(input_ids=torch.tensor([[5, 6, 7], [8, 9, 0]])).logits.sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def test_weights_drawn_for_16_bits_are_the_cast_ones() -> None:
     exact, halved = build(3), build(3, dtype="bfloat16")
     assert {parameter.dtype for parameter in halved.parameters()} == {torch.bfloat16}
@@ -220,6 +206,7 @@ def test_weights_drawn_for_16_bits_are_the_cast_ones() -> None:
     [
         {"_attn_implementation": "evil/kernel"},
         {"attn_implementation": {"": "paged|evil/kernel@main:attention"}},
+        {"_attn_implementation": {"": "sdpa", "text_config": "evil/kernel"}},
         {"experts_implementation": "evil/kernel"},
         {"attribute_map": {"mine": "_attn_implementation"}, "mine": "evil/kernel"},
         {"attribute_map": {"_attn_implementation_internal": "mine"}, "mine": "evil/kernel"},
@@ -231,13 +218,6 @@ def test_a_folders_config_fetches_no_code_from_the_hub(values: dict[str, Any], t
         read_config(ModelConfig(path=str(tmp_path)))
     with pytest.raises(UsageError, match=r"remove the key from config\.json"):
         dstrain.load_reward_model(tmp_path)
-
-
-def test_kernels_of_a_part_of_the_model_are_found(tmp_path: Path) -> None:
-    kernels = {"": "sdpa", "text_config": "evil/kernel"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "_attn_implementation": kernels}))
-    with pytest.raises(RecipeError, match=r"_attn_implementation.* names code on the Hub \('evil/kernel'\)"):
-        read_config(ModelConfig(path=str(tmp_path)))
 
 
 def test_code_from_the_hub_takes_the_users_word(tmp_path: Path) -> None:

@@ -206,7 +206,6 @@ def test_weights_drawn_for_16_bits_are_the_cast_ones() -> None:
     [
         {"_attn_implementation": "evil/kernel"},
         {"attn_implementation": {"": "paged|evil/kernel@main:attention"}},
-        {"_attn_implementation": {"": "sdpa", "text_config": "evil/kernel"}},
         {"experts_implementation": "evil/kernel"},
         {"attribute_map": {"mine": "_attn_implementation"}, "mine": "evil/kernel"},
         {"attribute_map": {"_attn_implementation_internal": "mine"}, "mine": "evil/kernel"},
@@ -218,6 +217,13 @@ def test_a_folders_config_fetches_no_code_from_the_hub(values: dict[str, Any], t
         read_config(ModelConfig(path=str(tmp_path)))
     with pytest.raises(UsageError, match=r"remove the key from config\.json"):
         dstrain.load_reward_model(tmp_path)
+
+
+def test_kernels_of_a_part_of_the_model_are_found(tmp_path: Path) -> None:
+    kernels = {"": "sdpa", "text_config": "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "_attn_implementation": kernels}))
+    with pytest.raises(RecipeError, match=r"_attn_implementation.* names code on the Hub \('evil/kernel'\)"):
+        read_config(ModelConfig(path=str(tmp_path)))
 
 
 def test_code_from_the_hub_takes_the_users_word(tmp_path: Path) -> None:

@@ -344,13 +344,6 @@ def see(folder: Path, **values: Any) -> str:
     return write(folder, "vlm", SEEN, model={"config": config, "tokenizer": TOKENIZER, **values})
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, so that all in it was made by the test."""
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def run_prepare(recipe: str) -> None:
     result = invoke("prepare", recipe)
     assert result.exit_code == 0, result.output
@@ -397,37 +390,37 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("task", TEXTS)
-def test_tokens_are_cached_by_data_and_settings(task: str, tmp_path: Path, cache: Path) -> None:
+def test_tokens_are_cached_by_data_and_settings(task: str, tmp_path: Path, fresh_cache: Path) -> None:
     records, wanted = TEXTS[task]
     for _ in range(2):
         run_prepare(write(tmp_path, task, records))
-        assert {name: value for name, value in only_key(cache).items() if name != "tokenizer"} == wanted
-        assert len([*(cache / "tokenizers").iterdir()]) == 1
+        assert {name: value for name, value in only_key(fresh_cache).items() if name != "tokenizer"} == wanted
+        assert len([*(fresh_cache / "tokenizers").iterdir()]) == 1
 
 
-def test_tokens_with_images_are_cached_by_processor_and_folder(tmp_path: Path, cache: Path) -> None:
+def test_tokens_with_images_are_cached_by_processor_and_folder(tmp_path: Path, fresh_cache: Path) -> None:
     for _ in range(2):
         run_prepare(see(tmp_path))
-        key = only_key(cache)
+        key = only_key(fresh_cache)
         assert key["folders"] == [str(tmp_path)]
         assert {name: value for name, value in key.items() if name not in ("processor", "folders")} == SEEN_KEY
-        assert len([*(cache / "tokenizers").iterdir()]) == 1
+        assert len([*(fresh_cache / "tokenizers").iterdir()]) == 1
 
 
-def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path: Path, cache: Path) -> None:
+def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path: Path, fresh_cache: Path) -> None:
     run_prepare(see(tmp_path, processor={"normalize": "data"}))
     states = [((tmp_path / f"{name}.png"), (tmp_path / f"{name}.png").stat()) for name in ("red", "blue")]
     images = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
-    (found,) = (cache / "image_statistics").iterdir()
+    (found,) = (fresh_cache / "image_statistics").iterdir()
     assert found.name == hashed({"images": images, "most": 10_000, "format": 2})
 
 
-def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, cache: Path) -> None:
+def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, fresh_cache: Path) -> None:
     save_base(str(tmp_path / "policy"), find_task("dpo").tiny(tmp_path))
     run_prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(tmp_path / "policy")},
                   options={"precompute_ref_log_probs": True}))  # fmt: skip
-    tokens = only_key(cache)
-    (path,) = (cache / "references").glob("*/MANIFEST.json")
+    tokens = only_key(fresh_cache)
+    (path,) = (fresh_cache / "references").glob("*/MANIFEST.json")
     key = json.loads(path.read_text(encoding="utf-8"))["key"]
     assert path.parent.name == hashed(key)
     assert sorted(file.name for file in path.parent.glob("*.npy")) == ["ref_chosen_logps.npy", "ref_rejected_logps.npy"]

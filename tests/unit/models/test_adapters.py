@@ -187,9 +187,7 @@ def test_settings_as_peft_writes_them_are_taken(tmp_path: Path) -> None:
 # Adapters: what of them is trained is decided once.
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def objective(task: str, folder: Path, **lora: Any) -> TrainModule:

@@ -66,9 +66,7 @@ def build(
     return TrainModule(made, model_).train(), made.collate([examples[index] for index in range(4)])
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -42,10 +42,7 @@ from tests.contract.lora_cases import save_base
 from tests.unit.distributed.thread_world import on_ranks
 from tests.vision_recipes import named_recipe
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def save(folder: Path, step: int, **record: Any) -> Path:

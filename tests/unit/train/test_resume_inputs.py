@@ -55,9 +55,7 @@ class Halves(Task):
 """
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def plan(folder: Path, sets: Sequence[str] = (), *allowed: str) -> RunPlan:

@@ -38,6 +38,7 @@ def user(content: Any) -> dict[str, Any]:
         ({"image": "a", "prompt": "Why <image1>", "completion": "ok"}, ["Why @"], "a"),
         ({"question": "What?", "answer": "ok"}, ["What?"], ""),
         ({"image": None, "images": [], "question": "What?", "answer": "ok"}, ["What?"], ""),
+        ({"image": float("nan"), "question": "What?", "answer": "ok"}, ["What?"], ""),
     ],
 )  # fmt: skip
 def test_every_way_to_say_where_an_image_stands(record: dict[str, Any], texts: list[str], images: str) -> None:

@@ -29,10 +29,7 @@ from tests.parity.cases import move
 from tests.vision_recipes import named_recipe, picture
 from tests.vocabulary import sigmoid, write_jsonl
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def made(folder: Path, name: str = "dpo, safe", safety: dict[str, Any] | None = None, **options: Any) -> Any:

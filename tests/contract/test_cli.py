@@ -278,7 +278,7 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
     assert listed.exit_code == 0, "sizes alone find nothing"
 
 
-def test_the_later_saying_counts(tmp_path: Path) -> None:
+def test_the_later_option_wins(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\noptim: {lr: 1e-5}\n")
     told = resolve_recipe(
         TrainRequest(recipe=str(tmp_path / "r.yaml"), overrides=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")

@@ -120,7 +120,7 @@ def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:
     check_reference(find_saved_model(tmp_path, "best", task="rm"))
 
 
-def test_what_data_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_option_names_a_file_or_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eval.jsonl").write_text("{}\n")
     assert make_eval_source("eval.jsonl") == str(tmp_path / "eval.jsonl")

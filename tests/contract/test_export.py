@@ -89,7 +89,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changed", [False, True], ids=["as it is", "one value changed"])
-def test_other_families_too(family: str, changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_of_other_families_is_checked(
+    family: str, changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mixtral's experts are one tensor in memory and one each in files, gpt2's matrices lie across."""
     run = make_run(tmp_path / "it", "sft", {"model": {"config": {"model_type": family, **FAMILIES[family]}}}, "bf16")
     if changed:

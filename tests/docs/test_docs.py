@@ -75,7 +75,7 @@ def test_a_recipe_in_the_docs_reads_clean(page: str, text: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not link.startswith(("http:", "https:")):
             assert (page.parent / link).exists(), link

@@ -161,7 +161,7 @@ def test_a_folder_to_keep_is_new_or_empty(tmp_path: Path) -> None:
         pass
 
 
-def test_it_starts_no_processes_inside_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_selftest_inside_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"torchrun has started this one; start it alone"):

@@ -479,7 +479,7 @@ def test_a_pad_token_that_is_named_stays() -> None:
     assert tokenizer.pad_token == LLAMA3[1]
 
 
-def test_without_an_end_it_is_refused() -> None:
+def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
     with pytest.raises(RecipeError, match="neither a pad nor an EOS token"):
         set_pad_token(byte_level(()), "model.path")
 

@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, packing: bool
 
 
 @pytest.mark.parametrize("task", ["dpo", "rm"])
-def test_other_tasks_have_it_too(task: str, tmp_path: Path) -> None:
+def test_every_task_adds_the_router_loss(task: str, tmp_path: Path) -> None:
     module, batch = build(tmp_path, "mixtral", False, task)
     total, metrics = module(batch)
     assert "aux_loss" in metrics
@@ -126,7 +126,7 @@ def test_checkpointing_and_adapters_change_nothing(tmp_path: Path) -> None:
     assert torch.allclose(grad, plain.unwrapped_model.model.layers[0].mlp.gate.weight.grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr, operator]
 
 
-def test_an_evaluation_leaves_it_out(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_the_router_loss_out(tmp_path: Path) -> None:
     module, batch = build(tmp_path, "mixtral", False)
     with torch.no_grad():
         _, metrics = module(batch)

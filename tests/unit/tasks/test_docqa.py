@@ -226,7 +226,7 @@ def test_an_accepted_answer_counts_for_a_sample(tmp_path: Path) -> None:
 # The loss of task docqa on tokens is the papers' formula, and its gradient is finite everywhere.
 
 
-def test_label_smoothing_by_hand() -> None:
+def test_label_smoothing_equals_its_formula() -> None:
     """Szegedy et al., section 7: cross entropy with 0.9 of the target's distribution and 0.1 of the uniform one."""
     log_probs = torch.log(torch.tensor([0.5, 0.25, 0.25]))
     smoothed = [0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3]
@@ -236,7 +236,7 @@ def test_label_smoothing_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("p", "gamma", "wanted"), [(0.9, 2.0, 0.00105361), (0.1, 2.0, 1.86509), (0.5, 0.0, 0.693147)])
-def test_focal_weighting_by_hand(p: float, gamma: float, wanted: float) -> None:
+def test_focal_weighting_equals_its_formula(p: float, gamma: float, wanted: float) -> None:
     """Lin et al., eq. 4: -(1 - p)^gamma log p; at p = 0.9 and gamma 2 the loss is 100 times smaller."""
     assert float(focal_cross_entropy(torch.tensor(p).log(), None, 0.0, gamma)) == pytest.approx(wanted, rel=1e-4)
 

@@ -94,7 +94,7 @@ def test_a_packed_step_is_the_padded_one(case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["dpo, sigmoid", "rm", "rm, adapters and a score head", "dpo with images", "rm with images"]
 )
-def test_so_it_is_where_pairs_share_nothing(case: str) -> None:
+def test_packed_pairs_that_share_nothing_equal_padded_ones(case: str) -> None:
     name, changes = CASES[case]
     check_equal(name, changes, prefix_sharing=False)
 
@@ -271,12 +271,12 @@ def shared_alone(shares_prefixes: bool) -> str | None:
     return "it has windows" if shares_prefixes else None
 
 
-def test_auto_is_on_where_nothing_is_in_the_way() -> None:
+def test_auto_packs_where_nothing_is_in_the_way() -> None:
     assert resolve() == PackingMode(True, True)
     assert resolve(has_pairs=False) == PackingMode(True, False)
 
 
-def test_auto_says_why_it_is_off() -> None:
+def test_auto_says_why_it_does_not_pack() -> None:
     assert resolve(lambda shares: "it is a Mamba") == PackingMode(
         False, message="batches are padded, not packed: it is a Mamba"
     )
@@ -285,7 +285,7 @@ def test_auto_says_why_it_is_off() -> None:
     assert "it has windows" in mode.message
 
 
-def test_false_is_off_without_a_word() -> None:
+def test_false_turns_packing_off_without_a_message() -> None:
     assert resolve(packing=False) == PackingMode(False)
     assert resolve(prefix_sharing=False) == PackingMode(True)
 
@@ -298,7 +298,7 @@ def test_false_is_off_without_a_word() -> None:
         ({"prefix_sharing": True}, shared_alone),
     ],
 )
-def test_true_insists(keys: dict[str, Any], find: Any) -> None:
+def test_true_is_refused_where_packing_is_impossible(keys: dict[str, Any], find: Any) -> None:
     with pytest.raises(RecipeError, match=rf"batch\.{next(iter(keys))}: is true, but it .* set it to auto or false"):
         resolve(find, **keys)
 
@@ -359,7 +359,7 @@ def test_the_form_is_decided_where_it_is_asked_for(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["vlm", "docqa", "rm, with images", "dpo, with images"])
-def test_so_is_a_llava(name: str, tmp_path: Path) -> None:
+def test_a_llava_is_packed_by_default(name: str, tmp_path: Path) -> None:
     made: Any = new_task(tmp_path, name)
     assert made.packing == PackingMode(True, made.has_pairs)
 
@@ -427,7 +427,7 @@ def test_code_that_comes_with_weights_of_a_known_config_is_not_packed(is_trusted
         assert not has_packed_attention(built)
 
 
-def test_the_reference_has_a_say(tmp_path: Path) -> None:
+def test_a_reference_that_cannot_be_packed_turns_packing_off(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made: Any = new_task(tmp_path, "dpo")

@@ -23,7 +23,7 @@ def expect(found: torch.Tensor, wanted: list[float]) -> None:
     assert found.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_bradley_terry_by_hand() -> None:
+def test_bradley_terry_equals_its_formula() -> None:
     expect(bradley_terry(CHOSEN, REJECTED), [-math.log(sigmoid(1.0)), -math.log(sigmoid(-1.25))])
 
 

@@ -80,7 +80,7 @@ def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
     assert asked == [learnt.shape[1] + 1]
 
 
-def test_learning_tokens_by_hand() -> None:
+def test_tokens_to_learn_are_scored_as_by_hand() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]]))
     targets, learnt = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
     log_probs, right = forward.score_tokens(logits, targets, learnt)

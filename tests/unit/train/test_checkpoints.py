@@ -499,7 +499,7 @@ def test_another_version_is_no_damage(tmp_path: Path) -> None:
     assert find_checkpoints(tmp_path)[0].status == "damaged: MANIFEST.json has the format 'new'"
 
 
-def test_a_damaged_one_says_its_size(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_has_its_size(tmp_path: Path) -> None:
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001/rank-00000.dat").write_bytes(b"abc")
     there = sum(path.stat().st_size for path in (tmp_path / "step-00000001").rglob("*") if path.is_file())
@@ -601,7 +601,7 @@ def test_a_better_one_takes_its_place_and_it_is_kept_as_any_other(folder: Path) 
     assert not aside(folder)
 
 
-def test_a_second_copy_is_removed(folder: Path) -> None:
+def test_a_copy_of_the_replaced_best_is_removed(folder: Path) -> None:
     shutil.copytree(folder / "best", folder / "step-00000001")
     save(solo(folder, best_mode="max"), 4, metric=0.95)
     assert sorted(path.name for path in folder.iterdir()) == [

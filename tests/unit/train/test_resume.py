@@ -104,7 +104,7 @@ def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> 
     assert decision.after_cleanup(checkpoints) == replace(decision, checkpoint=replace(decision.checkpoint, path=path))
 
 
-def test_never_begins_a_new_run(tmp_path: Path) -> None:
+def test_resume_never_begins_a_new_run(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert decide(tmp_path, "never") == StartDecision()
 

@@ -143,7 +143,9 @@ SIZE = 100_000
         (10, 2, 500, 6),  # two kept for good
     ],
 )
-def test_how_many_lie_there_at_once(saves: int, keep: int | None, keep_every: int | None, wanted: int) -> None:
+def test_the_most_checkpoints_on_disk_are_counted(
+    saves: int, keep: int | None, keep_every: int | None, wanted: int
+) -> None:
     assert compute_max_checkpoints(saves, keep, 100, keep_every) == wanted
 
 

@@ -85,18 +85,6 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
     assert thirteen[1] == pytest.approx(thirteen[0], rel=1e-5, abs=1e-6), "a share without a sample weighs nothing"
 
 
-@pytest.mark.slow
-def test_three_processes_see_the_same(trained: Any, one: Workers) -> None:
-    folder = trained("dpo, a reference in memory")
-    asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}
-    three = Workers(3)
-    try:
-        for row in three(EVALUATE, **asked):
-            assert numbers(row) == pytest.approx(numbers(one(EVALUATE, **asked)[0]), rel=1e-5, abs=1e-6)
-    finally:
-        three.close()
-
-
 @pytest.mark.parametrize("name", [pytest.param("rm, adapters", marks=pytest.mark.slow), "dpo, adapters"])
 def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
     task, _, _, model = RUNS[name]
@@ -132,7 +120,7 @@ def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:
     check_reference(find_saved_model(tmp_path, "best", task="rm"))
 
 
-def test_what_data_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_option_names_a_file_or_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eval.jsonl").write_text("{}\n")
     assert make_eval_source("eval.jsonl") == str(tmp_path / "eval.jsonl")

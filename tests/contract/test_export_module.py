@@ -34,7 +34,7 @@ def exported(tmp_path: Path, changes: dict[str, Any] | None = None, merge: bool 
 
 
 @pytest.mark.parametrize(("changes", "merge"), [(None, False), (LORA, True)], ids=["whole", "merged adapters"])
-def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: bool, tmp_path: Path) -> None:
+def test_an_exported_module_is_read_back_the_same(changes: dict[str, Any] | None, merge: bool, tmp_path: Path) -> None:
     run, out = exported(tmp_path, changes, merge)
     assert sorted(path.name for path in out.iterdir()) == ["dstrain_recipe.yaml", "model.safetensors", "task.py"]
     held = load_file(out / "model.safetensors")
@@ -52,7 +52,7 @@ def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: boo
     assert "table" in dict(after.named_buffers())
 
 
-def test_its_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
+def test_a_modules_code_runs_only_if_the_user_names_it(tmp_path: Path) -> None:
     _, out = exported(tmp_path)
     with pytest.raises(UsageError, match=r"names code of its own .*add --task .*out/task\.py"):
         find_saved_model(out, "last")

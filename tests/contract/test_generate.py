@@ -80,7 +80,7 @@ def test_neighbours_and_padding_change_no_answer(trained: Any, one: Workers) -> 
     ], "transformers alone, one prompt at a time"
 
 
-def test_draws_hang_on_the_seed_alone(trained: Any, one: Workers, two: Workers) -> None:
+def test_draws_depend_on_the_seed_alone(trained: Any, one: Workers, two: Workers) -> None:
     folder = trained("sft")
     drawn = asked(folder, temperature=1.5, top_p=0.95)
     alone = one(GENERATE, **drawn)[0]

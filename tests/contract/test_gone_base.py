@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from dstrain.commands.evaluate import EvaluateJob
@@ -19,7 +18,7 @@ from dstrain.commands.trained_model import ModelSelector, find_saved_model, load
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.cells import SLOW
-from tests.contract.export_cases import make_run, stored
+from tests.contract.export_cases import make_run
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import invoke
 
@@ -99,15 +98,6 @@ def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> Non
         load_trained_model(run, "last")
 
 
-def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
-    run, base = run_from_base(tmp_path, "sft")
-    shutil.rmtree(base)
-    found = load_trained_model(run, "last").model.state_dict()
-    assert all(
-        torch.equal(found[name], value) for name, value in stored(str(run / "checkpoints/step-00000001")).items()
-    )
-
-
 def test_a_reference_that_is_not_there_is_called_by_its_name(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "dpo")
     said = invoke(
@@ -125,17 +115,6 @@ def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:
     said = invoke("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
     assert said.exit_code == 2
     assert "--image: llama is a text-only model; leave the option out" in said.output
-
-
-def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> None:
-    _, base = run_from_base(tmp_path, "sft")
-    said = invoke("export", str(base), "--to", str(tmp_path / "out"))
-    assert said.exit_code == 2
-    assert "is an exported model without a recipe; name its task" in said.output
-    assert (
-        "There is no such option"
-        not in invoke("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
-    )
 
 
 def test_a_model_with_another_config_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
 from dstrain.train.setup.startup import describe_truncation
 from tests.cells import SLOW
-from tests.contract.test_evaluate import start
 from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers
 
@@ -127,19 +126,6 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     first: PrepareJob = told[0][0]
     assert invoke(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
-
-
-@pytest.mark.slow  # unit/launch/test_supervise (the launcher), unit/train/test_rendezvous (the ranks)
-def test_bad_data_found_by_a_worker_exits_with_2(tmp_path: Path) -> None:
-    """Only workers read the data: the launch must not turn their 2 into 1, nor leave its folder."""
-    recipe = written(tmp_path, **REMEMBERED)
-    (tmp_path / "train.jsonl").write_text("no json\n" * 3)
-    words = ["dstrain", "prepare", recipe, "--num-gpus", "2", "--launcher", "torchrun", "--set", "model.tokenizer=null"]
-    done = start(words, tmp_path)
-    assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "3 of 3 records" in done.stderr
-    assert not done.stdout
-    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("dstrain-")]
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_option
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import build_model, build_reference
 from dstrain.train.engine.module import TrainModule, with_step_stats
-from tests.vocabulary import read_jsonl
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -117,17 +114,3 @@ def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
     examples: Any = task.examples("train")
     learn(objective_around(task, model), make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.slow  # that of docs/tasks.md trains among the fast ones
-def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
-    sets = ("steps=8", "batch.total=6", "log.every=1", "optim.lr=0.3", "log.tensorboard=false", "ds_config=zero1")
-    command = [sys.executable, "-m", "dstrain", "train", "--task", TINY, "--num-gpus", "2", "--run-dir", str(tmp_path)]
-    done = subprocess.run(
-        [*command, *(word for pair in sets for word in ("--set", pair))], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = read_jsonl(tmp_path / "metrics.jsonl")
-    train = [row["loss"] for row in rows if row["split"] == "train"]
-    assert len(train) == 8
-    assert train[-1] < train[0]

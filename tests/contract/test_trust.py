@@ -117,7 +117,7 @@ def test_a_folders_task_of_its_own_does_not_run(
 
 @pytest.mark.parametrize("kind", ["run", "exported"])
 @pytest.mark.parametrize("word", ["--task {}", "--set task={}"])
-def test_the_users_word_runs_it(kind: str, word: str, folder: Path) -> None:
+def test_a_task_file_runs_only_if_the_user_names_it(kind: str, word: str, folder: Path) -> None:
     """Also for run folders, and by a copy that lies in the folder."""
     mark, own = folder / "ran", folder / kind / "task.py"
     own.write_text(OWN.format(mark=str(mark)))
@@ -390,7 +390,7 @@ def write_adapter(at: Path, base: Path) -> Path:
     return at
 
 
-def test_best_after_a_copy_without_links(folder: Path) -> None:
+def test_best_is_read_after_a_copy_without_links(folder: Path) -> None:
     """As a second copy (cp -rL, zip), as a file with the link's text (object stores), and as what it never was."""
     checkpoints = folder / "run/checkpoints"
     whole, best = checkpoints / "step-00000001", checkpoints / "best"

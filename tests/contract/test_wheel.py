@@ -44,19 +44,8 @@ def wheel(built: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(folder),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    pip = [sys.executable, *["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]]
+    subprocess.run([*pip, str(folder), str(wheel)], check=True, capture_output=True)
     return folder
 
 
@@ -151,7 +140,7 @@ def test_a_fresh_environment_with_the_wheel_works_outside_the_checkout(wheel: Pa
      (["tasks", "rm"], "label_smoothing"), (["train", "demo-rm", "--dry-run"], "dstrain/recipes/demo-rm/train.jsonl"),
      (["train", "demo-vlm", "--dry-run"], "dstrain/recipes/demo-vlm/train.jsonl")],
 )  # fmt: skip
-def test_it_works_in_an_empty_folder(arguments: list[str], wanted: str, installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_an_empty_folder(arguments: list[str], wanted: str, installed: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(installed)}
     where = subprocess.run(
         [sys.executable, "-c", "import dstrain; print(dstrain.__file__)"],

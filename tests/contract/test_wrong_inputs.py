@@ -15,7 +15,7 @@ from dstrain.cli import main
 from dstrain.tasks import find_task
 from tests.contract.wrong_inputs import ALL, PLAIN
 
-LAUNCHER_VARIABLES = (
+LAUNCHER_VARIABLES = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -23,7 +23,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "DSTRAIN_DEBUG",
-)
+]
 
 
 @pytest.fixture
@@ -45,10 +45,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def listing(folder: Path) -> Iterator[tuple[str, int]]:
     for path in sorted(folder.rglob("*")):
         yield str(path), path.lstat().st_mtime_ns
-
-
-def test_there_are_over_a_hundred() -> None:
-    assert len({str((wrong.words, wrong.env, wrong.message)) for wrong in ALL.values()}) > 180
 
 
 @pytest.mark.parametrize("name", ALL)

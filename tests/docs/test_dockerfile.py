@@ -35,7 +35,7 @@ def test_all_that_the_build_reads_is_copied() -> None:
     assert needed | {project["project"]["readme"], *project["project"]["license-files"]} <= copied
 
 
-def test_its_extras_and_its_torch_are_those_of_the_package() -> None:
+def test_extras_and_torch_of_the_image_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = re.search(r'"/src\[([\w,]+)\]"', TEXT)
     assert extras is not None
@@ -53,7 +53,7 @@ def test_package_lists_and_caches_are_left_out() -> None:
             assert "--no-cache-dir" in line
 
 
-def test_it_does_not_run_as_root_and_says_that_it_is_untested() -> None:
+def test_the_image_does_not_run_as_root_and_is_called_untested() -> None:
     assert instructions("USER") == ["dstrain"]
     assert "Not built or run by the project's tests" in TEXT
     assert instructions("ENTRYPOINT") == ['["dstrain"]']

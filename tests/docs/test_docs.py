@@ -75,13 +75,13 @@ def test_a_recipe_in_the_docs_reads_clean(page: str, text: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not link.startswith(("http:", "https:")):
             assert (page.parent / link).exists(), link
 
 
-@pytest.mark.slow  # a task in one file trains: contract/test_tasks; docs/test_examples runs the examples
+@pytest.mark.slow  # docs/test_examples runs the examples
 def test_the_task_of_the_docs_trains(tmp_path: Path) -> None:
     words = [("well done", 1), ("thank you", 1), ("go away", 0), ("you fool", 0)] * 8
     (tmp_path / "lines.jsonl").write_text(
@@ -95,23 +95,9 @@ def test_the_task_of_the_docs_trains(tmp_path: Path) -> None:
         "optim.lr=0.1",
         "log.tensorboard=false",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "dstrain",
-        "train",
-        "--task",
-        str(ROOT / "docs/examples/tiny_task.py"),
-        "--run-dir",
-        "run",
-    ]
-    done = subprocess.run(
-        [*command, *(word for pair in sets for word in ("--set", pair))],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    task = ["--task", str(ROOT / "docs/examples/tiny_task.py"), "--run-dir", "run"]
+    command = [sys.executable, "-m", "dstrain", "train", *task, *(word for pair in sets for word in ("--set", pair))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_table_of_presets_and_cards(tmp_path: Path) -> None:
+def test_the_table_of_presets_and_cards_is_made(tmp_path: Path) -> None:
     tiny = {
         "shape": "tiny",
         "length": 24,

@@ -22,7 +22,7 @@ def label(run: dict[str, Any]) -> str:
     return "-".join([*words, *(name for name in ("checkpointing", "lora") if run[name])])
 
 
-def test_there_are_enough_runs_to_compare() -> None:
+def test_the_compared_runs_are_many_and_distinct() -> None:
     assert len(RUNS) >= 12
     assert len({label(run) for run in RUNS}) == len(RUNS)
 

@@ -69,7 +69,7 @@ def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
 @pytest.mark.parametrize("case", CASES)
-def test_it_learns(case: str, preset: str, precision: str, gpus: GpuWorkers, tmp_path: Path) -> None:
+def test_every_task_learns_on_a_gpu(case: str, preset: str, precision: str, gpus: GpuWorkers, tmp_path: Path) -> None:
     if REHEARSAL and precision == "fp16":
         pytest.skip("no fp16 on a CPU")
     losses = [row["loss"] for row in train(gpus, case, tmp_path, preset, precision)]

@@ -324,7 +324,7 @@ LARGE = {"model_type": "llama", "vocab_size": 20_000, "hidden_size": 768, "inter
 
 
 @pytest.mark.slow
-def test_a_load_streams(tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+def test_a_load_holds_no_full_copy_in_memory(tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     save_model(str(tmp_path / "model"), LARGE)
     made = {"model": str(tmp_path / "model"), "kind": "full", "zero": {}}
     wrote = workers[2](f"{CASES}source", folder=str(tmp_path), preset="zero3", after=0, **made)

@@ -124,11 +124,6 @@ def test_a_micro_batch_of_one_sample_cannot_shrink(recipe: str, tmp_path: Path, 
     assert event["change"] == "batch.micro 2 -> 1", "before the last one"
 
 
-def test_stop_raises_the_error_of_the_allocation(recipe: str, tmp_path: Path, two: Workers) -> None:
-    with pytest.raises(WorkerError, match="DefaultCPUAllocator: can't allocate memory"):
-        two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), limit={"samples": 1})
-
-
 @pytest.mark.parametrize(
     ("where", "preset"),
     [("backward", "zero2"), ("forward", "zero3"), SLOW("backward", "zero1"), SLOW("backward", "zero3")],

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.resume.elastic_cases import SHAPE, save_model
-from tests.vocabulary import write_recipe
-from tests.workers import WorkerError, Workers
+from tests.workers import Workers
 
 CASES = "tests.resume.elastic_cases:"
 RUN = "tests.resume.cases:run"
@@ -78,14 +76,3 @@ def test_a_checkpoint_of_before_this_format_is_refused_with_a_sentence(
     told = two(f"{CASES}refused", checkpoint=str(old), model=model, kind="lora", preset="zero2")
     assert told[0] == told[1]
     assert "has no state that this version can read; choose another checkpoint" in told[0]
-
-
-def test_another_model_in_the_recipe_is_refused_by_the_key(tmp_path: Path, two: Workers) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"precision": "fp32", "save": {"every": 2}}
-    write_recipe(tmp_path, values)
-    run = {"recipe": str(tmp_path / "recipe.yaml"), "run_dir": str(tmp_path / "run")}
-    two(RUN, **run, sets=["model.lora={rank: 2}"], crash_at=4)
-    with pytest.raises(WorkerError, match=r"ResumeError: model\.lora: is .*'rank': 3"):
-        two(RUN, **run, sets=["model.lora={rank: 3}"])
-    with pytest.raises(WorkerError, match=r"CheckpointError: .*lora_A.* has another shape in the recipe's model"):
-        two(RUN, **run, sets=["model.lora={rank: 3}"], allowed=["model.lora"])

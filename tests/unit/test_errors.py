@@ -288,7 +288,7 @@ def test_names_are_suggested_or_listed() -> None:
     assert suggest_name("x", []) == "remove it"
 
 
-def test_names_in_messages() -> None:
+def test_long_lists_of_names_are_shortened_in_messages() -> None:
     assert first_names([]) == "none"
     assert first_names(["a"]) == "a"
     assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"

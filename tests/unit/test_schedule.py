@@ -78,7 +78,9 @@ def test_wsd_decays_in_the_last_tenth_only() -> None:
         ("wsd", 2.0, 2.0, 2.0 / 10),
     ],
 )
-def test_first_middle_and_last_rate(schedule: str, first: float, middle: float, last: float) -> None:
+def test_a_schedule_has_these_first_middle_and_last_rates(
+    schedule: str, first: float, middle: float, last: float
+) -> None:
     rate = LRSchedule(2.0, schedule, 100)
     assert [rate(0), rate(50), rate(99)] == pytest.approx([first, middle, last])
 

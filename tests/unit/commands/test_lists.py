@@ -21,35 +21,14 @@ HEADER = ("name", "task", "trains")
 ROWS = [("demo-rm", "rm", "a small reward model on made-up questions, in minutes on a CPU"), ("x", "sft", "short")]
 
 
-def test_without_a_terminal_each_row_is_one_line() -> None:
-    assert format_table(HEADER, ROWS, None).splitlines() == [
-        "name     task  trains",
-        "demo-rm  rm    a small reward model on made-up questions, in minutes on a CPU",
-        "x        sft   short",
-    ]
-
-
-def test_the_last_column_is_wrapped_below_itself() -> None:
-    assert format_table(HEADER, ROWS, 45).splitlines() == [
-        "name     task  trains",
-        "demo-rm  rm    a small reward model on",
-        "               made-up questions, in minutes",
-        "               on a CPU",
-        "x        sft   short",
-    ]
-
-
-def test_a_row_becomes_a_paragraph_where_columns_do_not_fit() -> None:
-    assert format_table(HEADER, ROWS, 30).splitlines() == [
-        "demo-rm",
-        "  task: rm",
-        "  trains: a small reward model",
-        "    on made-up questions, in",
-        "    minutes on a CPU",
-        "x",
-        "  task: sft",
-        "  trains: short",
-    ]
+@pytest.mark.parametrize(("width", "lines"), [(None, 3), (45, 5), (30, 8)])
+def test_a_table_fits_the_width_and_loses_no_word(width: int | None, lines: int) -> None:
+    """Without a terminal each row is one line; the last column is wrapped; a row of 30 columns becomes a paragraph."""
+    found = format_table(HEADER, ROWS, width).splitlines()
+    assert len(found) == lines
+    assert all(len(line) <= (width or 1000) for line in found)
+    for row in ROWS:
+        assert set(" ".join(row).split()) <= set(" ".join(found).split())
 
 
 def test_a_note_is_wrapped_line_by_line() -> None:

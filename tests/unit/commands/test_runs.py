@@ -61,7 +61,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_a_run_that_is_alive(held: Path) -> None:
+def test_a_live_run_is_reported_as_running(held: Path) -> None:
     found = read_status(held)
     assert found["state"] == "running"
     assert (found["step"], found["total_steps"], found["is_late"]) == (10, 70, False)

@@ -161,7 +161,7 @@ def test_a_folder_to_keep_is_new_or_empty(tmp_path: Path) -> None:
         pass
 
 
-def test_it_starts_no_processes_inside_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_selftest_inside_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"torchrun has started this one; start it alone"):
@@ -206,32 +206,30 @@ def rows(*losses: float | None) -> list[dict[str, Any]]:
     return [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
 
 
-def test_equal_losses_differ_by_nothing() -> None:
-    assert compare_losses(rows(0.7, 0.6), rows(0.7, 0.6)) == (0.0, "")
-
-
-def test_rounding_is_no_difference() -> None:
-    worst, problem = compare_losses(rows(0.7, 0.6 * (1 + TOLERANCE / 2)), rows(0.7, 0.6))
-    assert worst == pytest.approx(TOLERANCE / 2, rel=1e-3)
-    assert not problem
-
-
-def test_the_step_that_differs_most_is_named_with_both_losses() -> None:
-    worst, problem = compare_losses(rows(0.7, 0.61, 0.5), rows(0.7, 0.6, 0.5))
-    assert worst == pytest.approx(1 / 60)
-    assert "train loss of step 2 is 0.61, that of the unbroken run 0.6: a relative difference of 0.017" in problem
-
-
-def test_a_loss_that_is_not_finite_differs() -> None:
-    _, problem = compare_losses(rows(0.7, None), rows(0.7, 0.6))
-    assert "step 2 is nan" in problem
-
-
-def test_missing_rows_are_a_difference() -> None:
-    worst, problem = compare_losses(rows(0.7), rows(0.7, 0.6))
-    assert worst == float("inf")
-    assert problem == "its rows are train 1, those of the unbroken run train 1, train 2"
-    assert compare_losses([], [])[1], "two empty runs prove nothing"
+@pytest.mark.parametrize(
+    ("found", "unbroken", "worst", "problem"),
+    [
+        ((0.7, 0.6), (0.7, 0.6), 0.0, ""),
+        ((0.7, 0.6 * (1 + TOLERANCE / 2)), (0.7, 0.6), TOLERANCE / 2, ""),
+        (
+            (0.7, 0.61, 0.5),
+            (0.7, 0.6, 0.5),
+            1 / 60,
+            "train loss of step 2 is 0.61, that of the unbroken run 0.6: a relative difference of 0.017",
+        ),
+        ((0.7, None), (0.7, 0.6), float("nan"), "step 2 is nan"),
+        ((0.7,), (0.7, 0.6), float("inf"), "its rows are train 1, those of the unbroken run train 1, train 2"),
+        ((), (), float("inf"), "its rows are"),  # two empty runs prove nothing
+    ],
+    ids=["equal", "rounding", "a step", "nan", "a missing row", "no rows"],
+)
+def test_losses_are_compared_and_the_step_that_differs_most_is_named(
+    found: tuple[float | None, ...], unbroken: tuple[float, ...], worst: float, problem: str
+) -> None:
+    difference, told = compare_losses(rows(*found), rows(*unbroken))
+    assert difference == pytest.approx(worst, rel=1e-3, nan_ok=True)
+    assert problem in told
+    assert bool(told) == bool(problem)
 
 
 def test_results_are_read_as_written(tmp_path: Path) -> None:

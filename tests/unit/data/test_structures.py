@@ -16,7 +16,6 @@ from dstrain.data import structures
 from dstrain.data.records import BadRecord
 from dstrain.data.structures import (
     AMINO_ACIDS,
-    UNKNOWN,
     Chain,
     chain_from_columns,
     choose_eval_chains,
@@ -206,10 +205,6 @@ def test_a_chain_comes_back_from_the_store_to_a_thousandth_of_an_angstrom(tmp_pa
     np.testing.assert_allclose(back.coordinates, chain.coordinates, atol=1e-9)
     assert list(back.types) == list(chain.types)
     assert list(back.positions) == list(chain.positions)
-
-
-def test_there_are_twenty_types_and_one_for_the_rest() -> None:
-    assert len({*AMINO_ACIDS}) == UNKNOWN == 20
 
 
 # Splits by similarity: a near copy of a held-out chain is never trained on.

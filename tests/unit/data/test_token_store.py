@@ -11,7 +11,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from dstrain.config import RunConfig
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.prepare import (
     ExampleSettings,
@@ -27,7 +26,7 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import BuildReport, load_or_build_store
 from dstrain.errors import DataError, TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import find_task
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import invoke
 
@@ -188,26 +187,6 @@ def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
     assert tokenizer_fingerprint(other) != first
 
 
-def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path))
-    file = str(real_data / "hh" / "harmless-test.jsonl")
-    model = {"config": {"model_type": "llama", "vocab_size": 400}}
-
-    def prepared(length: int):
-        data = {"train": file, "max_length": length}
-        return make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": data})).examples("train").store
-
-    store = prepared(256)
-    assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
-    assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin", "longer"}
-    assert store.column_lengths("chosen").max() <= 256
-    assert store.report.cuts["prompt_cut"] > 0
-    prepared(256)
-    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 1
-    prepared(255)
-    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == 2
-
-
 def stored_columns(folder: Path, *examples: dict) -> list[dict]:
     chunk = [example | {"sample": at} for at, example in enumerate(examples)]
     return [*load_or_build_store(folder, {"n": repr(examples)}, lambda report: [chunk[:1], chunk[1:]])]
@@ -365,13 +344,6 @@ def see(folder: Path, **values: Any) -> str:
     return write(folder, "vlm", SEEN, model={"config": config, "tokenizer": TOKENIZER, **values})
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, so that all in it was made by the test."""
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def run_prepare(recipe: str) -> None:
     result = invoke("prepare", recipe)
     assert result.exit_code == 0, result.output
@@ -418,37 +390,37 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("task", TEXTS)
-def test_tokens_are_cached_by_data_and_settings(task: str, tmp_path: Path, cache: Path) -> None:
+def test_tokens_are_cached_by_data_and_settings(task: str, tmp_path: Path, fresh_cache: Path) -> None:
     records, wanted = TEXTS[task]
     for _ in range(2):
         run_prepare(write(tmp_path, task, records))
-        assert {name: value for name, value in only_key(cache).items() if name != "tokenizer"} == wanted
-        assert len([*(cache / "tokenizers").iterdir()]) == 1
+        assert {name: value for name, value in only_key(fresh_cache).items() if name != "tokenizer"} == wanted
+        assert len([*(fresh_cache / "tokenizers").iterdir()]) == 1
 
 
-def test_tokens_with_images_are_cached_by_processor_and_folder(tmp_path: Path, cache: Path) -> None:
+def test_tokens_with_images_are_cached_by_processor_and_folder(tmp_path: Path, fresh_cache: Path) -> None:
     for _ in range(2):
         run_prepare(see(tmp_path))
-        key = only_key(cache)
+        key = only_key(fresh_cache)
         assert key["folders"] == [str(tmp_path)]
         assert {name: value for name, value in key.items() if name not in ("processor", "folders")} == SEEN_KEY
-        assert len([*(cache / "tokenizers").iterdir()]) == 1
+        assert len([*(fresh_cache / "tokenizers").iterdir()]) == 1
 
 
-def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path: Path, cache: Path) -> None:
+def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path: Path, fresh_cache: Path) -> None:
     run_prepare(see(tmp_path, processor={"normalize": "data"}))
     states = [((tmp_path / f"{name}.png"), (tmp_path / f"{name}.png").stat()) for name in ("red", "blue")]
     images = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
-    (found,) = (cache / "image_statistics").iterdir()
+    (found,) = (fresh_cache / "image_statistics").iterdir()
     assert found.name == hashed({"images": images, "most": 10_000, "format": 2})
 
 
-def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, cache: Path) -> None:
+def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, fresh_cache: Path) -> None:
     save_base(str(tmp_path / "policy"), find_task("dpo").tiny(tmp_path))
     run_prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(tmp_path / "policy")},
                   options={"precompute_ref_log_probs": True}))  # fmt: skip
-    tokens = only_key(cache)
-    (path,) = (cache / "references").glob("*/MANIFEST.json")
+    tokens = only_key(fresh_cache)
+    (path,) = (fresh_cache / "references").glob("*/MANIFEST.json")
     key = json.loads(path.read_text(encoding="utf-8"))["key"]
     assert path.parent.name == hashed(key)
     assert sorted(file.name for file in path.parent.glob("*.npy")) == ["ref_chosen_logps.npy", "ref_rejected_logps.npy"]

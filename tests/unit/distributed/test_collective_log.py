@@ -32,7 +32,7 @@ def test_a_collective_is_counted_in_its_group_however_it_is_given(log: Collectiv
     assert [log.group_log(group).last_returned for group in (None, "pair")] == [1, 2]
 
 
-def test_one_that_fails_stays_entered(log: CollectiveLog) -> None:
+def test_a_collective_that_fails_stays_entered(log: CollectiveLog) -> None:
     def broken(tensor: Any, group: Any = None) -> Any:
         raise RuntimeError
 
@@ -52,7 +52,7 @@ def test_the_newest_names_are_kept_in_order() -> None:
     assert names == [f"no. {number}" for number in range(1001 - len(names), 1001)]
 
 
-def test_what_moved_last_counts(log: CollectiveLog) -> None:
+def test_idle_time_counts_from_the_last_movement(log: CollectiveLog) -> None:
     log._last_activity -= 100
     for line in log._group_logs.values():
         line.last_activity -= 50

@@ -87,9 +87,7 @@ def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
     assert (tmp_path / "run/logs").is_dir(), "it was there before"
 
 
-def test_records_are_looked_at_once(
-    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_checked_once(launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dstrain.cache.RACY_WINDOW_NS", -1_000_000_000_000)
     looked: list[int] = []
     monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
@@ -119,7 +117,7 @@ def test_records_of_another_launch_stay_where_records_are_named_by_launch(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_never_counts_once_in_a_job_that_is_started_again(name: str) -> None:
+def test_resume_never_holds_for_the_first_start_of_a_job(name: str) -> None:
     wish = TrainRequest(resume="never")
     assert resume_on_restart(wish, {name: "0"}).resume == "never"
     assert resume_on_restart(wish, {}).resume == "never"

@@ -130,7 +130,7 @@ def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
     assert "Error: it belongs to another user" in errors
 
 
-def test_who_only_knows_the_name_gets_beats_alone():
+def test_a_client_without_the_token_gets_beats_but_no_environment():
     """Root of another container that shares the network is the same user to the kernel, and reads the name in /proc/net/unix."""
     beats = HeartbeatServer(0.06)
     beats.set_environment({"HF_TOKEN": "secret"})

@@ -166,17 +166,6 @@ def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_pat
     check_lease(tmp_path, "")  # of a run that nobody launched
 
 
-def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    with Lease(tmp_path) as lease:
-        lease.acquire()
-        (tmp_path / ".workers/lease-00000001.json").unlink()
-        deadline = time.monotonic() + 10
-        while not read_latest_lease(tmp_path / ".workers")[0] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert holder_of(tmp_path).launch == lease.launch_id
-        check_lease(tmp_path, lease.launch_id)
-
-
 def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
     with Lease(tmp_path) as lease:
         lease.acquire()
@@ -189,23 +178,14 @@ def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
         assert file.stat().st_ino == inode
 
 
-def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.acquire()
-        with pytest.raises(ResumeError):
-            second.acquire()
-
-
 def test_names_that_are_no_leases_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / ".workers").mkdir()
     for name in ("lease-000000003.json", "lease-3.json", "lease-٠٠٠٠٠٠٠٩.json", "lease-00000001.json.old"):
         (tmp_path / ".workers" / name).touch()
     assert read_latest_lease(tmp_path / ".workers") == (0, None)
-    (tmp_path / ".workers/lease-00000007.json").symlink_to("nowhere")
+    (tmp_path / ".workers/lease-100000000.json").write_bytes(b"{}")
+    assert read_latest_lease(tmp_path / ".workers") == (100_000_000, b"{}")
+    (tmp_path / ".workers/lease-100000001.json").symlink_to("nowhere")
     with pytest.raises(OSError, match="symbolic"):
         read_latest_lease(tmp_path / ".workers")
 
@@ -292,7 +272,7 @@ def test_a_link_that_was_made_and_reported_as_a_fault_is_its_own(
     assert_only_first_acquires(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES, errno.EXDEV])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL, errno.EACCES, errno.EXDEV])
 def test_a_link_that_is_refused_in_whatever_way_is_replaced_by_an_exclusive_open(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,13 +309,6 @@ def test_a_listing_that_names_a_removed_file_without_end_is_not_waited_for_witho
     monkeypatch.setattr(os, "listdir", lambda _: ["lease-00000007.json"])
     with pytest.raises(OSError, match="Stale file handle"):
         read_latest_lease(tmp_path)
-
-
-def test_a_number_with_more_zeros_than_it_is_written_with_is_no_lease(tmp_path: Path) -> None:
-    (tmp_path / "lease-000000003.json").write_bytes(b"{}")
-    assert read_latest_lease(tmp_path) == (0, None)
-    (tmp_path / "lease-100000000.json").write_bytes(b"{}")
-    assert read_latest_lease(tmp_path) == (100_000_000, b"{}")
 
 
 @pytest.fixture

@@ -153,12 +153,12 @@ def wait_until(true, seconds: float = 40) -> None:
         time.sleep(0.02)
 
 
-def test_all_done_is_0_whatever_happens_while_python_shuts_down(run):
+def test_a_crash_after_every_rank_has_ended_exits_0(run):
     started = run("record_end(run, rank, 0); time.sleep(rank); os._exit(250 if rank == 1 else 0)")
     assert started.end() == (0, "")
 
 
-def test_one_rank_with_a_usage_error_is_2(run):
+def test_one_rank_with_a_usage_error_exits_2(run):
     code, said = run("""
         if rank == 1:
             end(2, "data.train: no such file")
@@ -227,12 +227,12 @@ def test_a_launcher_that_hides_a_dead_worker_behind_0_is_found_out(run):
     assert started.end()[0] == 1
 
 
-def test_no_word_from_any_worker_is_1(run):
+def test_a_launch_without_a_result_of_any_rank_exits_1(run):
     code, said = run("", "raise SystemExit(0)").end()
     assert (code, "no rank reported a result; the launcher ended with code 0; see logs/rank-*.log" in said) == (1, True)
 
 
-def test_a_launcher_that_refuses_its_options_is_2(run):
+def test_a_launcher_that_refuses_its_options_exits_2(run):
     assert run("", "raise SystemExit(2)").end()[0] == 2
 
 
@@ -324,7 +324,7 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
     assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
 
 
-def test_a_worker_that_a_signal_ended_before_it_began_is_no_riddle(run):
+def test_a_worker_that_a_signal_ended_before_it_began_is_explained(run):
     """It imports for seconds; until then the signal has its usual meaning."""
     worker = "import os, time; open('ready-0', 'w').write(str(os.getpid())); time.sleep(60)"
     environment = "{**os.environ, 'RANK': '0', 'LOCAL_RANK': '0'}"

@@ -46,7 +46,7 @@ def loaded(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
     ],
     ids=str,
 )
-def test_it_is_merged_as_peft_merges_it(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_is_merged_as_peft_merges_it(settings: dict[str, Any], tmp_path: Path) -> None:
     at = adapter(tmp_path, **settings)
     ours, theirs = loaded(at), merged_by_peft(at)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
@@ -60,7 +60,7 @@ def test_it_is_merged_as_peft_merges_it(settings: dict[str, Any], tmp_path: Path
     assert type(ours) is type(theirs)
 
 
-def test_one_on_tied_embeddings_takes_the_tie_apart(tmp_path: Path) -> None:
+def test_an_adapter_on_tied_embeddings_unties_them(tmp_path: Path) -> None:
     ours = loaded(adapter(tmp_path, tied=True, target_modules=["embed_tokens"]))
     assert not ours.config.tie_word_embeddings
     assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
@@ -116,7 +116,7 @@ def lose(at: Path) -> None:
         (lose, "missing keys: base_model.model"),
     ],
 )
-def test_one_that_does_not_fit_is_refused_before_anything_starts(
+def test_an_adapter_that_does_not_fit_is_refused_before_anything_starts(
     spoil: Callable[[Path], None], wanted: str, tmp_path: Path
 ) -> None:
     at = adapter(tmp_path)
@@ -137,7 +137,7 @@ def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
         make_task(RunConfig.model_validate(values)).checks.run()
 
 
-def test_its_fingerprint_is_that_of_both(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_adapter_and_base(tmp_path: Path) -> None:
     at = adapter(tmp_path)
     first = weights_fingerprint(ModelConfig(path=str(at)), 0)
     tensors = load_file(tmp_path / "base" / "model.safetensors")
@@ -187,9 +187,7 @@ def test_settings_as_peft_writes_them_are_taken(tmp_path: Path) -> None:
 # Adapters: what of them is trained is decided once.
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def objective(task: str, folder: Path, **lora: Any) -> TrainModule:

@@ -189,7 +189,7 @@ def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "model.safetensors cannot be read (Permission denied); check the permissions of the file" in faults(at)
 
 
-def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     lines = (
         "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.checks import check_model",
         f"c = RunConfig.model_validate({recipe(folder(tmp_path / 'model')).model_dump(mode='json')!r})",

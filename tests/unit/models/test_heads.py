@@ -171,7 +171,7 @@ def test_the_gradient_of_a_16_bit_head_is_rounded_once() -> None:
 
 
 @pytest.mark.usefixtures("chunks")
-def test_no_row_at_all_and_no_gradient() -> None:
+def test_a_batch_without_targets_has_no_rows_and_no_gradient() -> None:
     model, given = made("llama"), batch()
     nothing = Batch(
         tensors={**given.tensors, "loss_mask": torch.zeros_like(given.tensors["loss_mask"])}, weight=0.0, samples=()

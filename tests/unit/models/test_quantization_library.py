@@ -25,7 +25,7 @@ def get_kernel(*words, **more):
 """
 
 
-def test_importing_it_downloads_no_kernel(tmp_path: Path) -> None:
+def test_importing_bitsandbytes_downloads_no_kernel(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
     (tmp_path / "kernels.py").write_text(KERNELS)
     program = "import dstrain.models.quantization as library; library.import_bitsandbytes('x'); import kernels"

@@ -116,7 +116,7 @@ def test_positions_follow_the_images() -> None:
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="Qwen2.5-VL's own processor needs torchvision")
-def test_its_own_processor_gives_the_same() -> None:
+def test_qwens_own_processor_gives_the_same() -> None:
     from transformers import Qwen2VLVideoProcessor
 
     check(VisionProcessor(Qwen2_5_VLProcessor(image_processor(), words(), Qwen2VLVideoProcessor())))

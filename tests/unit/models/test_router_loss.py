@@ -66,9 +66,7 @@ def build(
     return TrainModule(made, model_).train(), made.collate([examples[index] for index in range(4)])
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -101,7 +99,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, packing: bool
 
 
 @pytest.mark.parametrize("task", ["dpo", "rm"])
-def test_other_tasks_have_it_too(task: str, tmp_path: Path) -> None:
+def test_every_task_adds_the_router_loss(task: str, tmp_path: Path) -> None:
     module, batch = build(tmp_path, "mixtral", False, task)
     total, metrics = module(batch)
     assert "aux_loss" in metrics
@@ -128,7 +126,7 @@ def test_checkpointing_and_adapters_change_nothing(tmp_path: Path) -> None:
     assert torch.allclose(grad, plain.unwrapped_model.model.layers[0].mlp.gate.weight.grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr, operator]
 
 
-def test_an_evaluation_leaves_it_out(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_the_router_loss_out(tmp_path: Path) -> None:
     module, batch = build(tmp_path, "mixtral", False)
     with torch.no_grad():
         _, metrics = module(batch)

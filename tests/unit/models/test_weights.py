@@ -119,7 +119,7 @@ def test_weights_to_start_from_count(start: str, folder: Path, tmp_path: Path) -
     assert (of(**under, init=str(folder)) == found[-1]) == (start == "config"), "no weight of the init's"
 
 
-def test_what_lies_on_top_does_not_count(folder: Path) -> None:
+def test_settings_on_top_of_the_weights_leave_the_fingerprint(folder: Path) -> None:
     more = {"dtype": "bfloat16", "lora": LoraConfig(rank=2), "freeze": ["x"], "attn_implementation": "eager"}
     assert of(path=str(folder), **more) == of(path=str(folder))
 

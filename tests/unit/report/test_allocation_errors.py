@@ -15,13 +15,13 @@ CUDA = (
 )
 
 
-def test_torch_on_a_gpu() -> None:
+def test_a_failure_of_torch_on_a_gpu_is_found() -> None:
     failure = find_allocation_failure(torch.OutOfMemoryError(CUDA))
     assert failure == AllocationFailure("gpu", round(2.5 * 2**30), CUDA)
     assert failure.describe() == "2.5 GiB on the GPU"
 
 
-def test_torch_on_a_cpu() -> None:
+def test_a_failure_of_torch_on_a_cpu_is_found() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
     failure = find_allocation_failure(caught.value)
@@ -30,7 +30,7 @@ def test_torch_on_a_cpu() -> None:
     assert failure.text.startswith("DefaultCPUAllocator: can't allocate memory")
 
 
-def test_numpy_and_python() -> None:
+def test_failures_of_numpy_and_python_are_found() -> None:
     with pytest.raises(MemoryError) as caught:
         np.ones(2**46)
     assert find_allocation_failure(caught.value) == AllocationFailure("host", 512 * 2**40, str(caught.value))
@@ -45,7 +45,7 @@ def test_numpy_and_python() -> None:
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     ],
 )
-def test_libraries_that_allocate_beside_torch(text: str) -> None:
+def test_failures_of_libraries_beside_torch_are_found(text: str) -> None:
     failure = find_allocation_failure(RuntimeError(text))
     assert failure is not None
     assert (failure.place, failure.requested_bytes, "\n" in failure.text) == ("gpu", None, False)

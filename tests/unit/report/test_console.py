@@ -79,14 +79,6 @@ def test_a_row_is_one_plain_line() -> None:
     assert format_row({"step": 5, "split": "eval", "loss": None}, 10) == "eval at step 5/10  loss None"
 
 
-def test_without_a_terminal_each_row_is_printed() -> None:
-    stream = io.StringIO()
-    console = ConsoleSink(1000, stream)
-    console.write(ROW)
-    console.close()
-    assert stream.getvalue() == format_row(ROW, 1000) + "\n"
-
-
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_everything_fits_a_terminal_of_any_width(width: int, terminal: Terminal) -> None:
     terminal.resize(width)
@@ -250,18 +242,6 @@ def test_the_time_left_is_that_of_the_mean_step_after_the_first() -> None:
 
 def test_a_clock_has_hours_where_it_needs_them() -> None:
     assert [format_clock(seconds) for seconds in (5, 65, 3725, None)] == ["0:05", "1:05", "1:02:05", "-:--"]
-
-
-def test_a_terminal_that_was_closed_does_not_stop_the_run() -> None:
-    master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as stream:
-        console = ConsoleSink(1000, stream)
-        console.write(ROW)
-        os.close(master)
-        for _ in range(3):
-            console.write(ROW)
-        console.close()
-        assert console._is_silent, "it noticed, and nothing was raised"
 
 
 class Dead(io.StringIO):

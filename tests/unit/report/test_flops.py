@@ -60,20 +60,20 @@ def count(model: Model, *, inputs_learn: bool = True) -> int:
     return flops.total
 
 
-def test_a_step_has_three_products_for_each_of_the_forward_pass() -> None:
-    assert count(Model(recomputes=False)) == 3 * 2 * PRODUCT
-
-
-def test_recomputation_does_not_count() -> None:
-    assert count(Model(recomputes=True)) == 3 * 2 * PRODUCT
-
-
-def test_a_gradient_that_nobody_needs_does_not_count() -> None:
-    assert count(Model(recomputes=False), inputs_learn=False) == 5 * PRODUCT
-
-
-def test_a_reference_counts_its_forward_pass_alone() -> None:
-    assert count(Model(recomputes=False, has_reference=True)) == 4 * 2 * PRODUCT
+@pytest.mark.parametrize(
+    ("model", "inputs_learn", "products"),
+    [
+        (Model(recomputes=False), True, 3 * 2),
+        (Model(recomputes=True), True, 3 * 2),  # recomputation does not count
+        (Model(recomputes=False), False, 5),  # nor a gradient that nobody needs
+        (Model(recomputes=False, has_reference=True), True, 4 * 2),  # a reference counts its forward pass alone
+    ],
+    ids=["plain", "recomputed", "fixed inputs", "with a reference"],
+)
+def test_a_step_has_three_products_for_each_of_the_forward_pass(
+    model: Model, inputs_learn: bool, products: int
+) -> None:
+    assert count(model, inputs_learn=inputs_learn) == products * PRODUCT
 
 
 class WithHead(torch.nn.Module):

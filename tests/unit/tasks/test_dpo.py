@@ -24,19 +24,13 @@ from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
 from tests.vision_recipes import named_recipe
+from tests.vocabulary import sigmoid
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 LN2 = math.log(2)
 PLAIN = {"zero_optimization": {"stage": 0}}
-
-
-def sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-value))
 
 
 H = torch.tensor([0.0, 1.5, -4.0], dtype=torch.float64)

@@ -25,15 +25,9 @@ from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.parity.cases import move
+from tests.vocabulary import sigmoid
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-
-
-def sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-value))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 RATIO = torch.tensor([2.0, -1.0, 0.5, -3.0], dtype=torch.float64)

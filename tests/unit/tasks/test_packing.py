@@ -16,7 +16,7 @@ from dstrain.config.schema import BatchConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
-from dstrain.tasks import Task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import forward_logits
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import resolve_packing
@@ -66,9 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 FORMS: dict[str, dict[str, Any]] = {"packed": {"prefix_sharing": False}, "packed, beginnings shared": {}}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 SAMPLES = [5, 0, 9, 13, 2, 14, 7]
@@ -96,7 +94,7 @@ def test_a_packed_step_is_the_padded_one(case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["dpo, sigmoid", "rm", "rm, adapters and a score head", "dpo with images", "rm with images"]
 )
-def test_so_it_is_where_pairs_share_nothing(case: str) -> None:
+def test_packed_pairs_that_share_nothing_equal_padded_ones(case: str) -> None:
     name, changes = CASES[case]
     check_equal(name, changes, prefix_sharing=False)
 
@@ -146,7 +144,7 @@ def test_a_micro_batch_may_be_without_images(task: str) -> None:
 
 @pytest.mark.parametrize("task", ["vlm", "dpo, with images", "rm, with images"])
 def test_a_model_of_images_sees_each_once(task: str, tmp_path: Path) -> None:
-    own = made(tmp_path, task)
+    own = new_task(tmp_path, task)
     batch = make_batch(own.examples("train"), own.collate, [1, 2, 5], 0)
     assert batch.is_packed
     assert len(batch.vision["pixel_values"]) == 1 + 2 + 2
@@ -176,7 +174,7 @@ def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
     assert found == pytest.approx(wanted, rel=2e-5)
 
 
-def made(folder: Path, name: str, **sections: Any) -> Any:
+def new_task(folder: Path, name: str, **sections: Any) -> Any:
     recipe = named_recipe(name, folder)[1]
     for key, value in sections.items():
         recipe[key] = {**recipe.get(key, {}), **value}
@@ -187,18 +185,18 @@ def made(folder: Path, name: str, **sections: Any) -> Any:
 def test_packed_scores_are_those_that_an_export_gives(pad_token: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    tokenizer = made(tmp_path, "rm").tokenizer
+    tokenizer = new_task(tmp_path, "rm").tokenizer
     tokenizer.pad_token = pad_token
     tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
     own = {"model": {"tokenizer": str(tmp_path / "tokenizer")}, "data": {"max_length": 128}}
-    task = made(tmp_path, "rm", **own)
+    task = new_task(tmp_path, "rm", **own)
     model, examples = task.build_model().eval(), task.examples("train")
     model.save_pretrained(str(tmp_path / "out"))
     again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"))
     assert "packed" not in json.loads((tmp_path / "out" / "config.json").read_text()).get("attn_implementation", "")
     batch = make_batch(examples, task.collate, [3, 1, 4, 15], 0)
     assert batch.is_packed
-    padded = make_batch(examples, made(tmp_path, "rm", **own, batch={"packing": False}).collate, [3, 1, 4, 15], 0)
+    padded = make_batch(examples, new_task(tmp_path, "rm", **own, batch={"packing": False}).collate, [3, 1, 4, 15], 0)
     with torch.no_grad():
         wanted = forward_logits(again, padded).squeeze(-1)
         torch.testing.assert_close(task.scores(model, batch), wanted, atol=1e-6, rtol=1e-6)
@@ -207,20 +205,20 @@ def test_packed_scores_are_those_that_an_export_gives(pad_token: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["rm", "dpo", "sft", "kto"])
 def test_an_export_is_compared_on_padded_batches(name: str, tmp_path: Path) -> None:
-    task = made(tmp_path, name)
+    task = new_task(tmp_path, name)
     examples = load_split(task, "train")
     assert examples is not None
     probes = task.export.make_probes([examples[0], examples[1]])
     assert [(probe.is_packed, len(probe.samples)) for probe in probes] == [(False, 1), (False, 1)]
     with torch.no_grad():
         model = task.build_model().eval()
-        again = made(tmp_path, name, batch={"packing": False}).build_model().eval()
+        again = new_task(tmp_path, name, batch={"packing": False}).build_model().eval()
         for probe in probes:
             assert task.export.outputs(model, probe).equal(task.export.outputs(again, probe))
 
 
 def test_a_prompt_is_computed_once(tmp_path: Path) -> None:
-    task = made(tmp_path, "dpo")
+    task = new_task(tmp_path, "dpo")
     examples = task.examples("train")
     batch = make_batch(examples, task.collate, [3, 1], 0)
     pairs = [examples[index] for index in (3, 1)]
@@ -233,7 +231,7 @@ def test_a_prompt_is_computed_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "rm", "sft", "kto"])
 def test_a_filler_counts_nothing(name: str, tmp_path: Path) -> None:
-    task = made(tmp_path, name)
+    task = new_task(tmp_path, name)
     filler = make_batch(load_split(task, "train"), task.collate, [], 3)
     assert (filler.is_filler, filler.is_packed, filler.weight) == (True, True, 0.0)
     module = build_train_module(task)
@@ -244,7 +242,7 @@ def test_a_filler_counts_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_only_targets_reach_the_head(tmp_path: Path) -> None:
-    task = made(tmp_path, "sft")
+    task = new_task(tmp_path, "sft")
     batch = make_batch(task.examples("train"), task.collate, [1, 0, 2], 0)
     asked, model = [], task.build_model().eval()
     forward = type(model).forward
@@ -254,10 +252,10 @@ def test_only_targets_reach_the_head(tmp_path: Path) -> None:
 
 
 def test_a_packed_batch_is_refused_by_a_model_that_would_mix_its_samples(tmp_path: Path) -> None:
-    task = made(tmp_path, "sft")
+    task = new_task(tmp_path, "sft")
     batch = make_batch(task.examples("train"), task.collate, [1, 0], 0)
     eager = {"model": {"attn_implementation": "eager"}}  # functions under other names are replaced for all models
-    plain = made(tmp_path, "sft", **eager, batch={"packing": False}).build_model()
+    plain = new_task(tmp_path, "sft", **eager, batch={"packing": False}).build_model()
     with pytest.raises(AssertionError, match=r"a packed batch for a model without `enable_packed_attention`"):
         task.loss(plain, batch)
 
@@ -273,12 +271,12 @@ def shared_alone(shares_prefixes: bool) -> str | None:
     return "it has windows" if shares_prefixes else None
 
 
-def test_auto_is_on_where_nothing_is_in_the_way() -> None:
+def test_auto_packs_where_nothing_is_in_the_way() -> None:
     assert resolve() == PackingMode(True, True)
     assert resolve(has_pairs=False) == PackingMode(True, False)
 
 
-def test_auto_says_why_it_is_off() -> None:
+def test_auto_says_why_it_does_not_pack() -> None:
     assert resolve(lambda shares: "it is a Mamba") == PackingMode(
         False, message="batches are padded, not packed: it is a Mamba"
     )
@@ -287,7 +285,7 @@ def test_auto_says_why_it_is_off() -> None:
     assert "it has windows" in mode.message
 
 
-def test_false_is_off_without_a_word() -> None:
+def test_false_turns_packing_off_without_a_message() -> None:
     assert resolve(packing=False) == PackingMode(False)
     assert resolve(prefix_sharing=False) == PackingMode(True)
 
@@ -300,7 +298,7 @@ def test_false_is_off_without_a_word() -> None:
         ({"prefix_sharing": True}, shared_alone),
     ],
 )
-def test_true_insists(keys: dict[str, Any], find: Any) -> None:
+def test_true_is_refused_where_packing_is_impossible(keys: dict[str, Any], find: Any) -> None:
     with pytest.raises(RecipeError, match=rf"batch\.{next(iter(keys))}: is true, but it .* set it to auto or false"):
         resolve(find, **keys)
 
@@ -344,16 +342,9 @@ def test_members_of_a_task_file_that_read_rows_get_padded_ones(base: str, tmp_pa
     assert forced.packing.is_packed
 
 
-def task(folder: Path, name: str, **sections: Any) -> Task:
-    recipe = named_recipe(name, folder)[1]
-    for key, value in sections.items():
-        recipe[key] = {**recipe.get(key, {}), **value}
-    return make_task(RunConfig.model_validate(recipe))
-
-
 @pytest.mark.parametrize("name", ["rm", "dpo", "sft", "kto"])
 def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
-    made: Any = task(tmp_path, name)
+    made: Any = new_task(tmp_path, name)
     assert made.packing == PackingMode(True, name in ("rm", "dpo"))
     assert not [line for line in made.checks.info_messages() if "pack" in line]
 
@@ -361,15 +352,15 @@ def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
 def test_the_form_is_decided_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
     """The launcher of `dstrain prepare` asks for the frozen models only, and imports no torch."""
-    made: Any = task(tmp_path, name)
+    made: Any = new_task(tmp_path, name)
     inputs = made.loss_inputs
     assert not {"model_source", "packing"} & vars(made).keys()
     assert inputs.packing() == PackingMode(True, name == "dpo")
 
 
 @pytest.mark.parametrize("name", ["vlm", "docqa", "rm, with images", "dpo, with images"])
-def test_so_is_a_llava(name: str, tmp_path: Path) -> None:
-    made: Any = task(tmp_path, name)
+def test_a_llava_is_packed_by_default(name: str, tmp_path: Path) -> None:
+    made: Any = new_task(tmp_path, name)
     assert made.packing == PackingMode(True, made.has_pairs)
 
 
@@ -388,12 +379,12 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Path) -> None:
     name, sections, reason = UNSUPPORTED[case]
-    made: Any = task(tmp_path, name, **sections)
+    made: Any = new_task(tmp_path, name, **sections)
     assert not made.packing.is_packed
     lines = [line for line in made.checks.info_messages() if line.startswith("batches are padded, not packed: ")]
     assert len(lines) == 1
     assert re.search(reason, lines[0])
-    forced: Any = task(tmp_path, name, **sections, batch={"packing": True})
+    forced: Any = new_task(tmp_path, name, **sections, batch={"packing": True})
     with pytest.raises(RecipeError, match=rf"batch\.packing: is true, but .*{reason}"):
         forced.checks.run()
 
@@ -401,7 +392,7 @@ def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["temporal", "protein"])
 def test_tasks_that_cannot_pack_refuse_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=rf"batch\.packing: is true, but task {name} has padded rows only"):
-        task(tmp_path, name, batch={"packing": True})
+        new_task(tmp_path, name, batch={"packing": True})
 
 
 OWN_CODE = """
@@ -420,14 +411,14 @@ def test_code_that_comes_with_weights_of_a_known_config_is_not_packed(is_trusted
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path / "own"
-    task(tmp_path, "sft").tokenizer.save_pretrained(str(folder))  # type: ignore[attr-defined]
+    new_task(tmp_path, "sft").tokenizer.save_pretrained(str(folder))  # type: ignore[attr-defined]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama"))).save_pretrained(str(folder))
     (folder / "modeling_own.py").write_text(OWN_CODE)
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnLlama"}
     (folder / "config.json").write_text(json.dumps(config))
     model = {"config": None, "path": str(folder), "trust_remote_code": is_trusted}
-    made: Any = task(tmp_path, "sft", model=model)
+    made: Any = new_task(tmp_path, "sft", model=model)
     assert made.packing.is_packed is not is_trusted
     if is_trusted:
         assert "the model runs code that came with its weights" in made.packing.message
@@ -436,12 +427,12 @@ def test_code_that_comes_with_weights_of_a_known_config_is_not_packed(is_trusted
         assert not has_packed_attention(built)
 
 
-def test_the_reference_has_a_say(tmp_path: Path) -> None:
+def test_a_reference_that_cannot_be_packed_turns_packing_off(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made: Any = task(tmp_path, "dpo")
+    made: Any = new_task(tmp_path, "dpo")
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("mamba2"))).save_pretrained(str(tmp_path / "other"))
     made.tokenizer.save_pretrained(str(tmp_path / "other"))
-    other: Any = task(tmp_path, "dpo", options={"ref_model": str(tmp_path / "other")})
+    other: Any = new_task(tmp_path, "dpo", options={"ref_model": str(tmp_path / "other")})
     assert not other.packing.is_packed
     assert "of options.ref_model:" in other.packing.message

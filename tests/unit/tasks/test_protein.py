@@ -260,7 +260,7 @@ def test_the_ratio_of_types_and_backbones_is_hidden(mode: MaskMode) -> None:
     assert (found.hides_type == found.hides_coordinates).all() == (mode == "together")
 
 
-def test_the_key_alone_decides() -> None:
+def test_the_key_alone_decides_the_masking() -> None:
     first, again, other = (masking().apply(chain(60), key) for key in ((5, 0, 0), (5, 0, 0), (5, 0, 1)))
     assert (first.hides_type == again.hides_type).all()
     assert (first.hides_type != other.hides_type).any()

@@ -14,19 +14,16 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import bradley_terry
+from tests.vocabulary import sigmoid
 
 CHOSEN, REJECTED = torch.tensor([1.5, -0.25]), torch.tensor([0.5, 1.0])
-
-
-def sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-value))
 
 
 def expect(found: torch.Tensor, wanted: list[float]) -> None:
     assert found.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_bradley_terry_by_hand() -> None:
+def test_bradley_terry_equals_its_formula() -> None:
     expect(bradley_terry(CHOSEN, REJECTED), [-math.log(sigmoid(1.0)), -math.log(sigmoid(-1.25))])
 
 

@@ -53,7 +53,7 @@ def task_on(
     return make_task(RunConfig.model_validate(values))
 
 
-def test_exact_answers_by_hand() -> None:
+def test_exact_answers_are_counted_as_by_hand() -> None:
     loss_mask = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
     right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
     exact, count = forward.count_exact_answers(right & (loss_mask != 0), loss_mask)

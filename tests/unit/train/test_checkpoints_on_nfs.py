@@ -11,30 +11,11 @@ from typing import Any
 
 import pytest
 
-from dstrain.batch import Progress
-from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.files import sync_folder
-from dstrain.train.checkpoints import CheckpointStore, read_best_name, remove_checkpoint, select_checkpoint
+from dstrain.train.checkpoints import read_best_name, remove_checkpoint, select_checkpoint
 from dstrain.train.setup.run_dir import replace_folder
-from dstrain.train.state.manifest import FileEntry, find_checkpoints, write_hashed_file
-
-
-def solo(folder: Path, **options: Any) -> CheckpointStore:
-    return CheckpointStore(folder=folder, world=SingleProcessWorld(), **options)
-
-
-def write(folder: Path) -> dict[str, FileEntry]:
-    return {"rank-00000.dat": write_hashed_file(folder / "rank-00000.dat", b"o" * 10)}
-
-
-def save(checkpoints: CheckpointStore, *steps: int, metric: float | None = None) -> None:
-    for step in steps:
-        checkpoints.save(write, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
-
-
-def steps(folder: Path) -> list[int]:
-    return [info.step for info in find_checkpoints(folder, check_hashes=True) if info.is_complete]
+from tests.unit.train.test_checkpoints import save, solo, steps
 
 
 def refuse(code: int) -> Callable[..., None]:

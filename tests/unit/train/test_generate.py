@@ -85,7 +85,7 @@ def test_mode_config_and_random_state_are_restored(training: bool, task: Any) ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_nothing_asked_is_nothing_answered(task: Any) -> None:
+def test_no_prompts_give_no_answers(task: Any) -> None:
     assert generate_answers(engine_of(task), [], SamplingParams(), task.tokenizer) == []
 
 

@@ -27,7 +27,7 @@ from tests.workers import ROOT
     ("task", "full", "adapters"),
     [("sft", 2e-5, 2e-4), ("vlm", 2e-5, 2e-4), ("rm", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5), ("kto", 1e-6, 1e-5)],
 )
-def test_each_task_has_its_own(task: str, full: float, adapters: float) -> None:
+def test_each_task_has_its_own_default_rate(task: str, full: float, adapters: float) -> None:
     assert (default_learning_rate(find_task(task), False), default_learning_rate(find_task(task), True)) == (
         full,
         adapters,

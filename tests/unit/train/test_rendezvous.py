@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,8 +227,13 @@ def test_a_rank_that_fails_ends_the_others_in_a_gather(prepared: Callable[..., l
     assert "rank 1 on h1" in str(errors[0])
 
 
-@pytest.mark.parametrize("content", [b"[", b"\xff\xfe", b"7", sign(b"["), sign(b"\xff\xfe")])
-@pytest.mark.parametrize("key", ["gather/0/1", "data/1"])
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        *product(["gather/0/1", "data/1"], [b"[", b"\xff\xfe", b"7", sign(b"["), sign(b"\xff\xfe")]),
+        ("data/1", sign(b'[["a"]]')),
+    ],
+)
 def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
     key: str, content: bytes, prepared: Callable[..., list[Any]]
 ) -> None:
@@ -245,20 +251,6 @@ def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
     error, _ = prepared(2, act)
     assert isinstance(error, RunError)
     assert "that no rank wrote" in str(error) or "is not signed with this run's DSTRAIN_RANK_KEY" in str(error)
-
-
-def test_cache_entries_that_are_no_names_end_in_a_clear_error(prepared: Callable[..., list[Any]]) -> None:
-    def act(rank: int, together: Rendezvous) -> None:
-        if rank == 1:
-            together._set_value("data/1", [["a"]])
-            together._wait_until(lambda: False)
-        together.rank, together._members = 2, [{"place": ""}, {"place": "shared"}, {"place": "shared"}]
-        with together.local_main_process_first():
-            pytest.fail("it prepares")
-
-    error, _ = prepared(2, act)
-    assert isinstance(error, PeerFailureError)
-    assert "that no rank wrote" in str(error)
 
 
 @pytest.mark.parametrize(

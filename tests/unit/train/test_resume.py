@@ -48,10 +48,7 @@ from tests.contract.lora_cases import save_base
 from tests.unit.distributed.thread_world import on_ranks
 from tests.vision_recipes import named_recipe
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def save(folder: Path, step: int, **record: Any) -> Path:
@@ -113,7 +110,7 @@ def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> 
     assert decision.after_cleanup(checkpoints) == replace(decision, checkpoint=replace(decision.checkpoint, path=path))
 
 
-def test_never_begins_a_new_run(tmp_path: Path) -> None:
+def test_resume_never_begins_a_new_run(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert decide(tmp_path, "never") == StartDecision()
 
@@ -187,11 +184,6 @@ def test_a_run_folder_that_is_not_shared_is_named_before_its_checkpoints_are_jud
 
 
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def weights(folder: Path, content: bytes = b"first") -> Path:

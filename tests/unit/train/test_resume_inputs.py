@@ -55,9 +55,7 @@ class Halves(Task):
 """
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def plan(folder: Path, sets: Sequence[str] = (), *allowed: str) -> RunPlan:
@@ -300,7 +298,7 @@ def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert not logs.exists()
 
 
-def test_never_moves_what_a_run_wrote_and_nothing_of_the_users(tmp_path: Path) -> None:
+def test_resume_never_moves_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "run/data").mkdir()
     (tmp_path / "run/notes.txt").touch()
@@ -344,7 +342,7 @@ def test_a_folder_is_replaced_whatever_stands_in_its_place(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "tokenizer"}
 
 
-def test_never_moves_the_earlier_run_into_a_run_folder_of_its_own(tmp_path: Path) -> None:
+def test_resume_never_moves_the_earlier_run_to_a_folder_of_its_own(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "run/logs").mkdir()
     for number in (1, 2):

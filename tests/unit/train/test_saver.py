@@ -143,7 +143,9 @@ SIZE = 100_000
         (10, 2, 500, 6),  # two kept for good
     ],
 )
-def test_how_many_lie_there_at_once(saves: int, keep: int | None, keep_every: int | None, wanted: int) -> None:
+def test_the_most_checkpoints_on_disk_are_counted(
+    saves: int, keep: int | None, keep_every: int | None, wanted: int
+) -> None:
     assert compute_max_checkpoints(saves, keep, 100, keep_every) == wanted
 
 
@@ -182,12 +184,9 @@ def steps(kept: CheckpointStore) -> list[int]:
     return [info.step for info in find_checkpoints(kept.folder)]
 
 
-def test_with_room_nothing_is_removed(kept: CheckpointStore, disk: list[int]) -> None:
+def test_with_room_or_without_leave_nothing_is_removed(kept: CheckpointStore, disk: list[int]) -> None:
     ensure_disk_space(kept, SIZE, True, lambda *_, **__: None)
     assert steps(kept) == [3, 2, 1]
-
-
-def test_without_leave_nothing_is_removed(kept: CheckpointStore, disk: list[int]) -> None:
     disk[0] = 350_000
     with pytest.raises(CheckpointError, match=r"free some, lower save\.keep or set save\.prune_when_full"):
         ensure_disk_space(kept, SIZE, False, lambda *_, **__: None)

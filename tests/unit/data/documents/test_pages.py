@@ -147,12 +147,6 @@ def test_only_so_much_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "text.json").read_text()) == ["the lease", "the rent ", "pe", "", ""]
 
 
-def test_a_full_disk_is_not_the_documents_fault(tmp_path: Path) -> None:
-    path = write_pdf(tmp_path / "a.pdf")
-    with pytest.raises(DataError, match=r"cannot be written into the cache.*set DSTRAIN_CACHE to another"):
-        pages.render_page(path, tmp_path / "gone" / "1.png", 1, 144)
-
-
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = write_pdf(tmp_path / "a.pdf"), builtins.__import__
 
@@ -166,25 +160,21 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
         pages.count_pages(path)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def open_pdf(path: Path, dpi: int = 72) -> PdfDocument:
     return PdfDocument(path, path.name, dpi)
 
 
-def test_opening_a_document_renders_nothing_and_reads_no_text(tmp_path: Path, cache: Path) -> None:
+def test_opening_a_document_renders_nothing_and_reads_no_text(tmp_path: Path, fresh_cache: Path) -> None:
     found = open_pdf(write_pdf(tmp_path / "a.pdf"))
     assert found.num_pages == len(PAGES)
-    assert [file.name for file in cache.rglob("p*") if file.is_file()] == ["pages.json"]
+    assert [file.name for file in fresh_cache.rglob("p*") if file.is_file()] == ["pages.json"]
 
 
 def test_a_page_is_rendered_once_and_only_if_it_is_used(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_pdf(tmp_path / "a.pdf")
     calls = count_calls(monkeypatch, pages, "call_pdfium")
@@ -197,7 +187,7 @@ def test_a_page_is_rendered_once_and_only_if_it_is_used(
     assert again.get_image(3).get_file() == file
     assert again.read_texts() == [*PAGES]
     assert len(calls) == 3, "all of it is in the cache"
-    assert [file.name for file in cache.rglob("*.png")] == ["00003.png"]
+    assert [file.name for file in fresh_cache.rglob("*.png")] == ["00003.png"]
 
 
 def test_pages_are_kept_by_content_resolution_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +214,7 @@ def _read_all(path: Path, results: multiprocessing.Queue) -> None:
     results.put([found.get_image(page).get_file().read_bytes() for page in range(1, found.num_pages + 1)])
 
 
-def test_two_processes_at_once_read_the_same_pages(tmp_path: Path, cache: Path) -> None:
+def test_two_processes_at_once_read_the_same_pages(tmp_path: Path, fresh_cache: Path) -> None:
     path, context = write_pdf(tmp_path / "a.pdf"), multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=_read_all, args=(path, results)) for _ in range(2)]
@@ -236,7 +226,7 @@ def test_two_processes_at_once_read_the_same_pages(tmp_path: Path, cache: Path) 
         assert process.exitcode == 0
     assert first == second
     assert len(set(first)) == len(PAGES)
-    assert [*cache.rglob("*.partial")] == []
+    assert [*fresh_cache.rglob("*.partial")] == []
 
 
 def test_a_page_that_failed_is_not_tried_again_by_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +241,9 @@ def test_a_page_that_failed_is_not_tried_again_by_this_process(tmp_path: Path, m
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_that_is_not_writable_is_named(tmp_path: Path, cache: Path) -> None:
-    cache.mkdir()
-    cache.chmod(0o500)
+def test_a_cache_that_is_not_writable_is_named(tmp_path: Path, fresh_cache: Path) -> None:
+    fresh_cache.mkdir()
+    fresh_cache.chmod(0o500)
     with pytest.raises(DataError, match=r"cannot be written into the cache"):
         open_pdf(write_pdf(tmp_path / "a.pdf"))
 

@@ -271,7 +271,7 @@ def answers(tokenizer: Any, example: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("family", "kind"), BOTH)
-def test_the_tokens_are_these(family: str, kind: str) -> None:
+def test_pairs_encode_to_the_golden_tokens(family: str, kind: str) -> None:
     tokenizer = chat(family, kind)
     example = encode_preference(tokenizer, read_preference(PAIRS["one turn"]), 300)
     head = tokenizer.convert_ids_to_tokens(example["chosen"][: example["prompt_length"]])

@@ -16,7 +16,7 @@ import pytest
 from dstrain.data.formats.columns import ColumnReport, add_record, describe_columns, find_unused, is_empty, parse_record
 from dstrain.data.formats.conversations import Conversation, read_conversation, read_prompt
 from dstrain.data.formats.images import read_with_images
-from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord, Record, try_parse
@@ -462,6 +462,7 @@ PUBLIC: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "NaN as image": ("vlm", {"question": "hi", "answer": "yes", "image": float("nan")}, ["hi", "=yes"]),
     "images of null": ("vlm", {"question": "hi", "answer": "yes", "images": [None]}, ["hi", "=yes"]),
     "an image of nulls": ("vlm", {"question": "hi", "answer": "yes", "image": {"bytes": None, "path": None}}, ["hi", "=yes"]),
+    "a class of a text": ("sft", {"text": "hello there", "label": 0}, ["", "=hello there"]),
     "images of null as text": ("sft", {"question": "hi", "answer": "yes", "images": [None]}, ["hi", "=yes"]),
 }  # fmt: skip
 
@@ -508,12 +509,6 @@ def test_the_names_of_unknown_keys_can_be_seen(record: dict[str, Any], reason: s
         read_conversation(record)
 
 
-def test_a_label_of_null_is_named_as_such() -> None:
-    """The message asked: did you mean 'label'?"""
-    with pytest.raises(BadRecord, match="'label' is null; write true or false"):
-        read_unpaired({"prompt": "hi", "completion": "yes", "label": None})
-
-
 def test_a_column_beside_a_document_is_information() -> None:
     def read(record: Any) -> Any:
         return record["document"], record["question"], record["answer"]
@@ -526,25 +521,12 @@ def test_a_column_beside_a_document_is_information() -> None:
         parse_record(read, {**asked, "context": "some text"})
 
 
-def test_an_image_of_nan_is_no_image() -> None:
-    assert not has_images({"question": "hi", "image": float("nan")})
-
-
-def test_a_class_of_a_text_is_no_label_of_an_answer() -> None:
-    assert describe("sft", {"text": "hello there", "label": 0}) == ["", "=hello there"]
-
-
 def test_an_unread_key_of_a_part_is_named() -> None:
     record = Record(
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": "x"}]}, YES]}
     )
     parse_record(read_conversation, record)
     assert [*find_unused(record)] == ["messages[].content[].cache_control"]
-
-
-def test_two_labels_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(BadRecord, match="'label' and 'kto_tag' contradict each other"):
-        read_unpaired({"instruction": "hi", "output": "yes", "label": 1.0, "kto_tag": False})
 
 
 @pytest.mark.parametrize(

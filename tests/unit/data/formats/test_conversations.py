@@ -200,7 +200,7 @@ def test_real_files_are_read(real_data: Path) -> None:
     assert max(bad.values()) < 0.01, bad
 
 
-def test_what_people_did_not_want_is_named_in_a_real_file(real_data: Path) -> None:
+def test_unwanted_answers_of_a_real_file_are_refused(real_data: Path) -> None:
     rows = json.loads((real_data / "prefs/llamafactory/kto_en_demo.json").read_text(encoding="utf-8"))
     for row in rows:
         assert isinstance(attempt(row), Conversation if row["label"] else BadRecord)

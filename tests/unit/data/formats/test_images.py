@@ -38,9 +38,10 @@ def user(content: Any) -> dict[str, Any]:
         ({"image": "a", "prompt": "Why <image1>", "completion": "ok"}, ["Why @"], "a"),
         ({"question": "What?", "answer": "ok"}, ["What?"], ""),
         ({"image": None, "images": [], "question": "What?", "answer": "ok"}, ["What?"], ""),
+        ({"image": float("nan"), "question": "What?", "answer": "ok"}, ["What?"], ""),
     ],
 )  # fmt: skip
-def test_every_way_to_say_where_an_image_stands(record: dict[str, Any], texts: list[str], images: str) -> None:
+def test_every_way_to_place_an_image_is_read(record: dict[str, Any], texts: list[str], images: str) -> None:
     seen = read_with_images(record, read_conversation)
     said = seen.parsed
     asked = (
@@ -98,7 +99,7 @@ def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
         ({"image": "a", "caption": " "}, "empty answer"),
     ],
 )
-def test_images_and_marks_that_do_not_fit(record: dict[str, Any], words: str) -> None:
+def test_images_and_marks_that_do_not_fit_are_refused(record: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRecord, match=words):
         read_with_images(record, read_conversation)
 

@@ -18,13 +18,10 @@ from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.tasks.safety.pair_task import read_safety_labels
+from tests.vocabulary import message as said
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
 QUESTION = {"role": "user", "content": "2+2?"}
-
-
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 @given(st.lists(PIECES, max_size=20).map("".join))
@@ -183,17 +180,6 @@ def test_a_system_text_beside_the_dialog_comes_first_unless_the_dialog_has_its_o
     assert (preference.chosen, preference.rejected) == ("4", "5")
 
 
-def test_two_different_system_texts_are_refused():
-    record = {
-        "messages": [said("system", "Be kind."), QUESTION],
-        "chosen": FOUR,
-        "rejected": FIVE,
-        "system": "Be rude.",
-    }
-    with pytest.raises(BadRecord, match="'system' is another text"):
-        read_preference(record)
-
-
 @pytest.mark.parametrize("write", [lambda tools: tools, json.dumps])
 def test_tools_are_functions_however_they_are_written(write):
     function = {"name": "add", "description": "a + b", "parameters": {"type": "object"}}
@@ -283,6 +269,13 @@ BAD = [
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": "add"}, "'tools' is not a list of functions"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"parameters": {}}]}, "'tools' names no function"),
     ({"\n": 1}, r"no 'chosen' \(its keys are: \\n\)"),
+    ({"prompt": None, "chosen": "a", "rejected": "b"}, "'prompt' is null; write it, or leave the key out"),
+    ({"prompt": "q", "chosen": None, "rejected": "b"}, "'chosen' is null; write an answer"),
+    ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null; write an answer"),
+    (
+        {"messages": [said("system", "A."), QUESTION], "chosen": FOUR, "rejected": FIVE, "system": "B."},
+        "'system' is another text",
+    ),
 ]
 
 
@@ -320,19 +313,6 @@ def test_real_files_are_read_but_for_their_empty_answers(real_data, name, count,
     assert len(source) == count
     assert len(reasons) == empty
     assert all("is an empty answer" in reason for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "'prompt' is null; write it, or leave the key out"),
-        ({"prompt": "q", "chosen": None, "rejected": "b"}, "'chosen' is null; write an answer"),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null; write an answer"),
-    ],
-)
-def test_null_is_not_left_out(record: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadRecord, match=reason):
-        read_preference(record)
 
 
 # Safety labels are read from pairs and from PKU-SafeRLHF's responses; a faulty one is named with its fix.

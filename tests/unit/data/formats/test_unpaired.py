@@ -17,11 +17,7 @@ from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, p
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenStore
-
-
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
+from tests.vocabulary import message as said
 
 QUESTION, ANSWER = said("user", "2+2?"), said("assistant", "4")
 EARLIER = [said("user", "hi"), said("assistant", "Hello.")]
@@ -86,6 +82,11 @@ def test_a_preference_is_two_answers() -> None:
         ({"messages": [QUESTION, ANSWER], "labels": True}, "label"),
         ({"messages": [QUESTION, ANSWER], "label": "good"}, "'label' is 'good'; write true"),
         ({"messages": [QUESTION, ANSWER], "label": 2}, "'label' is 2; write true"),
+        ({"messages": [QUESTION, ANSWER], "label": None}, "'label' is null; write true or false"),
+        (
+            {"messages": [QUESTION, ANSWER], "label": 1.0, "kto_tag": False},
+            "'label' and 'kto_tag' contradict each other",
+        ),
         ({"messages": [ANSWER], "label": True}, "no user's turn"),
         ({"messages": [QUESTION], "label": True}, "no turn of the assistant"),
         ({"prompt": "2+2?", "completion": " ", "label": True}, "empty answer"),

@@ -316,7 +316,7 @@ def flat(made: Any) -> list[np.ndarray]:
     return [array for one in made for array in flat(one)] if isinstance(made, list) else [np.asarray(made)]
 
 
-def test_what_is_saved_is_shown():
+def test_a_downscaled_image_is_no_larger_than_the_processor_needs():
     """640x480 at a 64-pixel processor."""
     image = noise(640, 480)
     assert downscale_if_equivalent(image, clip()).size == (64, 64)

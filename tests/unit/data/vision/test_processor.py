@@ -186,7 +186,7 @@ def test_a_blank_row_changes_nothing_and_reaches_every_part(
     )
 
 
-def test_images_in_some_rows_of_a_batch(family: tuple[Any, VisionProcessor]) -> None:
+def test_images_in_some_rows_of_a_batch_reach_their_rows_alone(family: tuple[Any, VisionProcessor]) -> None:
     config, sight = family
     model = AutoModelForImageTextToText.from_config(config).eval()
     image = picture(3)
@@ -239,7 +239,7 @@ def of_transformers(parts: Parts) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_those_of_each_sequence_alone(case: str) -> None:
+def test_packed_positions_are_those_of_each_sequence_alone(case: str) -> None:
     sequences, groups, images = CASES[case]
     rows = pack_rows([ids_of(parts) for parts in sequences], groups, {IMAGE})
     is_image = rows.input_tensors()["input_ids"][0].numpy() == IMAGE

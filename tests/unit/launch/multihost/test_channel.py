@@ -70,7 +70,7 @@ def test_noise_is_no_message_and_hides_none(noise, pair):
     assert pair.line.has_noise == (bool(noise.strip()) and NONCE.encode() not in noise)
 
 
-def test_noise_is_no_sign_of_life(pair, monkeypatch):
+def test_noise_does_not_count_as_a_heartbeat(pair, monkeypatch):
     now = time.monotonic()
     monkeypatch.setattr("dstrain.launch.multihost.channel.time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(4):

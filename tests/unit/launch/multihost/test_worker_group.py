@@ -349,7 +349,7 @@ def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
         )
 
 
-def test_another_launchs_loss_is_not_embroidered(launch, tmp_path):
+def test_the_reason_another_launch_left_stays_as_it_is(launch, tmp_path):
     """A sentence that something else left there, such as the lease of the run folder, stays as it is."""
     with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
         group.abort_reason = "another launch took the folder"

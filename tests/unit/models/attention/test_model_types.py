@@ -40,7 +40,7 @@ def test_a_packed_row_is_read_as_padded_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.usefixtures("blocks")
-def test_its_gradient_is_the_padded_rows_gradient(name: str) -> None:
+def test_the_packed_gradient_is_the_padded_rows_gradient(name: str) -> None:
     # In fp64 the rows of gemma2's padding are nan: it takes their masks from fp64 to a softmax in fp32.
     model, batch = made(name, torch.float32 if name == "gemma2" else torch.float64), packed()
     model.set_experts_implementation("eager")  # the others have no fp64

@@ -52,7 +52,7 @@ def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_its_gradient_is_the_padded_rows_gradient(kind: str, case: str, checkpointing: bool) -> None:
+def test_the_packed_gradient_is_the_padded_rows_gradient(kind: str, case: str, checkpointing: bool) -> None:
     config, processor = config_and_processor(kind)
     found, model = forms(processor, *CASES[case]), made(config).double()
     expected = gradient(model, padded_logits(model, found))

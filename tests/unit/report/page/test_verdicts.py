@@ -68,7 +68,7 @@ def evaluations(values: list[float], name: str = "accuracy") -> list[dict[str, A
     return [*rows_of(), *(eval_row(10 * k, **{name: value}) for k, value in enumerate(values, 1))]
 
 
-def test_a_metric_that_still_rises(read: Read) -> None:
+def test_a_metric_that_still_rises_is_reported(read: Read) -> None:
     assert says(
         read(evaluations([0.5, 0.6, 0.7, 0.75, 0.79])),
         "info: Eval accuracy is still rising: best 0.79 at step 50",
@@ -82,14 +82,14 @@ def test_a_metric_that_still_rises(read: Read) -> None:
     assert not says(read(evaluations([0.5, 0.6, 0.7]), state="running"), "More steps")
 
 
-def test_a_metric_that_has_levelled_off(read: Read) -> None:
+def test_a_metric_that_has_levelled_off_is_reported(read: Read) -> None:
     assert says(
         read(evaluations([0.5, 0.78, 0.8, 0.799, 0.8, 0.8])),
         "good: Eval accuracy has levelled off: best 0.8 at step 30",
     )
 
 
-def test_a_metric_that_was_better_before(read: Read) -> None:
+def test_a_metric_that_was_better_before_is_reported(read: Read) -> None:
     assert says(
         read(evaluations([0.5, 0.8, 0.7, 0.7])), "warning: Eval accuracy was best with 0.8 at step 20, and is 0.7 now"
     )
@@ -121,13 +121,13 @@ def test_no_evaluation_is_said(read: Read) -> None:
     assert not says(read(rows_of(), state="running"), "no evaluation")
 
 
-def test_gradients(read: Read) -> None:
+def test_large_gradients_are_reported(read: Read) -> None:
     assert says(read(rows_of(grad_norm=lambda step: 3.0)), "above optim.clip (1) in 100 % of the rows")
     assert says(read(rows_of(grad_norm=lambda step: 50.0 if step == 7 else 0.4)), "jumped", "at step 7.")
     assert not says(read(rows_of()), "gradient norm")
 
 
-def test_skipped_steps(read: Read) -> None:
+def test_skipped_steps_are_reported(read: Read) -> None:
     skipped = [event("step_skipped", step=3, why="loss not finite")]
     assert says(read(rows_of(), *skipped), "warning: 1 of 20 steps were skipped")
     assert says(read(rows_of(), *skipped * 3), "bad: 3 of 20 steps were skipped")
@@ -139,13 +139,13 @@ def test_waiting_for_data_is_a_share_of_the_steps(read: Read) -> None:
     assert not says(read(rows_of(data_wait_seconds=lambda step: 0.01)), "waiting for data")
 
 
-def test_checkpoints_and_evaluations_that_take_long(read: Read) -> None:
+def test_long_checkpoints_and_evaluations_are_reported(read: Read) -> None:
     assert says(read(rows_of(save_stall_seconds=lambda step: 1.0)), "went into checkpoints", "save.background")
     long = [row for step in range(1, 21) for row in (train_row(step, time=event("", 10 * step)["time"]), eval_row(step, time=event("", 10 * step + 6)["time"]))]  # fmt: skip
     assert says(read(long), "went into evaluations", "eval.every")
 
 
-def test_a_run_that_became_slower(read: Read) -> None:
+def test_a_run_that_became_slower_is_reported(read: Read) -> None:
     assert says(
         read(rows_of(40, tokens_per_second=lambda step: 1000 if step < 25 else 500)),
         "became slower: 1000 tokens/s at best, 500",
@@ -153,13 +153,13 @@ def test_a_run_that_became_slower(read: Read) -> None:
     assert not says(read(rows_of(40, tokens_per_second=lambda step: 1000 - step)), "slower")
 
 
-def test_padding_and_utilization(read: Read) -> None:
+def test_padding_and_idle_gpus_are_reported(read: Read) -> None:
     found = read(rows_of(padding=lambda step: 0.4, gpu_utilization=lambda step: 30.0))
     assert says(found, "40 % of the computed tokens were padding", "batch.packing")
     assert says(found, "GPUs were busy 30 %")
 
 
-def test_memory(read: Read) -> None:
+def test_memory_is_reported(read: Read) -> None:
     gib = 2**30
     assert says(
         read(rows_of(), event("memory", predicted_host_bytes=0, predicted_bytes=2 * gib, measured_bytes=gib)),
@@ -175,7 +175,7 @@ def test_memory(read: Read) -> None:
     assert says(read(rows_of(40, resident_memory_gib=lambda step: 2.0 + step / 10)), "grew from 3.5 to")
 
 
-def test_what_happened_is_counted(read: Read) -> None:
+def test_events_are_counted(read: Read) -> None:
     happened = [
         event("started", step=5, world_size=4), event("resumed", step=5), event("out_of_memory", step=6), event("stalled"),
         event("micro_batch_reduced", change="batch.micro 8 -> 4"), event("warning", what="x"), event("warning", what="y"),

@@ -75,7 +75,7 @@ def test_a_number_is_read_with_its_separators(text: str, number: float | None) -
 @pytest.mark.parametrize(
     ("one", "other", "wanted"), [("kitten", "sitting", 3), ("flaw", "lawn", 2), ("", "abc", 3), ("abc", "abc", 0)]
 )
-def test_an_edit_distance_by_hand(one: str, other: str, wanted: int) -> None:
+def test_edit_distances_are_those_counted_by_hand(one: str, other: str, wanted: int) -> None:
     assert edit_distance(one, other) == edit_distance(other, one) == wanted
 
 

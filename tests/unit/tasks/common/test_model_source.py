@@ -59,7 +59,7 @@ def test_what_is_missing_is_named(
 @pytest.mark.parametrize(
     "name", ["flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community/x@v1:f"]
 )
-def test_they_run_where_everything_is_there(name: str, here: SimpleNamespace) -> None:
+def test_kernels_are_accepted_where_everything_is_installed(name: str, here: SimpleNamespace) -> None:
     here.packages, here.capability = {"flash_attn", "flash_attn_interface", "kernels"}, (9, 0)
     check_attn_implementation(ModelConfig(attn_implementation=name, trust_remote_code=True), "bf16")
 

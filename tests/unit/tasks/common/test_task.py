@@ -13,10 +13,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.task import load_split
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def halves(task: str, folder: Path, records: list[dict[str, Any]], **data: Any) -> tuple[Any, Any]:

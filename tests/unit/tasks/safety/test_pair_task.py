@@ -29,10 +29,7 @@ from tests.parity.cases import move
 from tests.vision_recipes import named_recipe, picture
 from tests.vocabulary import sigmoid, write_jsonl
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def made(folder: Path, name: str = "dpo, safe", safety: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -378,11 +375,11 @@ def test_records_without_labels_are_bad_records_of_safedpo(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [(60, 40), (7, 300), (1, 1), (640, 480)])
-def test_it_has_the_size_of_the_image(size: tuple[int, int]) -> None:
+def test_a_corrupted_image_keeps_its_size(size: tuple[int, int]) -> None:
     assert corrupt_image(picture(0, size), (0, 3, 0), 0.2).size == size
 
 
-def test_it_is_fixed_by_its_key() -> None:
+def test_the_key_fixes_the_corrupted_image() -> None:
     image = picture(1)
     pixels = [
         np.asarray(corrupt_image(image, key, 0.2)) for key in ((0, 3, 0), (0, 3, 0), (1, 3, 0), (0, 4, 0), (0, 3, 1))
@@ -391,7 +388,7 @@ def test_it_is_fixed_by_its_key() -> None:
     assert all((pixels[0] != other).any() for other in pixels[2:])
 
 
-def test_it_shows_at_most_the_share_that_is_allowed() -> None:
+def test_a_corrupted_image_shows_at_most_the_allowed_share() -> None:
     """The red channel counts columns, the green one rows: their ranges are the sides of the crop."""
     columns, rows = np.meshgrid(np.arange(200), np.arange(200))
     image = Image.fromarray(np.stack([columns, rows, columns], -1).astype(np.uint8))
@@ -405,7 +402,7 @@ def test_it_shows_at_most_the_share_that_is_allowed() -> None:
     assert np.mean(shares) == pytest.approx(0.105, abs=0.01), "uniform between 0.01 and 0.2"
 
 
-def test_its_place_is_anywhere() -> None:
+def test_the_crop_of_a_corrupted_image_lies_anywhere() -> None:
     columns, _ = np.meshgrid(np.arange(200), np.arange(200))
     image = Image.fromarray(np.stack([columns] * 3, -1).astype(np.uint8))
     shown = {

@@ -44,9 +44,7 @@ IDS = [5, 17, 60, 2, 9]
 SCORES = ("helpful_chosen", "helpful_rejected", "harmless_chosen", "harmless_rejected")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def policy(folder: Path, safety: dict[str, Any], name: str = "dpo", **sections: Any) -> Task:

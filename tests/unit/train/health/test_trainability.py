@@ -30,12 +30,12 @@ def test_a_run_that_changed_nothing_is_an_error(count: int) -> None:
         after([LEFT_OUT] * count)
 
 
-def test_however_many_steps_are_left_out_by_rule() -> None:
+def test_a_run_whose_steps_were_all_left_out_is_refused() -> None:
     with pytest.raises(NonFiniteError, match="none of the 9 steps"):
         after([LEFT_OUT] * 9, policy="skip")
 
 
-def test_so_is_one_that_only_looked_for_its_loss_scale() -> None:
+def test_a_run_that_only_searched_its_loss_scale_is_refused() -> None:
     with pytest.raises(
         NonFiniteError, match=r"none of the 5 steps.*searching for its loss scale; train for more steps"
     ):

@@ -115,7 +115,7 @@ def test_host_memory_beside_a_gpu_has_other_fixes(tmp_path: Path) -> None:
     assert error.restart == "", "a smaller micro-batch would not help"
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="another"), monitor(tmp_path).explain():
         raise RunError("another")
 

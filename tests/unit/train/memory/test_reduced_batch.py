@@ -56,7 +56,7 @@ def test_half_a_micro_batch_keeps_the_total(batch: dict[str, int], sizes: list[t
     assert found == sizes
 
 
-def test_half_the_tokens_of_a_pass() -> None:
+def test_the_tokens_of_a_pass_are_halved() -> None:
     plan = resolve_batch(BatchConfig(total=64, tokens_per_micro=8192), 2)
     half = plan.half(2)
     assert half is not None

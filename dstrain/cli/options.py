@@ -132,9 +132,9 @@ LAUNCH_OPTIONS = (
     click.option("--no-ssh", "--no_ssh", is_flag=True, help="You start the command on every host yourself."),
     click.option(
         "--launcher",
-        type=click.Choice(["deepspeed", "openmpi", "ssh", "torchrun", "slurm"]),
-        default="deepspeed",
-        help="Program that starts the processes; deepspeed uses pdsh if there is a hostfile.",
+        type=click.Choice(["ssh", "slurm"]),
+        default="ssh",
+        help="How the hosts of a hostfile are reached.",
     ),
 )
 """Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""

@@ -178,7 +178,7 @@ def show_dry_run(
     """Return the resolved recipe, DeepSpeed JSON, batch and launch command."""
     return (
         f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
-        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n{show_launch(launch, run_dir)}"
+        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n{show_launch(launch)}"
     )
 
 
@@ -207,7 +207,7 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
 
     Returns the exit code, which is also recorded for the supervisor.
     """
-    from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
+    from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
     from dstrain.train.health.signals import SignalHandler, run_with_signals
 
     exit_with_parent()
@@ -215,8 +215,7 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
     run_dir = get_run_dir(request, recipe.name)
     recipe = apply_reduced_batch(recipe, run_dir, worker.world_size, request.resume)
     check_run_dir_writable(run_dir)
-    # mpirun gives rank 0 a pseudo-terminal that nobody sees.
-    has_terminal = worker.rank == 0 and os.isatty(1) and LAUNCH_FILE_ENV not in os.environ
+    has_terminal = worker.rank == 0 and os.isatty(1) and AGENT_ENV not in os.environ
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     def run(signal_handler: SignalHandler) -> int:

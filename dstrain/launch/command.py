@@ -1,11 +1,8 @@
-"""Launch options and the launcher command line for a single host."""
+"""Launch options, and the plan of a launch on a single host."""
 
 from __future__ import annotations
 
-import base64
-import json
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +15,7 @@ from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_device
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
 """Path of a file in which rank 0 announces the port it listens on to the other ranks of its
 host."""
-LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
+LAUNCHERS = ("ssh", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +41,22 @@ class LaunchOptions:
     """Rendezvous port on rank 0's host. Default: a free one; with no_ssh 29500."""
     no_ssh: bool = False
     """The user starts the command on every host; none is reached over ssh."""
-    launcher: str = "deepspeed"
-    """deepspeed (over pdsh if there is a hostfile), openmpi, ssh, torchrun or slurm."""
+    launcher: str = "ssh"
+    """How the hosts of a hostfile are reached: ssh or slurm."""
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """Launcher command, environment and ranks of a launch on this host."""
+    """Arguments, environment and ranks of a launch on this host."""
 
-    argv: list[str]
+    arguments: tuple[str, ...]
+    """Arguments of `dstrain`, for every rank."""
     environment: dict[str, str]
     world_size: int
     """Ranks of the whole run."""
+    master_port: int
+    """Rendezvous port on rank 0's host."""
+    master_addr: str = "127.0.0.1"
     devices: tuple[str, ...] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
     local_ranks: range | None = None
@@ -88,57 +89,18 @@ def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping
     port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
         check_port(port)
-    slots = devices or list(map(str, range(num_processes)))
-    argv = launch_command(options.launcher, arguments, slots, port)
-    any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun has its own rendezvous
-    environment = launch_environment(options, env, devices, num_processes)
-    return LocalLaunch(argv, environment, num_processes, tuple(devices), allow_any_port=any_port)
+    return LocalLaunch(
+        tuple(arguments), host_environment(env, devices, num_processes), num_processes, port,
+        devices=tuple(devices), allow_any_port=options.master_port is None,
+    )  # fmt: skip
 
 
-def launch_command(launcher: str, arguments: Sequence[str], slots: Sequence[str], port: int) -> list[str]:
-    """Return the command that runs `dstrain ARGUMENTS` in one process for each slot of this host, with DeepSpeed's
-    launcher or torchrun.
-
-    `slots`: numbers of the GPUs; on a CPU any numbers.
-    """
-    module = ["dstrain.cli", *arguments]
-    if launcher == "torchrun":
-        place = ["--nproc-per-node", str(len(slots)), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        return [sys.executable, "-m", "torch.distributed.run", *place, "-m", *module]
-    return deepspeed_command({"localhost": list(map(int, slots))}, 0, "127.0.0.1", port, module)
-
-
-def deepspeed_command(
-    slots: Mapping[str, Sequence[int]], node_rank: int, master_addr: str, master_port: int | str, module: Sequence[str]
-) -> list[str]:
-    """Return the command of DeepSpeed's launcher for one host: it starts `python -m MODULE` for each of its slots.
-
-    `slots`: those of every host, by its name. `deepspeed` itself is a runner that starts this command. Started without
-    it, a run has one process less that imports torch, and an exit code that is not changed on its way.
-    """
-    world_info = base64.urlsafe_b64encode(json.dumps({host: list(slots[host]) for host in slots}).encode()).decode()
-    return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world_info}"),
-        *(f"--node_rank={node_rank}", f"--master_addr={master_addr}", f"--master_port={master_port}"),
-        # --log_level: below it, the command of a failed rank is printed after its error.
-        # --no_local_rank: dstrain needs no such option; the rank is in the environment.
-        *("--log_level=critical", "--no_local_rank", "--module", *module),
-    ]
-
-
-def launch_environment(
-    options: LaunchOptions, env: Mapping[str, str], devices: list[str], num_processes: int
-) -> dict[str, str]:
-    """Return the environment for the launcher: number of threads, and visible devices."""
-    launched = thread_environment(env, num_processes, count_available_cores())
+def host_environment(env: Mapping[str, str], devices: Sequence[str], num_processes: int) -> dict[str, str]:
+    """Return the environment of a host's ranks: number of threads, and visible devices."""
+    shared = thread_environment(env, num_processes, count_available_cores())
     if not devices:
-        return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for a GPU, and warns that it found none
-    if options.launcher == "torchrun":
-        return {**launched, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    # DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES if GPUs are selected by option; the option
-    # is complete.
-    launched.pop("CUDA_VISIBLE_DEVICES", None)
-    return launched
+        return {**shared, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for a GPU, and warns that it found none
+    return {**shared, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: int) -> list[str]:
@@ -162,13 +124,13 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
             "name one that nvidia-smi -L lists, or set it to nothing to run on the CPU"
         )
     if options.num_gpus is None or not gpu_count:
-        return _check_device_names(devices, options.launcher)
+        return devices
     if options.num_gpus > len(devices):
         raise UsageError(
             f"--num-gpus {options.num_gpus} asks for more than the {len(devices)} visible GPUs; "
             "ask for fewer, or add GPUs to CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         )
-    return _check_device_names(devices[: options.num_gpus], options.launcher)
+    return devices[: options.num_gpus]
 
 
 def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
@@ -193,25 +155,16 @@ def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
     return [str(index) for index in sorted(selected)]
 
 
-def _check_device_names(devices: list[str], launcher: str) -> list[str]:
-    named = [device for device in devices if not device.isdecimal()]
-    if named and launcher == "deepspeed":
-        raise UsageError(
-            f"CUDA_VISIBLE_DEVICES names {named[0]}, but DeepSpeed's launcher takes GPU numbers only; "
-            "write numbers as nvidia-smi -L lists them, or add --launcher torchrun"
-        )
-    return devices
-
-
 def check_launcher(options: LaunchOptions) -> None:
     """Raise UsageError for an unknown launcher, and for options that need a hostfile."""
     if options.launcher not in LAUNCHERS:
-        raise UsageError(f"--launcher {options.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
+        raise UsageError(
+            f"--launcher {options.launcher} is unknown; choose ssh or slurm, or start the ranks with "
+            "`deepspeed --module dstrain.cli train …`, torchrun, srun or mpirun (docs/launch.md)"
+        )
     if options.launcher == "slurm":
         raise UsageError("--launcher slurm is not supported yet; use `sbatch launchers/slurm.sbatch RECIPE`")
     given = {
-        "--launcher openmpi": options.launcher == "openmpi",
-        "--launcher ssh": options.launcher == "ssh",
         "--num-nodes": options.num_nodes not in (None, 1),
         "--node-rank": options.node_rank not in (None, 0),
         "--master-addr": options.master_addr not in (None, "127.0.0.1", "localhost"),

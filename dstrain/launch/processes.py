@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -23,42 +23,10 @@ def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
     return [process for process in found if process_state(process.pid) not in ("gone", "Z")]
 
 
-def find_workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that a launcher gave a rank, without their children, which inherit it."""
-    ranked = {process.pid: process for process in processes if _has_rank(process)}
-    found = []
-    for process in ranked.values():
-        with contextlib.suppress(psutil.Error):
-            if process.ppid() not in ranked:
-                found.append(process)
-    return found
-
-
-def _has_rank(process: psutil.Process) -> bool:
-    try:
-        names = process.environ()
-    except psutil.Error:
-        return False
-    return ("RANK" in names and "LOCAL_RANK" in names) or "OMPI_COMM_WORLD_RANK" in names
-
-
 def process_state(pid: int) -> str:
     """Return the kernel's state letter (Z: ended, not yet waited for), or `gone`."""
     fields = _read_stat(pid)
     return fields[0] if fields else "gone"
-
-
-def exit_status(pid: int) -> int | None:
-    """Return a zombie's exit code, or minus its signal, as subprocess does.
-
-    None if it is not a zombie.
-    """
-    fields = _read_stat(pid)
-    if not fields or fields[0] != "Z":
-        return None
-    # In /proc, since only the parent may wait for it, which is the launcher.
-    status = int(fields[49])  # exit_code, field 52 in proc(5)
-    return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
 def start_time(pid: int) -> str:
@@ -95,35 +63,15 @@ def _read_stat(pid: int) -> list[str]:
         return []
 
 
-def find_processes(matches: Callable[[Sequence[str], Callable[[], Mapping[str, str]]], bool]) -> list[psutil.Process]:
-    """Return this host's running processes, except this one, for which `matches(command line,
-    get_environ)` is true.
-    """
-    found = []
-    for process in psutil.process_iter():
-        # Suppressed: it has ended, or belongs to another user, whose environment cannot be read.
-        with contextlib.suppress(psutil.Error, OSError):
-            ours = process.pid != os.getpid() and matches(process.cmdline(), process.environ)
-            if ours and process_state(process.pid) not in ("gone", "Z"):
-                found.append(process)
-    return found
-
-
-def has_marker(words: Sequence[str], env: Callable[[], Mapping[str, str]], marker: str, variable: str) -> bool:
-    """Return True if `marker` is part of the command line or the value of the variable."""
-    return any(marker in word for word in words) or env().get(variable) == marker
-
-
-def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
-    """SIGKILL all descendants and reap the orphans, but not the launcher: its exit code is read
-    later.
+def kill_descendants(excluded_pids: set[int], kept_pids: Collection[int]) -> list[int]:
+    """SIGKILL all descendants and reap the orphans, but not `kept_pids`, whose exit codes are read later.
 
     Returns the pids that did not end.
     """
 
     def reap() -> None:
         for child in psutil.Process().children():
-            if child.pid not in excluded_pids and child.pid != launcher_pid:
+            if child.pid not in excluded_pids and child.pid not in kept_pids:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
 

@@ -1,44 +1,38 @@
 """Supervision of a launched group: signal forwarding, grace periods, cleanup and exit code."""
 
-# DeepSpeed's launcher alone leaves the workers running when it gets SIGTERM, gives them 30 s if it
-# forwards the signal, and exits with 0 when its inner process is killed.
-
 from __future__ import annotations
 
 import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names, is_debug
-from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
-from dstrain.launch.heartbeat import print_error
+from dstrain.host_memory import HOST_MEMORY_FIX
+from dstrain.launch.spawn import WorkerGroup
 from dstrain.launch.worker import (
     DUPLICATE_SIGNAL_SECONDS,
     TRACEBACK_HINT,
     RankRecord,
     finish_log_copy,
     log_path,
+    print_error,
     set_child_subreaper,
 )
-from dstrain.launch.worker_group import WorkerGroup
 from dstrain.process_setup import log_stderr
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of them asks a worker to write a checkpoint and stop."""
 EXIT_GRACE_SECONDS = 0.5
-"""Time for remaining processes to end by themselves after the launcher has ended."""
-CHECKPOINT_TIMEOUT_SECONDS = 300.0
-"""Time for the workers to write a checkpoint if the launcher died of the signal that asked for
-it."""
+"""Time for children of the ranks to end by themselves after all ranks have ended."""
 FAILURE_GRACE_SECONDS = 8.0
-"""Time for the other ranks to report their errors after a rank has failed; DeepSpeed's launcher
-gives them 30 s."""
+"""Time for the other ranks to report their errors after a rank has failed."""
 KILLED_GRACE_SECONDS = 2.0
-"""The same if it was killed: the others could only report that it is gone."""
+"""The same if it was killed, or refused its input: the others could only report that it is gone."""
 _POLL_SECONDS = 0.05
 
 
@@ -74,18 +68,15 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
             _wait_for_exit(stop_state, group, signals)
         finally:
             # Read before the kill below: these processes ended by themselves.
-            launcher_code, exit_codes, aborted = group.poll_launcher(), dict(group.exit_codes), group.abort_reason
+            exit_codes, aborted = dict(group.exit_codes), group.abort_reason
             # Also after a success: no process of the launch may be left.
             remaining = group.kill()
-    # The ranks that were just killed may have written their records before.
-    group.poll(force=True)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
     result = compute_outcome(
         group.records,
         exit_codes if stop_state.failed_at else group.exit_codes,
-        EXIT_FAILED if launcher_code is None else launcher_code,
         group.ranks,
         group.kill_reasons,
     )
@@ -141,7 +132,7 @@ def _as_subreaper() -> Iterator[None]:
 
 
 def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int]) -> None:
-    """Wait for the launcher to end and, if the workers were asked to stop, for the workers."""
+    """Wait until all ranks have ended, or those that are left have to be."""
     gone_at: float | None = None
     while not stop_state.killed:
         group.poll()
@@ -149,13 +140,9 @@ def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int
             _forward_signal(signals.popleft(), stop_state, group)
         if group.abort_reason or _is_failure_timeout_over(stop_state, group):
             return
-        if group.poll_launcher() is not None:
+        if not group.alive_ranks:
             gone_at = gone_at or time.monotonic()
-            waited = time.monotonic() - gone_at
-            saving = (
-                stop_state.first_signal_at is not None and waited < CHECKPOINT_TIMEOUT_SECONDS and group.alive_ranks
-            )
-            if not group.is_alive() or (waited > EXIT_GRACE_SECONDS and not saving):
+            if not group.is_alive() or time.monotonic() - gone_at > EXIT_GRACE_SECONDS:
                 return
         group.wait_for_event(_POLL_SECONDS)
 
@@ -169,7 +156,8 @@ def _is_failure_timeout_over(stop_state: StopState, group: WorkerGroup) -> bool:
     # These were done, and died in the interpreter's shutdown.
     bad -= {rank for rank, code in codes.items() if code in (EXIT_DONE, EXIT_STOPPED)}
     stop_state.failed_at = (stop_state.failed_at or time.monotonic()) if bad else None
-    patience = KILLED_GRACE_SECONDS if any(codes.get(rank) is None for rank in bad) else FAILURE_GRACE_SECONDS
+    reported = all(codes.get(rank) not in (None, EXIT_USAGE) for rank in bad)
+    patience = FAILURE_GRACE_SECONDS if reported else KILLED_GRACE_SECONDS
     return stop_state.failed_at is not None and time.monotonic() - stop_state.failed_at > patience
 
 
@@ -221,7 +209,7 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
     # The end of such a log is a traceback, and the message names the log.
     is_summarized = record is not None and TRACEBACK_HINT in (record.error or "") and not is_debug()
     if not (is_on_terminal or is_summarized or _print_log_tail(own)):
-        _print_log_tail(group.find_launcher_log(outcome.rank))
+        _print_log_tail(group.find_output(outcome.rank))
     if not (is_on_terminal and outcome.code == EXIT_USAGE):
         _log_stderr(outcome.message)
     return outcome.code
@@ -245,3 +233,91 @@ def _print_log_tail(path: Path | None, max_lines: int = 20) -> bool:
 def _log_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         log_stderr(f"dstrain: {text}")
+
+
+OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
+
+
+@dataclass(frozen=True)
+class LaunchOutcome:
+    """Exit code; for all but 0 and 75 also the error message and the failed rank."""
+
+    code: int
+    message: str = ""
+    rank: int | None = None
+
+
+def compute_outcome(
+    records: Mapping[int, RankRecord],
+    exit_codes: Mapping[int, int | None],
+    ranks: Collection[int],
+    kill_reasons: Mapping[int, str] | None = None,
+) -> LaunchOutcome:
+    """Return the outcome of a launch. A rank's own record counts more than the exit code of its process.
+
+    `exit_codes` are in the order in which the ranks' processes ended. `kill_reasons` are those of ranks that the kernel
+    is known to have killed because memory was full. A rank that is done may still die in the interpreter's shutdown.
+    """
+    codes = {rank: records[rank].exit if rank in records else exit_codes.get(rank) for rank in ranks}
+    for rank, code in codes.items():
+        if code == EXIT_USAGE:
+            return LaunchOutcome(EXIT_USAGE, _describe_failure(records, exit_codes, rank), rank)
+    for code in (EXIT_DONE, EXIT_STOPPED):
+        if records.keys() >= set(ranks) and set(codes.values()) == {code}:
+            return LaunchOutcome(code)
+    if found := _find_out_of_memory(records):
+        return found
+    bad = [rank for rank in exit_codes if rank in codes and codes[rank] not in (EXIT_DONE, EXIT_STOPPED)]
+    # One that ended of a SIGTERM that it was sent did not fail first.
+    for rank in [*(rank for rank in bad if codes[rank] or exit_codes[rank] != -signal.SIGTERM), *bad]:
+        cause = OUT_OF_MEMORY_HINT if exit_codes[rank] == -signal.SIGKILL else ""
+        if reason := (kill_reasons or {}).get(rank):
+            cause = f": {reason}; {HOST_MEMORY_FIX}"
+        return LaunchOutcome(EXIT_FAILED, _describe_failure(records, exit_codes, rank) + cause, rank)
+    silent = [rank for rank in ranks if rank not in records]
+    if silent:
+        how = describe_exit(exit_codes.get(silent[0]))
+        return LaunchOutcome(EXIT_FAILED, f"rank {silent[0]} reported no result; it {how}", silent[0])
+    texts = ", ".join(f"rank {rank} with {record.exit}" for rank, record in sorted(records.items()))
+    return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {texts}")
+
+
+def _find_out_of_memory(records: Mapping[int, RankRecord]) -> LaunchOutcome | None:
+    """Return the lowest rank that ran out of memory, in one message for all of them; None if none did.
+
+    Often all ranks do at the same step, and the first one to end says nothing more than the others.
+    """
+    ranks = [rank for rank, record in sorted(records.items()) if record.is_out_of_memory]
+    if not ranks:
+        return None
+    also = f", and so did rank{'s' * (len(ranks) > 2)} {first_names(ranks[1:], 8)}" if len(ranks) > 1 else ""
+    first = f"{_format_rank(records, ranks[0])} ran out of memory{also}"
+    return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[ranks[0]].error}", ranks[0])
+
+
+def _describe_failure(records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], rank: int) -> str:
+    """Return the rank with the error that it recorded, or with how its process ended."""
+    record = records.get(rank)
+    if record is None or record.exit is None:
+        return f"{_format_rank(records, rank)} {describe_exit(exit_codes.get(rank))}"
+    error = f": {record.error}" if record.error else ""
+    return f"{_format_rank(records, rank)} failed with code {record.exit}{error}"
+
+
+def _format_rank(records: Mapping[int, RankRecord], rank: int) -> str:
+    """Return `rank 3`; with its host's name if there are several hosts."""
+    several = len({record.host for record in records.values()}) > 1
+    return f"rank {rank} on {records[rank].host}" if several and rank in records else f"rank {rank}"
+
+
+def describe_exit(status: int | None) -> str:
+    """Return `was killed by SIGKILL` or `ended with code 3`."""
+    if status is None:
+        return "ended without a report"
+    if status >= 0:
+        return f"ended with code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

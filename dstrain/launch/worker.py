@@ -6,20 +6,18 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dstrain.errors import (
-    EXIT_DONE,
     EXIT_FAILED,
-    EXIT_STOPPED,
     DstrainError,
     OutOfMemoryError,
     describe_unexpected,
@@ -28,15 +26,21 @@ from dstrain.errors import (
     is_debug,
 )
 from dstrain.files import atomic_write, read_limited
-from dstrain.launch.heartbeat import watch_heartbeat
+from dstrain.launch.processes import process_state
 from dstrain.process_setup import log_stderr
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
-"""`HOST PID` of the supervisor of this launch on this host: the `dstrain` command, or its agent."""
+"""`HOST PID` of the parent of this launch's ranks on this host: the `dstrain` command, or its agent."""
+AGENT_ENV = "DSTRAIN_AGENT"
+"""launch.heartbeat_timeout_seconds; set for ranks that an agent has started."""
 LAUNCH_ID_ENV = "DSTRAIN_LAUNCH_ID"
 """ID of this launch in the lease of its run folder and in the file names of its rank records."""
-LAUNCH_FILE_ENV = "DSTRAIN_LAUNCH"
-"""Path of the launch file; set for ranks that an agent watches."""
+STOPPED_TIMEOUT_FACTOR = 3
+"""A rank ends itself where its agent has been stopped for this many times launch.heartbeat_timeout_seconds; the launch
+has dropped the agent by then."""
+_POLLS_PER_TIMEOUT = 2
+_PRINT_TIMEOUT_SECONDS = 2.0
+"""Limit for writing an error line: the log may be on a file system that hangs."""
 
 DUPLICATE_SIGNAL_SECONDS = 0.5
 """A signal repeated within this time counts once: `timeout` and batch systems signal a process and
@@ -103,15 +107,6 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
         _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory, restart))
 
 
-def exit_code_for_launcher(code: int) -> int:
-    """Return the exit code for the process after `record_end`.
-
-    Launchers take every code but 0 as a failure and kill the other ranks. A supervising `dstrain`
-    reads the record, so that a rank that stopped with a checkpoint can exit with 0.
-    """
-    return EXIT_DONE if code == EXIT_STOPPED and _supervisor_pid() is not None else code
-
-
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """Run `fn` with its output in the run folder's log, and record how it ended.
 
@@ -119,7 +114,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     counts. Call `exit_with_parent` first.
     """
     record_start(run_dir, rank)
-    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and LAUNCH_FILE_ENV not in os.environ)
+    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and AGENT_ENV not in os.environ)
     code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]
     try:
         code = fn()
@@ -132,7 +127,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
             error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
             _log_traceback(fault, rank, error)
     record_end(run_dir, rank, code, error)
-    return exit_code_for_launcher(code)
+    return code
 
 
 def _log_traceback(fault: Exception, rank: int, summary: str) -> None:
@@ -163,23 +158,32 @@ def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecor
     """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command
     launched.
     """
-    records = {}
     ending = f".{launch_id}.json" if launch_id else ".json"
+    found = {}
     for path in sorted(get_workers_dir(run_dir).glob(f"rank-*{ending}")):
         # Without an id, the pattern also matches names that have one.
-        if path.name.count(".") != ending.count("."):
-            continue
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            record = RankRecord(**json.loads(read_limited(path, MAX_RECORD_BYTES)))
-            records[record.rank] = record
-    return records
+        if path.name.count(".") == ending.count(".") and (record := _read_record(path)) is not None:
+            found[record.rank] = record
+    return found
+
+
+def read_rank_record(run_dir: Path, rank: int, launch_id: str = "") -> RankRecord | None:
+    """Return the record of one rank; None where it has written none."""
+    return _read_record(get_workers_dir(run_dir) / _record_name(rank, launch_id))
+
+
+def _read_record(path: Path) -> RankRecord | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return RankRecord(**json.loads(read_limited(path, MAX_RECORD_BYTES)))
+    return None
 
 
 def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
     """Remove the records of these ranks from earlier launches. Call it before they start."""
     get_workers_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    names = {f"rank-{rank:05d}" for rank in ranks}
     for path in get_workers_dir(run_dir).glob("rank-*.json"):
-        if path.name.split(".")[0] in {f"rank-{rank:05d}" for rank in ranks}:
+        if path.name.split(".")[0] in names:
             path.unlink(missing_ok=True)
 
 
@@ -188,7 +192,7 @@ def remove_launch_files(run_dir: Path) -> None:
 
     Call it while this launch holds the run folder's lease.
     """
-    for pattern in ("port-*", "launch-*.json", "hosts-*", "seen-*"):
+    for pattern in ("port-*", "seen-*"):
         for path in get_workers_dir(run_dir).glob(pattern):
             path.unlink(missing_ok=True)
 
@@ -206,29 +210,19 @@ def set_child_subreaper(enabled: bool) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this worker when its launcher, or the supervising `dstrain` command, ends. Call it first.
+    """End this process when its parent ends: `dstrain`, an agent, or another launcher. Call it first.
 
-    The launcher is the parent: the kernel signals its end. `dstrain` is further up, and DeepSpeed's
-    launcher survives when it is killed, so a thread waits on its pidfd. A suspended agent is
-    detected by its missing heartbeat.
+    The kernel signals the parent's end. A parent that is stopped does not end: under an agent, whose host the launch
+    then drops, a thread looks at its state.
     """
     parent = os.getppid()
     set_parent_death_signal()
-    supervisor = _supervisor_pid()
-    if os.getppid() != parent or parent == supervisor:  # it ended before prctl; init adopted this process
+    if os.getppid() != parent:  # it ended before prctl; init adopted this process
         os.kill(os.getpid(), signal.SIGKILL)
-    if supervisor is None:
-        return
-    watch_heartbeat()
-    if not hasattr(os, "pidfd_open"):
-        return
-    try:
-        watched = os.pidfd_open(supervisor)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-    except OSError:  # a kernel before 5.3, or a sandbox that forbids the call
-        return
-    threading.Thread(target=_exit_with_process, args=(watched,), name="follow-parent", daemon=True).start()
+    if (timeout := os.environ.get(AGENT_ENV)) and parent == _supervisor_pid():
+        threading.Thread(
+            target=_exit_with_stopped, args=(parent, float(timeout)), name="watch-agent", daemon=True
+        ).start()
 
 
 def _supervisor_pid() -> int | None:
@@ -239,11 +233,32 @@ def _supervisor_pid() -> int | None:
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
 
 
-def _exit_with_process(pidfd: int) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()
+def _exit_with_stopped(agent: int, heartbeat_timeout: float) -> None:
+    """Kill this process once its agent was seen stopped, or waiting for a disk, at each of several polls in a row.
+
+    After a pause of the whole machine the agent runs again before the next poll.
+    """
+    seen, limit = 0, STOPPED_TIMEOUT_FACTOR * _POLLS_PER_TIMEOUT
+    while seen < limit:
+        time.sleep(heartbeat_timeout / _POLLS_PER_TIMEOUT)
+        seen = seen + 1 if process_state(agent) in ("T", "t", "D") else 0
+    print_error(
+        f"error: the agent of this host has been stopped for {STOPPED_TIMEOUT_FACTOR * heartbeat_timeout:g} s, or it waits "
+        "for a disk. This rank is no longer supervised, so it ends itself; start the same command again to resume"
+    )
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def print_error(text: str) -> None:
+    """Write a line to stderr; give up after 2 s if its reader does not read."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(_PRINT_TIMEOUT_SECONDS)
 
 
 def redirect_output(path: Path, copy_to_terminal: bool) -> None:

@@ -152,7 +152,7 @@ def test_the_command_writes_in_shards_with_two_processes(tmp_path: Path, trained
     words = (
         f"dstrain generate {folder}/run --data {folder}/eval.jsonl --step last --num-gpus 2 --json --ds-config zero3"
     )
-    more = "--launcher torchrun --set data.max_samples=3 --max-new-tokens 8 --batch 2"
+    more = "--set data.max_samples=3 --max-new-tokens 8 --batch 2"
     done = start([*words.split(), *more.split()], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     few = asked(folder, max_new_tokens=8) | {"sets": ["data.max_samples=3"]}

@@ -100,7 +100,7 @@ def complete(*words: str) -> list[str]:
         (("train", "--set", "optim.w"), ["optim.weight_decay=", "optim.warmup="]),
         (("train", "--allow-change", "optim.l"), ["optim.lr"]),
         (("train", "--dry"), ["--dry-run"]),
-        (("train", "--launcher", "t"), ["torchrun"]),
+        (("train", "--launcher", "sl"), ["slurm"]),
         (("evaluate", "run", "--step", "b"), ["best"]),
         (("plan", "--model-shape", "llama-3.1-7"), ["llama-3.1-70b"]),
         (("presets", "zero2_f"), ["zero2_fp16"]),

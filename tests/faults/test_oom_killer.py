@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.test_supervise import LAUNCHER, WORKER
+from tests.unit.launch.test_supervise import WORKER
 from tests.workers import ROOT
 
 LIMIT = 300 * 2**20
@@ -23,9 +23,10 @@ import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 from dstrain.launch.supervise import supervise
-from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
-group = LocalWorkerGroup(LauncherSpec([sys.executable, "launcher.py"], os.environ), Path("run"), range(2))
-sys.exit(supervise(group))
+from dstrain.launch.spawn import LocalWorkerGroup, RankSpec
+spec = RankSpec(argv=[sys.executable, "worker.py"], environment=os.environ, ranks=range(2), world_size=2,
+                master_addr="127.0.0.1", master_port=29500)
+sys.exit(supervise(LocalWorkerGroup(spec, Path("run"))))
 """
 
 FILL_MEMORY = """
@@ -75,7 +76,6 @@ def _remove(group: Path) -> None:
 def test_a_worker_that_the_kernel_killed_for_memory_is_named_as_such(cgroup: Path, tmp_path: Path) -> None:
     for name, text in (
         ("main.py", MAIN),
-        ("launcher.py", LAUNCHER),
         ("worker.py", WORKER + textwrap.dedent(FILL_MEMORY)),
     ):
         (tmp_path / name).write_text(text)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from dstrain.launch.exit_code import compute_outcome
 from safetensors.numpy import load_file
 
 from dstrain.launch.command import free_port
-from dstrain.launch.exit_code import compute_outcome
 from dstrain.launch.worker import read_rank_records
 from dstrain.tasks import find_task
 from tests.forked import fork

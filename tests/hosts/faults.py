@@ -27,10 +27,8 @@ LEFT_SECONDS = 2 * SILENCE
 CLEANED = 12
 """Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
 PYTHON = r"^\S*python\S* (-u )?-m "
-AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.multihost\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
-    PYTHON + r"deepspeed\.launcher\.runner"
-)  # fmt: skip
-PDSH, SSHD = r"^\S*pdsh\b", "^sshd: "
+AGENT = PYTHON + r"dstrain\.launch\.multihost\.agent"
+SSHD = "^sshd: "
 SECRET = {"HF_TOKEN": "hf-a-secret-of-these-tests"}
 """In the environment of every launch: it must reach no disk."""
 
@@ -76,7 +74,7 @@ class Fault:
     but: str = ""
     """A regular expression for what may be left: what was stopped and nobody can end."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    launcher: str = "deepspeed"
+    launcher: str = "ssh"
 
 
 @dataclass(frozen=True)
@@ -207,10 +205,6 @@ ASKED = r"asked \d worker\(s\) to write a checkpoint and stop"
 FAULTS = (
     Fault("SIGKILL of a rank", "host2", lambda scene: scene.kill_rank(1), 1, f"rank 1 on host2 {KILLED}"),
     Fault("SIGKILL of a rank", "host1", lambda scene: scene.kill_rank(0), 1, f"rank 0 on host1 {KILLED}"),
-    Fault("SIGKILL of DeepSpeed's launch.py", "host2", lambda scene: scene.kill(2, LAUNCH), 1, "rank 1 on host2"),
-    Fault("SIGKILL of DeepSpeed's launch.py", "host1", lambda scene: scene.kill(1, LAUNCH), 1, "rank 0 on host1"),
-    Fault("SIGKILL of pdsh", "host1", lambda scene: scene.kill(1, PDSH), 1, "^dstrain: "),
-    Fault("SIGKILL of DeepSpeed's runner", "host1", lambda scene: scene.kill(1, RUNNER), 1, "^dstrain: .*SIGKILL"),
     Fault("SIGKILL of dstrain", "host1", _signals(signal.SIGKILL), -signal.SIGKILL, "", within=1.0),
     Fault("SIGKILL of the agent", "host2", lambda scene: scene.kill(2, AGENT), 1, "^dstrain: .*host2"),
     Fault("SIGTERM", "host1", _signals(signal.SIGTERM), 75, ASKED, lost=0),
@@ -246,16 +240,4 @@ SMOKE = ("SIGKILL of a rank on host2", "SIGTERM on host1", "cable pulled on host
 
 def name(fault: Fault) -> str:
     """Of a test."""
-    return f"{fault.what} on {fault.on}" + ("" if fault.launcher == "deepspeed" else f" under {fault.launcher}")
-
-
-def _with(launcher: str) -> Iterator[Fault]:
-    """What every way to start the ranks must stand: those of its own parts, and the four most common."""
-    for fault in FAULTS:
-        if name(fault) in SMOKE:
-            # mpirun's daemon asks how its ranks ended the moment they do: the agent may come too late.
-            also = f"({KILLED}|ended before it could say why)" if launcher == "openmpi" else KILLED
-            yield replace(fault, launcher=launcher, said=fault.said.replace(KILLED, also))
-
-
-EVERYWHERE = tuple(fault for launcher in ("openmpi", "ssh", "torchrun") for fault in _with(launcher))
+    return f"{fault.what} on {fault.on}"

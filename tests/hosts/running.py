@@ -116,16 +116,16 @@ def dstrain(run: Run, *options: str) -> list[str]:
     return [sys.executable, "-m", "dstrain", *run.arguments, *options]
 
 
-def start(lab: Lab, run: Run, launcher: str = "deepspeed", hostfile: Path | None = None, more: Sequence[str] = (),
+def start(lab: Lab, run: Run, launcher: str = "ssh", hostfile: Path | None = None, more: Sequence[str] = (),
           env: Mapping[str, str] | None = None) -> Command:  # fmt: skip
     """`dstrain train --hostfile` on host1, over all hosts if `hostfile` does not say otherwise."""
     options = ["--hostfile", str(hostfile or lab.hostfile()), "--launcher", launcher, *more]
     return lab.start(1, dstrain(run, *options), env=env, cwd=run.folder)
 
 
-def start_by_hand(lab: Lab, run: Run, launcher: str = "deepspeed") -> list[Command]:
+def start_by_hand(lab: Lab, run: Run) -> list[Command]:
     """A command for each host, and no ssh."""
-    options = ["--hostfile", str(lab.hostfile()), "--launcher", launcher, "--no-ssh", "--master-addr", "host1"]
+    options = ["--hostfile", str(lab.hostfile()), "--no-ssh", "--master-addr", "host1"]
     return [
         lab.start(host, dstrain(run, *options, "--node-rank", str(host - 1)), cwd=run.folder) for host in lab.numbers
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import leased, starts, stopped
-from tests.hosts.faults import EVERYWHERE, FAULTS, SMOKE, Fault, Outcome, name, suffer
+from tests.hosts.faults import FAULTS, SMOKE, Fault, Outcome, name, suffer
 from tests.hosts.lab import Lab
 from tests.hosts.running import Run
 
@@ -24,7 +24,7 @@ def test_the_launch_ends_with_the_truth(fault: Fault, lab: Lab, tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=name(fault)) for fault in (*FAULTS, *EVERYWHERE) if name(fault) not in SMOKE]
+    "fault", [pytest.param(fault, id=name(fault)) for fault in FAULTS if name(fault) not in SMOKE]
 )  # fmt: skip
 def test_the_launch_ends_with_the_truth_whatever_happens(fault: Fault, lab: Lab, tmp_path: Path, unbroken: Run) -> None:
     assert suffer(fault, lab, tmp_path / "job", unbroken.losses()).wrong == ()

@@ -76,21 +76,10 @@ def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_dstrain: Path,
     assert files(tmp_path) == files(by_dstrain)
 
 
-@pytest.mark.slow  # unit/launch/test_supervise (the launcher), unit/train/test_rendezvous (the ranks)
-@pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
-def test_bad_usage_found_by_a_worker_exits_with_2(way: str, recipe: Path, tmp_path: Path) -> None:
-    """Only a worker reads the model's config: the launcher must not turn its 2 into 1."""
-    command = [
-        "dstrain",
-        "train",
-        str(recipe),
-        "--num-gpus",
-        "2",
-        "--launcher",
-        way,
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+@pytest.mark.slow  # unit/launch/test_supervise, unit/train/test_rendezvous (the ranks)
+def test_bad_usage_found_by_a_worker_exits_with_2(recipe: Path, tmp_path: Path) -> None:
+    """Only a worker reads the model's config."""
+    command = ["dstrain", "train", str(recipe), "--num-gpus", "2", "--run-dir", str(tmp_path / "run")]
     done = start([*command, "--set", "model.config.hidden_sizes=3"])
     assert done.returncode == 2, done.stderr[-3000:]
     assert "did you mean 'hidden_size'?" in done.stdout + done.stderr

@@ -1,14 +1,13 @@
 """Agent on one host of a multi-host launch, started over ssh."""
 
-# Usage: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`.
+# Usage: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`; `... kill PID START NONCE` ends an agent and its ranks.
 #
-# Standard input and output are the channel to the launching process. If it is closed, or silent for
-# TIMEOUT seconds, the agent kills every process of the launch on this host, so that nothing
-# outlives the launching process. It hands the launch environment to the ranks, which end themselves
-# without its heartbeat (launch/heartbeat.py).
+# Standard input and output are the channel to the launching process. The ranks are children of the agent, in its process
+# group. If the channel is closed, or silent for TIMEOUT seconds, the agent kills every process of the launch on this
+# host, so that nothing outlives the launching process. Ranks end with their agent (launch/worker.py).
 #
 # Request -> reply: hello -> host_info, open -> opened, reach -> reachability, start, signal, end -> remaining_pids
-# Sent without a request: started and ended (rank, exit code, record), launcher (its exit code).
+# Sent without a request: ended (rank, exit code, record), killed (rank, evidence).
 # Records are included, since the launching host may see files that another host wrote only later.
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.heartbeat import HeartbeatServer
+import psutil
+
+from dstrain.launch.command import host_environment
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
-from dstrain.launch.processes import find_processes, has_marker, kill_processes
-from dstrain.launch.rank_monitor import RankMonitor
-from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, read_rank_records, set_child_subreaper
-from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
+from dstrain.launch.processes import kill_processes, process_state, start_time
+from dstrain.launch.spawn import LocalWorkerGroup, RankSpec, wait_readable
+from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, read_rank_record, set_child_subreaper
 
 _POLL_SECONDS = 0.1
 
@@ -38,26 +38,13 @@ class Agent:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._heartbeat = HeartbeatServer(channel.heartbeat_timeout)
         self._reserved_port = ReservedPort()
-        self._launch_file = ""
-        """Path of the launch file; each process of the launch has it in its command line or
-        environment."""
-        self._run_dir = Path()
-        self._launch_id = ""
-        self._monitor = RankMonitor(Path(), ())
-        self._local_group: LocalWorkerGroup | None = None
-        self._sent_started: set[int] = set()
-        self._sent_exits: set[int] = set()
-        self._has_sent_launcher_code = self._is_done = False
+        self._run_dir, self._launch_id = Path(), ""
+        self._group: LocalWorkerGroup | None = None
+        self._sent: set[int] = set()
+        self._is_done = False
         self._handlers: Mapping[str, Callable[[Any], None]] = {
-            "hello": lambda request: channel.send(
-                host_info={
-                    **collect_host_info(**request),
-                    "heartbeat": self._heartbeat.socket_name,
-                    "token": self._heartbeat.token,
-                }
-            ),
+            "hello": lambda request: channel.send(host_info=collect_host_info(**request)),
             "open": lambda request: channel.send(opened=self._reserved_port.bind(**request)),
             "reach": lambda request: channel.send(reachability=try_connect(**request)),
             "start": self.start_ranks,
@@ -78,83 +65,71 @@ class Agent:
                 return 1
             self.report_changes()
             self._channel.send_heartbeat()
-            self._heartbeat.send_heartbeats()
-            self._monitor.wait_for_event(_POLL_SECONDS, [self._channel.read_fd])
+            if self._group is None:
+                wait_readable([self._channel.read_fd], _POLL_SECONDS)
+            else:
+                self._group.wait_for_event(_POLL_SECONDS, [self._channel.read_fd])
         return 0
 
-    def kill_all(self) -> list[int]:
+    def kill_all(self) -> list[str]:
         """SIGKILL every process of the launch on this host. Returns the pids that did not end."""
-        if not self._launch_file:
-            return []
-        if self._local_group is not None:
-            self._local_group.kill()
-        file = self._launch_file
-        return kill_processes(lambda: find_processes(lambda words, env: has_marker(words, env, file, LAUNCH_FILE_ENV)))
+        return [] if self._group is None else self._group.kill()
 
-    def start_ranks(self, spec: Mapping[str, Any]) -> None:
-        """Start and watch ranks.
-
-        `spec["argv"]` is their launcher; None if another host starts them (pdsh, mpirun).
-        """
+    def start_ranks(self, request: Mapping[str, Any]) -> None:
+        """Start the ranks of this host."""
         self._reserved_port.reserve()
-        self._heartbeat.set_environment(spec["environment"])
-        self._launch_file = spec["launch"]
-        self._run_dir, argv, self._launch_id = Path(spec["run_dir"]), spec["argv"], spec.get("launch_id", "")
-        if argv is None:
-            self._monitor = RankMonitor(self._run_dir, spec["ranks"], self._launch_id)
-            return
-        # Like the agent's own stderr, the launcher's output goes to the launching process's log of
-        # this host.
-        output = os.fdopen(os.dup(2), "wb")
-        environment = {**os.environ, **spec["env"], LAUNCH_ID_ENV: self._launch_id}
-        launcher = LauncherSpec(argv, environment, spec["cwd"], output)
-        self._local_group = LocalWorkerGroup(launcher, self._run_dir, spec["ranks"])
-        self._local_group.start()
-        self._monitor = self._local_group.monitor
+        self._run_dir, ranks = Path(request["run_dir"]), range(*request["ranks"])
+        environment = {**os.environ, **request["environment"]}
+        self._launch_id = environment.get(LAUNCH_ID_ENV, "")
+        devices = [] if environment.get("DS_ACCELERATOR") == "cpu" else [*map(str, request["slots"])]
+        environment = host_environment(environment, devices, len(ranks))
+        environment[AGENT_ENV] = f"{self._channel.heartbeat_timeout:g}"
+        if request["interface"]:
+            environment.setdefault("GLOO_SOCKET_IFNAME", request["interface"])
+        address, port = request["master"]
+        spec = RankSpec(
+            argv=request["argv"], environment=environment, ranks=ranks,
+            world_size=request["world_size"], master_addr=address, master_port=port, cwd=request["cwd"],
+            # Like the agent's own stderr, their output goes to the launching process's log of this host.
+            output=os.fdopen(os.dup(2), "wb"),
+            new_sessions=False,
+        )  # fmt: skip
+        self._group = LocalWorkerGroup(spec, self._run_dir)
+        self._group.start()
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to the ranks."""
-        for pid in self._monitor.alive_pids.values():
-            with contextlib.suppress(OSError):  # it has ended
-                os.kill(pid, signum)
+        if self._group is not None:
+            self._group.send_signal(signum)
 
     def _kill_and_report(self) -> None:
         remaining = self.kill_all()
-        # Once more: the ranks have just been killed, and their records may be new.
-        self._monitor.poll(force=True)
         self.report_changes()
         self._channel.send(remaining_pids=remaining)
         self._is_done = True
 
     def report_changes(self) -> None:
-        """Send which ranks have started and ended since the last call."""
-        self._monitor.poll()
-        ended = [rank for rank in self._monitor.exit_codes if rank not in self._sent_exits]
-        started = self._monitor.alive_pids.keys() - self._sent_started
-        if started or ended:
-            records = {
-                rank: asdict(record) for rank, record in read_rank_records(self._run_dir, self._launch_id).items()
-            }
-            for rank in started:
-                self._channel.send(started=[rank, None, records.get(rank)])
-            for rank, reason in self._monitor.kill_reasons.items():
-                if rank in ended:
-                    self._channel.send(killed=[rank, reason])
-            for rank in ended:
-                self._channel.send(ended=[rank, self._monitor.exit_codes[rank], records.get(rank)])
-            self._sent_started.update(started)
-            self._sent_exits.update(ended)
-        code = None if self._local_group is None else self._local_group.poll_launcher()
-        if code is not None and not self._has_sent_launcher_code:
-            self._has_sent_launcher_code = True
-            self._channel.send(launcher=code)
+        """Send which ranks have ended since the last call."""
+        if self._group is None:
+            return
+        self._group.poll()
+        for rank, code in self._group.exit_codes.items():
+            if rank in self._sent:
+                continue
+            self._sent.add(rank)
+            if reason := self._group.kill_reasons.get(rank):
+                self._channel.send(killed=[rank, reason])
+            record = read_rank_record(self._run_dir, rank, self._launch_id)
+            self._channel.send(ended=[rank, code, None if record is None else asdict(record)])
 
 
 def main() -> int:
     """Serve the channel on stdin and stdout; what anything else prints goes to stderr."""
+    with contextlib.suppress(PermissionError):  # it leads a session, and so a group
+        os.setpgid(0, 0)
     write_fd = os.dup(1)
     os.dup2(2, 1)
-    # Orphans of the launcher become its children, where they are found and killed.
+    # Orphans of the ranks become its children, where they are found and killed.
     set_child_subreaper(True)
     agent = Agent(Channel(0, write_fd, float(sys.argv[1]), sys.argv[2]))
 
@@ -167,5 +142,27 @@ def main() -> int:
     return agent.serve()
 
 
+def kill_agent(pid: int, started_at: str, nonce: str) -> int:
+    """SIGKILL an agent of this host and its ranks, its process group. Returns 0 if none remains, else 1.
+
+    `started_at`: of the agent, since process ids are reused.
+    """
+    remaining: list[int] = []
+    if start_time(pid) in ("", started_at):
+        remaining = kill_processes(lambda: _list_group(pid))
+    print(f"\n{nonce} ended: {len(remaining)} left", flush=True)
+    return bool(remaining)
+
+
+def _list_group(group: int) -> list[psutil.Process]:
+    """Return the running processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process_state(process.pid) not in ("gone", "Z"):
+                found.append(process)
+    return found
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kill_agent(int(sys.argv[2]), *sys.argv[3:5]) if sys.argv[1] == "kill" else main())

@@ -14,7 +14,7 @@ from typing import Any
 from dstrain.errors import Fault, UsageError, one_line
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import Host
-from dstrain.launch.rank_monitor import wait_readable
+from dstrain.launch.spawn import wait_readable
 from dstrain.launch.worker import set_parent_death_signal
 
 REQUEST_TIMEOUT_SECONDS = 60.0

@@ -24,22 +24,23 @@ from dstrain.launch.command import (
     LocalLaunch,
     check_launcher,
     check_port,
-    deepspeed_command,
+    host_environment,
     plan_local_launch,
 )
-from dstrain.launch.heartbeat import HEARTBEAT_ENV
 from dstrain.launch.multihost.agent_client import AgentClient, request
 from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
 from dstrain.launch.multihost.probe import find_route_interface, find_source_diff, hash_source_files, iter_version_diffs
-from dstrain.launch.processes import count_available_cores, thread_environment
+from dstrain.launch.processes import count_available_cores
+from dstrain.launch.spawn import rank_command
 from dstrain.launch.topology import count_gpus, is_cpu_requested
-from dstrain.launch.worker import LAUNCH_FILE_ENV, SUPERVISOR_ENV, get_workers_dir
+from dstrain.launch.worker import AGENT_ENV, SUPERVISOR_ENV, get_workers_dir
 from dstrain.process_setup import log_stderr
 
 DEFAULT_MASTER_PORT = 29500
 """Rendezvous port with --no-ssh, if --master-port is not given."""
-RANK_MODULE = "dstrain.launch.multihost.rank_main"
-_LAUNCHER_TOOLS = {"deepspeed": ("pdsh", "pdsh"), "openmpi": ("mpirun", "openmpi-bin")}
+
+
+AGENT_MODULE = "dstrain.launch.multihost.agent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,10 @@ class MultiHostLaunch:
 
 @dataclass(frozen=True)
 class MasterEndpoint:
-    """Address and port of the rendezvous; the port is a text in a dry run."""
+    """Address and port of the rendezvous."""
 
     address: str
-    port: int | str
+    port: int
 
 
 def plan_launch(
@@ -96,7 +97,8 @@ def plan_launch(
         return _plan_this_host(options, arguments, _add_launch_env(env, config), hosts)
     if options.node_rank is not None:
         raise UsageError(f"--node-rank {options.node_rank}: works only with --no-ssh; remove it, or add --no-ssh")
-    check_tools(options.launcher)
+    if shutil.which("ssh") is None:
+        raise UsageError("--hostfile: ssh is not installed here; install it (apt install openssh-client)")
     return MultiHostLaunch(
         hosts=tuple(hosts),
         options=options,
@@ -127,17 +129,6 @@ def format_cpu_overload(processes: int, host: str, cores: int) -> str:
     )
 
 
-def check_tools(launcher: str) -> None:
-    """Raise UsageError if a program that the launcher needs is not installed."""
-    tool, package = _LAUNCHER_TOOLS.get(launcher, ("ssh", "openssh-client"))
-    for name, source in (("ssh", "openssh-client"), (tool, package)):
-        if shutil.which(name) is None:
-            raise UsageError(
-                f"--launcher {launcher}: {name} is not installed here; install it (apt install {source})"
-                + ("" if name == "ssh" else ", or add --launcher ssh, which needs only ssh")
-            )
-
-
 def _add_launch_env(env: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
     return {**env, **build_remote_env({}, [entry for entry in config.env if "=" in entry], ())}
 
@@ -153,122 +144,25 @@ def _plan_this_host(
             f"--no-ssh: this host's index among the {len(hosts)} hosts {what}; "
             f"add --node-rank K, from 0 on {hosts[0].name} to {len(hosts) - 1} on {hosts[-1].name}"
         )
-    if options.launcher in ("openmpi", "ssh"):
-        raise UsageError(f"--no-ssh: {options.launcher} starts over ssh; use deepspeed or torchrun")
     port = options.master_port or DEFAULT_MASTER_PORT
     if options.node_rank == 0:
         check_port(port)
-    master, here = MasterEndpoint(options.master_addr or hosts[0].name, port), hosts[options.node_rank]
-    cpu = is_cpu_requested(env) or not count_gpus()
-    launch = MultiHostLaunch(
-        hosts=tuple(hosts), options=options, arguments=(), environment={}, use_cpu=cpu, heartbeat_timeout=0.0
-    )
-    argv = node_command(launch, options.node_rank, master, ["dstrain.cli", *arguments])
-    environment = thread_environment(env, len(here.slots), count_available_cores()) | node_environment(
-        launch, options.node_rank
-    )
-    if interface := find_route_interface(master.address):
+    here, address = hosts[options.node_rank], options.master_addr or hosts[0].name
+    use_cpu = is_cpu_requested(env) or not count_gpus()
+    environment = host_environment(env, [] if use_cpu else [*map(str, here.slots)], len(here.slots))
+    if interface := find_route_interface(address):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return LocalLaunch(argv, environment, launch.world_size, local_ranks=launch.ranks_of(options.node_rank))
-
-
-def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoint, module: list[str]) -> list[str]:
-    """Return the command that starts the ranks on one host: DeepSpeed's inner launcher, or
-    torchrun.
-    """
-    host = launch.hosts[host_index]
-    if launch.options.launcher == "torchrun":
-        nodes = ["--nnodes", str(len(launch.hosts)), "--node-rank", str(host_index)]
-        place = ["--nproc-per-node", str(len(host.slots))]
-        meet = ["--master-addr", master.address, "--master-port", str(master.port)]
-        return [sys.executable, "-m", "torch.distributed.run", *nodes, *place, *meet, "-m", *module]
-    slots = {host.name: host.slots for host in launch.hosts}
-    return deepspeed_command(slots, host_index, master.address, master.port, module)
-
-
-def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]:
-    """Return the variables that `node_command` needs in addition to its host's environment."""
-    if launch.use_cpu:
-        return {"DS_ACCELERATOR": "cpu"}
-    if launch.options.launcher == "torchrun":
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.hosts[host_index].slots))}
-    return {}
-
-
-def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:
-    """Raise UsageError for paths and host names that DeepSpeed's runner, pdsh or their shell would
-    change.
-    """
-    if launch.options.launcher not in ("deepspeed", "openmpi"):
-        return
-    if strange := re.search(r"[^\w@+=:,./-]", f"{run_dir}{sys.executable}"):
-        raise UsageError(
-            f"pdsh or mpirun and the shell behind it would change {strange[0]!r} in {run_dir}; "
-            "choose a --run-dir without it, or add --launcher ssh"
-        )
-    if odd := next((host for host in launch.hosts if re.search(r"[@:%]", host.name)), None):
-        fix = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
-        raise UsageError(Fault(odd.location, f"DeepSpeed's runner cannot take the host {odd.name}", fix))
-
-
-def runner_command(
-    launch: MultiHostLaunch, hostfile: Path, master: MasterEndpoint, launch_file: Path
-) -> list[str] | None:
-    """Return the command of DeepSpeed's runner, which uses pdsh or mpirun; None if the agents start
-    the ranks.
-    """
-    if launch.options.launcher not in ("deepspeed", "openmpi"):
-        return None
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
-    meet = ["--master_addr", master.address, "--master_port", str(master.port), "--force_multi", "--no_local_rank"]
-    module = ["--module", RANK_MODULE, str(launch_file)]
-    if launch.options.launcher == "openmpi":  # it has no --include: the hostfile holds the selected slots
-        return [
-            *runner,
-            *meet,
-            "--launcher",
-            "openmpi",
-            f"--launcher_args={_mpirun_options(launch, launch_file)}",
-            *module,
-        ]
-    include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in launch.hosts)
-    return [*runner, "--include", include, *meet, "--launcher_args=-N", *module]
-
-
-def _mpirun_options(launch: MultiHostLaunch, launch_file: Path) -> str:
-    """Return options for mpirun: no core binding, one ssh session per host, and daemons marked with
-    the launch file.
-    """
-    agent = f"env {LAUNCH_FILE_ENV}={launch_file} orted"
-    settings = {
-        "btl_tcp_if_include": "lo", "plm_rsh_no_tree_spawn": "1",
-        "plm_rsh_args": shlex.join(ssh_options(launch.heartbeat_timeout)), "orte_launch_agent": agent,
-    }  # fmt: skip
-    return shlex.join(["--bind-to", "none", *(word for pair in settings.items() for word in ("--mca", *pair))])
-
-
-def runner_environment(launch: MultiHostLaunch, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of DeepSpeed's runner, without what it would forward on command lines,
-    such as tokens.
-    """
-    forwarded = re.compile("(PYTHON(?!PATH$)|MLFLOW|MV2|UCX|NCCL)")
-    found = {name: value for name, value in env.items() if not forwarded.match(name)}
-    # The agents hand out the environment; DeepSpeed would put it on a command line, which all users can read.
-    found["DS_ENV_FILE"] = os.devnull
-    found["PDSH_SSH_ARGS_APPEND"] = (
-        f"{env.get('PDSH_SSH_ARGS_APPEND', '')} {shlex.join(ssh_options(launch.heartbeat_timeout))}"
-    )
-    found["DS_ACCELERATOR"] = "cpu"  # for the runner only: it starts processes, and must not look for GPUs
-    if launch.options.launcher == "openmpi" and os.geteuid() == 0:
-        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return found
+    sizes = [len(host.slots) for host in hosts]
+    first = sum(sizes[: options.node_rank])
+    return LocalLaunch(
+        tuple(arguments), environment, sum(sizes), port, master_addr=address,
+        local_ranks=range(first, first + len(here.slots)),
+    )  # fmt: skip
 
 
 def agent_command(host: Host, heartbeat_timeout: float, nonce: str, env: Mapping[str, str]) -> list[str]:
     """Return the command that starts an agent on a host over ssh."""
-    return remote_command(
-        host, ["dstrain.launch.multihost.agent", f"{heartbeat_timeout:g}", nonce], heartbeat_timeout, env
-    )
+    return remote_command(host, [AGENT_MODULE, f"{heartbeat_timeout:g}", nonce], heartbeat_timeout, env)
 
 
 def remote_command(host: Host, module: Sequence[str], heartbeat_timeout: float, env: Mapping[str, str]) -> list[str]:
@@ -293,29 +187,41 @@ def ssh_options(heartbeat_timeout: float) -> list[str]:
     return [word for pair in (*pairs, "LogLevel=INFO") for word in ("-o", pair)]
 
 
-def show_launch(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> str:
-    """Return the command lines for --dry-run; values that only the hosts know are in angle
+def show_launch(launch: LocalLaunch | MultiHostLaunch) -> str:
+    """Return the command lines for --dry-run: of the agents, and of each rank. What only the hosts know is in angle
     brackets.
     """
+    lines = []
     if isinstance(launch, LocalLaunch):
-        return shlex.join(launch.argv)
-    check_runner(launch, run_dir)
-    options, file = launch.options, run_dir / ".workers" / "launch-ID.json"
-    address = options.master_addr or f"<address of {launch.hosts[0].name}>"
-    master = MasterEndpoint(address, options.master_port or f"<free port on {launch.hosts[0].name}>")
-    agents = [agent_command(host, launch.heartbeat_timeout, "ID", os.environ) for host in launch.hosts]
-    runner = runner_command(launch, file.with_name("hosts-ID"), master, file)
-    nodes = [node_command(launch, index, master, [RANK_MODULE, str(file)]) for index in range(len(launch.hosts))]
-    return "\n".join(shlex.join(words) for words in (*agents, *(nodes if runner is None else [runner])))
+        port = "<free port>" if launch.allow_any_port else launch.master_port
+        arguments, address, hosts = launch.arguments, launch.master_addr, [launch.ranks]
+    else:
+        first = launch.hosts[0].name
+        port, address = (
+            launch.options.master_port or f"<free port on {first}>",
+            launch.options.master_addr or f"<address of {first}>",
+        )
+        arguments, hosts = launch.arguments, [launch.ranks_of(index) for index in range(len(launch.hosts))]
+        lines = [shlex.join(agent_command(host, launch.heartbeat_timeout, "ID", os.environ)) for host in launch.hosts]
+    for ranks in hosts:
+        place = f"RANK={_show_range(ranks)} LOCAL_RANK={_show_range(range(len(ranks)))} WORLD_SIZE={launch.world_size}"
+        lines.append(
+            f"{place} LOCAL_WORLD_SIZE={len(ranks)} MASTER_ADDR={address} MASTER_PORT={port} "
+            f"{shlex.join(rank_command(arguments))}"
+        )
+    return "\n".join(lines)
+
+
+def _show_range(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"<{numbers[0]} to {numbers[-1]}>"
 
 
 FORWARDED_PREFIXES = (
     *("HF_", "WANDB_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "DSTRAIN_", "DS_ACCELERATOR"),
     *("TRITON_", "TOKENIZERS_", "PYTHON", "UCX_", "MLFLOW_"),
 )
-"""Prefixes of forwarded names. DeepSpeed's runner forwards only PYTHON, MLFLOW, MV2, UCX and NCCL,
-on a command line."""
-HOST_ONLY_VARIABLES = ("CUDA_VISIBLE_DEVICES", SUPERVISOR_ENV, LAUNCH_FILE_ENV, HEARTBEAT_ENV, PORT_FILE_ENV)
+"""Prefixes of forwarded names."""
+HOST_ONLY_VARIABLES = ("CUDA_VISIBLE_DEVICES", SUPERVISOR_ENV, AGENT_ENV, PORT_FILE_ENV)
 """Variables that are valid on one host only."""
 
 

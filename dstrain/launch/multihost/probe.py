@@ -18,7 +18,7 @@ import psutil
 import dstrain
 from dstrain.files import get_host_id
 from dstrain.launch.command import find_port_fault
-from dstrain.launch.processes import count_available_cores
+from dstrain.launch.processes import count_available_cores, start_time
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 from dstrain.resources import find_resource_dir
 
@@ -94,6 +94,7 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "machine": get_host_id(),
         "pid": os.getpid(),
+        "started": start_time(os.getpid()),
         "versions": read_package_versions(),
         "digests": hash_source_files(),
         "sees": Path(token).exists(),

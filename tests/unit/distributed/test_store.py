@@ -18,8 +18,8 @@ from dstrain.distributed import world
 from dstrain.distributed.store import RANK_KEY_ENV, _listen_on_master_address, rendezvous_over_store, sign
 from dstrain.errors import EXIT_FAILED, RunError
 from dstrain.launch.command import LocalLaunch
+from dstrain.launch.spawn import make_local_group
 from dstrain.launch.topology import Worker
-from dstrain.launch.worker_group import make_local_group
 from dstrain.train.rendezvous import Rendezvous, _read_failure
 
 
@@ -134,6 +134,6 @@ def test_control_characters_of_a_failure_are_escaped() -> None:
 def test_ranks_of_one_command_get_a_key_whatever_the_port(
     local_ranks: range | None, own_key: bool, tmp_path: Path
 ) -> None:
-    launch = LocalLaunch([], {RANK_KEY_ENV: "the user's"}, 4, local_ranks=local_ranks)
+    launch = LocalLaunch((), {RANK_KEY_ENV: "the user's"}, 4, 29500, local_ranks=local_ranks)
     key = make_local_group(launch, tmp_path)._spec.environment[RANK_KEY_ENV]
     assert (key != "the user's", len(key) == 32) == (own_key, own_key)

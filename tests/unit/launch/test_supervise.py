@@ -1,4 +1,4 @@
-"""Supervision, tested with launchers and workers of a few lines."""
+"""Supervision, tested with workers of a few lines."""
 
 from __future__ import annotations
 
@@ -18,31 +18,12 @@ import psutil
 import pytest
 
 from dstrain.launch import supervise
-from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
+from dstrain.launch.supervise import LaunchOutcome, compute_outcome
 from dstrain.launch.worker import RankRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and process trees are Linux's here")
-
-# Starts the workers as DeepSpeed's launch.py does: ends with the first code that is not 0.
-LAUNCHER = """
-import os, subprocess, sys, time
-workers = [
-    subprocess.Popen([sys.executable, "worker.py"], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    for rank in range(2)
-]
-while None in [worker.poll() for worker in workers]:
-    bad = [worker.returncode for worker in workers if worker.returncode]
-    if bad:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.wait()
-        sys.exit(bad[0] % 256)
-    time.sleep(0.05)
-sys.exit(max(worker.returncode for worker in workers) % 256)
-"""
 
 WORKER = """
 import os, signal, subprocess, sys, time
@@ -72,17 +53,17 @@ def work(seconds=60):
 class Run:
     """A supervised launch in a process of its own."""
 
-    def __init__(self, folder: Path, worker: str, launcher: str = LAUNCHER, duplicate_seconds: float = 0.5) -> None:
+    def __init__(self, folder: Path, worker: str, duplicate_seconds: float = 0.5) -> None:
         self.folder = folder
         (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
-        (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup\nfrom dstrain.launch.supervise import supervise\n"
+            "from dstrain.launch.spawn import LocalWorkerGroup, RankSpec\nfrom dstrain.launch.supervise import supervise\n"
             "from dstrain.launch import supervise as module\n"
             f"module.DUPLICATE_SIGNAL_SECONDS = {duplicate_seconds}\n"
-            "group = LocalWorkerGroup(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
-            "sys.exit(supervise(group))\n"
+            "spec = RankSpec(argv=[sys.executable, 'worker.py'], environment=os.environ, ranks=range(2), world_size=2,\n"
+            "                master_addr='127.0.0.1', master_port=29500)\n"
+            "sys.exit(supervise(LocalWorkerGroup(spec, Path('run'))))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
@@ -136,8 +117,8 @@ class Run:
 def run(tmp_path):
     runs = []
 
-    def start(worker: str, launcher: str = LAUNCHER, **options: float) -> Run:
-        runs.append(Run(tmp_path, worker, launcher, **options))
+    def start(worker: str, **options: float) -> Run:
+        runs.append(Run(tmp_path, worker, **options))
         return runs[-1]
 
     yield start
@@ -221,31 +202,9 @@ def test_a_killed_rank_is_1_and_named_with_its_signal(run):
     assert "rank 1 was killed by SIGKILL" in said
 
 
-def test_a_launcher_that_hides_a_dead_worker_behind_0_is_found_out(run):
-    started = run("work(); os._exit(0)", LAUNCHER.replace("sys.exit(bad[0] % 256)", "os._exit(0)"))
-    os.kill(started.pids()[0], signal.SIGKILL)
-    assert started.end()[0] == 1
-
-
-def test_a_launch_without_a_result_of_any_rank_exits_1(run):
-    code, said = run("", "raise SystemExit(0)").end()
-    assert (code, "no rank reported a result; the launcher ended with code 0; see logs/rank-*.log" in said) == (1, True)
-
-
-def test_a_launcher_that_refuses_its_options_exits_2(run):
-    assert run("", "raise SystemExit(2)").end()[0] == 2
-
-
-def test_a_rank_that_stopped_as_asked_may_leave_quietly(run):
-    started = run("""
-        from dstrain.launch.worker import exit_code_for_launcher
-        work()
-        record_end(run, rank, 75)
-        os._exit(exit_code_for_launcher(75))
-    """)
-    started.pids()
-    started.process.terminate()
-    assert started.end()[0] == 75
+def test_ranks_that_report_nothing_exit_1_with_their_exit_code(run):
+    code, said = run("os._exit(3)").end()
+    assert (code, "ended with code 3" in said) == (1, True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
@@ -273,23 +232,6 @@ def test_the_same_signal_twice_in_a_moment_is_one(run):
     started.wait_for_workers("asked")
     started.process.terminate()
     assert started.end()[0] == 75
-
-
-def test_a_launcher_dead_of_the_signal_does_not_take_the_checkpoint_with_it(run):
-    started = run("work(); time.sleep(1); end(75)")
-    launcher = psutil.Process(started.pids()[0]).ppid()
-    assert launcher != started.process.pid
-    os.kill(launcher, signal.SIGSTOP)  # it cannot take part any more
-    started.process.terminate()
-    wait_until(lambda: not [pid for pid in started.pids() if psutil.pid_exists(pid) and alive(pid)])
-    os.kill(launcher, signal.SIGKILL)
-    assert started.end()[0] == 75
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_a_second_signal_ends_everything_at_once(run):
@@ -324,33 +266,27 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
     assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
 
 
-def test_a_worker_that_a_signal_ended_before_it_began_is_explained(run):
-    """It imports for seconds; until then the signal has its usual meaning."""
-    worker = "import os, time; open('ready-0', 'w').write(str(os.getpid())); time.sleep(60)"
-    environment = "{**os.environ, 'RANK': '0', 'LOCAL_RANK': '0'}"
-    started = run(
-        "", f'import os, subprocess, sys\nsubprocess.run([sys.executable, "-c", {worker!r}], env={environment})'
-    )
-    started.pids(1)
+def test_a_signal_before_any_worker_has_begun_is_explained(tmp_path, run):
+    """A worker imports for seconds; until then the signal has its usual meaning."""
+    (tmp_path / "sitecustomize.py").write_text("")
+    started = run("")
+    (tmp_path / "worker.py").write_text("import time; time.sleep(60)")
+    started.process.kill()
+    started.process.communicate()
+    started.process = subprocess.Popen(
+        [sys.executable, "main.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_until(lambda: len(started.left()) == 3)
     started.process.terminate()
     code, said = started.end()
     assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
-    assert "no rank reported" not in said
-
-
-def test_a_signal_before_any_worker_ends_at_once(run):
-    started = run("", "open('ready-0', 'w').write('0'); import time; time.sleep(60)")
-    started.pids(1)
-    started.process.terminate()
-    code, said = started.end()
-    assert (code, "nothing to save" in said) == (1, True)
 
 
 def test_the_others_do_not_outlive_a_killed_rank_for_long(run):
     """Where a launcher waits for all of them, and they for a rank that will not come."""
     started = run(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); work(); time.sleep(60)",
-        LAUNCHER.replace("worker.wait()", "worker.wait(60)"),
     )
     os.kill(started.pids()[1], signal.SIGKILL)
     began = time.monotonic()
@@ -374,8 +310,7 @@ class Gone:
         return []
 
     def start(self) -> None: ...
-    def poll(self, force: bool = False) -> None: ...
-    def poll_launcher(self) -> None: ...
+    def poll(self) -> None: ...
     def is_alive(self) -> bool:
         return bool(self.alive_ranks)
 
@@ -385,7 +320,7 @@ class Gone:
     def wait_for_event(self, timeout: float) -> None:
         time.sleep(timeout)
 
-    def find_launcher_log(self, rank: int | None) -> Path:
+    def find_output(self, rank: int | None) -> Path:
         return self.run_dir / "launcher.log"
 
 
@@ -398,7 +333,7 @@ def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
     assert "| no module named dstrain" in said, "the launcher's words where the rank has none"
 
 
-def test_an_orphan_is_ended_with_the_launcher(run):
+def test_an_orphan_is_ended_with_the_launch(run):
     started = run(
         """
         if rank == 0:  # a grandchild that left its session
@@ -411,23 +346,13 @@ def test_an_orphan_is_ended_with_the_launcher(run):
     assert started.left() == []
 
 
-def test_workers_end_with_a_killed_launcher(run):
+def test_workers_end_with_a_killed_supervisor(run):
     started = run("work(); os._exit(0)")
-    os.kill(psutil.Process(started.pids()[0]).ppid(), signal.SIGKILL)
-    code, said = started.end()
-    assert (code, "the launcher itself was killed by SIGKILL" in said) == (1, True)
-    assert started.left() == []
-
-
-def test_workers_end_with_a_killed_supervisor_even_under_a_launcher_that_lives_on(run):
-    deep = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'inner.py']))"
-    started = run("work(); os._exit(0)", f"open('inner.py', 'w').write({LAUNCHER!r})\n{deep}")
     assert len(started.pids()) == 2
     started.process.kill()
     wait_until(lambda: not started.left(), seconds=5)
     started.process.communicate()
     assert started.process.returncode == -signal.SIGKILL
-    assert started.left() == []
 
 
 def test_word_of_an_earlier_launch_does_not_count(run, tmp_path):
@@ -443,43 +368,30 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
 
 
 @pytest.mark.parametrize(
-    ("given", "ends", "launcher", "result"),
+    ("given", "ends", "result"),
     [
-        (records(0, 0), {0: 0, 1: None}, 1, LaunchOutcome(0)),
-        (records(75, 75), {0: 75, 1: -15}, 75, LaunchOutcome(75)),
-        (
-            records(0),
-            {0: 0},
-            0,
-            LaunchOutcome(1, "rank 1 did not start; the launcher ended with code 0", 1),
-        ),
+        (records(0, 0), {0: 0, 1: -11}, LaunchOutcome(0)),
+        (records(75, 75), {0: 75, 1: -15}, LaunchOutcome(75)),
+        (records(0), {0: 0, 1: 0}, LaunchOutcome(1, "rank 1 reported no result; it ended with code 0", 1)),
         (
             records(0, 75),
             {0: 0, 1: 75},
-            75,
             LaunchOutcome(1, "the ranks ended differently: rank 0 with 0, rank 1 with 75"),
         ),
-        (records(1, None), {1: -11, 0: 1}, 1, LaunchOutcome(1, "rank 1 was killed by SIGSEGV", 1)),
-        (records(None, 1), {0: None, 1: 1}, 1, LaunchOutcome(1, "rank 1 failed with code 1", 1)),
-        (records(None, 1), {0: -15, 1: 1}, 1, LaunchOutcome(1, "rank 1 failed with code 1", 1)),
-        (records(None, 1), {0: None, 1: 1}, 256 - 11, LaunchOutcome(1, "rank 0 was killed by SIGSEGV", 0)),
+        (records(1, None), {1: -11, 0: 1}, LaunchOutcome(1, "rank 1 was killed by SIGSEGV", 1)),
+        (records(None, 1), {0: -15, 1: 1}, LaunchOutcome(1, "rank 1 failed with code 1", 1)),
+        (records(75, None), {0: 75, 1: 3}, LaunchOutcome(1, "rank 1 ended with code 3", 1)),
+        (records(None, 2), {0: -15, 1: 2}, LaunchOutcome(2, "rank 1 failed with code 2", 1)),
         (
-            records(None, None),
-            {1: None},
-            255,
-            LaunchOutcome(1, "rank 1 ended without a report (killed, or its launcher was)", 1),
+            {},
+            {0: -9, 1: -15},
+            LaunchOutcome(1, "rank 0 was killed by SIGKILL (is the host's memory full? see dmesg)", 0),
         ),
-        (records(75, None), {0: 75, 1: 3}, 3, LaunchOutcome(1, "rank 1 ended with code 3", 1)),
+        ({}, {0: 1, 1: 1}, LaunchOutcome(1, "rank 0 ended with code 1", 0)),
     ],
 )
-def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
-    assert compute_outcome(given, ends, launcher, range(2)) == result
-
-
-def test_a_launcher_killed_before_any_rank_began_points_at_memory() -> None:
-    """As the kernel does in a container whose limit is below what the imports take."""
-    said = compute_outcome({}, {}, -signal.SIGKILL, range(1)).message
-    assert "was killed by SIGKILL (is the host's memory full? see dmesg)" in said
+def test_the_exit_code_follows_records_before_processes(given, ends, result):
+    assert compute_outcome(given, ends, range(2)) == result
 
 
 def failed(rank: int, error: str, restart: str = "") -> RankRecord:
@@ -489,7 +401,7 @@ def failed(rank: int, error: str, restart: str = "") -> RankRecord:
 def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
     lost = RankRecord(0, 1, 1, "step 3: rank 2 failed", "host")
     records = {0: lost, 1: failed(1, "out of memory: rank 1\n  1. batch.micro"), 2: failed(2, "out of memory: rank 2")}
-    outcome = compute_outcome(records, {0: 1, 2: 1, 1: 1}, 1, range(3))
+    outcome = compute_outcome(records, {0: 1, 2: 1, 1: 1}, range(3))
     assert (outcome.code, outcome.rank) == (1, 1)
     assert outcome.message == "rank 1 ran out of memory, and so did rank 2\nout of memory: rank 1\n  1. batch.micro"
 
@@ -497,11 +409,11 @@ def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
 def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
     records = {rank: RankRecord(rank, 1, None, None, "host") for rank in range(2)}
     reasons = {1: "the kernel killed it because memory was full (kernel log: 3.0 GiB resident)"}
-    outcome = compute_outcome(records, {1: -9, 0: -15}, 247, range(2), reasons)
+    outcome = compute_outcome(records, {1: -9, 0: -15}, range(2), reasons)
     assert outcome.message.startswith(
         f"rank 1 was killed by SIGKILL: {reasons[1]}; lower data.workers and data.prefetch"
     )
-    without = compute_outcome(records, {1: -9, 0: -15}, 247, range(2))
+    without = compute_outcome(records, {1: -9, 0: -15}, range(2))
     assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"
 
 
@@ -513,10 +425,9 @@ def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> No
 
         def start(self) -> None: ...
 
-        def poll(self, force: bool = False) -> None: ...
+        alive_ranks: tuple[int, ...] = ()
 
-        def poll_launcher(self) -> int:
-            return 1
+        def poll(self) -> None: ...
 
         def is_alive(self) -> bool:
             return False

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from dstrain.launch.worker import (
-    SUPERVISOR_ENV,
     RankRecord,
-    exit_code_for_launcher,
     get_workers_dir,
     log_path,
     read_rank_records,
@@ -40,15 +38,6 @@ def test_a_record_says_how_a_rank_ended(tmp_path):
     record_end(tmp_path, 3, 1, "no memory")
     assert read_rank_records(tmp_path) == {3: RankRecord(3, os.getpid(), 1, "no memory", socket.gethostname())}
     assert [path.name for path in get_workers_dir(tmp_path).iterdir()] == ["rank-00003.json"]
-
-
-def test_without_a_supervisor_the_code_is_the_processs_own(monkeypatch):
-    monkeypatch.delenv(SUPERVISOR_ENV, raising=False)
-    assert [exit_code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
-    monkeypatch.setenv(SUPERVISOR_ENV, f"{socket.gethostname()} 4711")
-    assert [exit_code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 0]
-    monkeypatch.setenv(SUPERVISOR_ENV, "another-host 4711")
-    assert exit_code_for_launcher(75) == 75
 
 
 def test_a_torn_record_is_no_record(tmp_path):

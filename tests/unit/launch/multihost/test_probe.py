@@ -14,7 +14,6 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, plan
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.plan import MasterEndpoint
 from dstrain.launch.multihost.probe import (
     find_source_diff,
     hash_source_files,
@@ -22,7 +21,7 @@ from dstrain.launch.multihost.probe import (
     iter_version_diffs,
     read_package_versions,
 )
-from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group, write_launch_file
+from dstrain.launch.multihost.worker_group import open_worker_group
 from dstrain.launch.worker import get_workers_dir, remove_launch_files
 
 SCRIPTS = {
@@ -141,57 +140,39 @@ def test_versions_are_told_without_importing_anything_heavy():
     assert len(hash_source_tree()) == 12
 
 
-def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
-    made = launch("here slots=1\n")
-    with open_worker_group(made, tmp_path) as group:
-        assert isinstance(group, MultiHostWorkerGroup)
-        file = get_workers_dir(tmp_path) / "launch-1.json"
-        write_launch_file(made, file, MasterEndpoint("10.0.0.1", 29500), group._clients)
-        assert file.stat().st_mode & 0o777 == 0o600
-        assert json.loads(file.read_text())["arguments"] == ["train"]
-        assert "secret" not in file.read_text()
-
-
 RANK = """
 import json, os, sys
 from pathlib import Path
-from dstrain.launch.multihost import rank_main
-def become(path, command, environment):
-    keep = {name: environment.get(name) for name in ("HF_TOKEN", "DSTRAIN_LAUNCH", "DSTRAIN_HEARTBEAT")}
-    Path(sys.argv[2]).write_text(json.dumps([command[3:], keep]))
-    sys.exit(0)
-os.execve = become
-rank_main.main(sys.argv[1])
+names = ("HF_TOKEN", "RANK", "WORLD_SIZE", "MASTER_PORT", "DSTRAIN_AGENT", "OMP_NUM_THREADS")
+Path(sys.argv[1]).write_text(json.dumps({name: os.environ.get(name) for name in names}))
 """
 
 
-def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatch):
-    """All the way: the launching process, an ssh session, the agent, its socket, the beginning of a rank."""
+def test_a_rank_gets_the_environment_from_its_agent_and_no_file_has_it(launch, tmp_path, monkeypatch):
+    """All the way: the launching process, an ssh session, the agent, a rank."""
     seen = tmp_path / "seen.json"
     monkeypatch.setattr(
-        "dstrain.launch.multihost.worker_group.node_command",
-        lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)],
+        "dstrain.launch.multihost.worker_group.rank_command", lambda arguments: [sys.executable, "-c", RANK, str(seen)]
     )
     with open_worker_group(launch("here slots=1\n"), tmp_path / "run") as group:
         group.start()
         until = time.monotonic() + 20
-        while group.poll_launcher() is None:
+        while group.alive_ranks:
             assert time.monotonic() < until
             group.poll()
             time.sleep(0.02)
-        (file,) = get_workers_dir(tmp_path / "run").glob("launch-*.json")
-        arguments, found = json.loads(seen.read_text())
-        assert (group.poll_launcher(), group.kill()) == (0, [])
-    assert arguments == ["dstrain.cli", "train"]
-    assert (found["HF_TOKEN"], found["DSTRAIN_LAUNCH"]) == ("secret", str(file))
-    assert found["DSTRAIN_HEARTBEAT"].endswith(" 5")
-    assert list(get_workers_dir(tmp_path / "run").glob("launch-*")) == []
+        found = json.loads(seen.read_text())
+        assert (dict(group.exit_codes), group.kill()) == ({0: 0}, [])
+    assert (found["HF_TOKEN"], found["RANK"], found["WORLD_SIZE"], found["DSTRAIN_AGENT"]) == ("secret", "0", "1", "5")
+    assert found["MASTER_PORT"].isdecimal()
+    kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in kept if b"secret" in path.read_bytes()]
 
 
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
     folder = get_workers_dir(tmp_path)
     folder.mkdir()
-    for name in ("launch-0123.json", "hosts-0123", "port-0123", "seen-0123", "rank-00000.json", "status-0123"):
+    for name in ("port-0123", "seen-0123", "rank-00000.json", "status-0123"):
         (folder / name).write_text("{}")
     remove_launch_files(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "status-0123"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,15 +19,13 @@ import pytest
 from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import plan, probe, worker_group
-from dstrain.launch.multihost.agent import Agent
+from dstrain.launch.multihost.agent import Agent, kill_agent
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.plan import MultiHostLaunch
-from dstrain.launch.multihost.rank_main import rank_environment
 from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
-from dstrain.launch.processes import find_processes
+from dstrain.launch.processes import start_time
 from dstrain.launch.worker import get_workers_dir
-from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
@@ -60,12 +59,7 @@ def test_two_names_of_one_machine_are_found(launch, tmp_path):
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
     with open_worker_group(launch("chatty slots=2\n"), tmp_path) as group:
         assert isinstance(group, worker_group.MultiHostWorkerGroup)
-        assert (group.use_cpu, group.poll_launcher(), group.is_alive(), list(group.ranks)) == (
-            True,
-            None,
-            False,
-            [0, 1],
-        )
+        assert (group.use_cpu, group.is_alive(), list(group.ranks)) == (True, False, [0, 1])
         assert group.kill() == []
     assert not list(get_workers_dir(tmp_path).glob("seen-*"))
 
@@ -89,6 +83,15 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     ]  # fmt: skip
 
 
+def start_request(folder: Path, argv: list[str]) -> dict[str, Any]:
+    """The message that starts one rank."""
+    return {
+        "argv": argv, "environment": {"HF_TOKEN": "secret", "OMP_NUM_THREADS": "99", "DS_ACCELERATOR": "cpu"},
+        "run_dir": str(folder), "cwd": "/", "ranks": [1, 2], "slots": [3], "world_size": 2,
+        "master": ["10.0.0.1", 29501], "interface": "eth0",
+    }  # fmt: skip
+
+
 class Started:
     """An agent as a process, and a sleeper that it started."""
 
@@ -97,13 +100,9 @@ class Started:
         command = [sys.executable, "-m", "dstrain.launch.multihost.agent", f"{heartbeat_timeout:g}", NONCE]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.line = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), heartbeat_timeout, NONCE)
-        mark = str(folder / "launch-1.json")
         begin = "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         sleep = f"open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
-        argv = [sys.executable, "-c", begin + sleep, mark]
-        start = {"launch": mark, "run_dir": str(folder), "cwd": "/", "ranks": [0], "argv": argv, "env": {}}
-        start["environment"] = {"HF_TOKEN": "secret"}
-        self.line.send(start=start)
+        self.line.send(start=start_request(folder, [sys.executable, "-c", begin + sleep]))
         until = time.monotonic() + 20
         while not (folder / "pid").exists() or not (folder / "pid").read_text():
             assert time.monotonic() < until
@@ -144,58 +143,76 @@ def test_a_stopped_process_is_ended_too(tmp_path):
     started.process.wait(15)
 
 
-def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from typing import Any
+from dstrain.launch.worker import record_start
+names = ("HF_TOKEN", "RANK", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "DSTRAIN_SUPERVISOR")
+record_start(Path(sys.argv[1]), 1)
+Path(sys.argv[1], "seen.new").write_text(json.dumps({name: os.environ[name] for name in names}))
+os.rename(Path(sys.argv[1], "seen.new"), Path(sys.argv[1], "seen"))
+time.sleep(60)
+"""
+
+
+def test_an_agent_gives_ranks_their_environment_and_reports_their_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     ours, theirs = socket.socketpair()
     agent = Agent(Channel(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
     line = Channel(ours.fileno(), ours.fileno(), 30.0, NONCE)
-    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    get_workers_dir(tmp_path).mkdir()
-    record = {
-        "rank": 1,
-        "pid": rank.pid,
-        "exit": None,
-        "error": None,
-        "host": "host2",
-        "is_out_of_memory": False,
-        "restart": "",
-    }
-    (get_workers_dir(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
-    asked = {"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None, "environment": {}}
-    agent.start_ranks(asked)
+    agent.start_ranks(start_request(tmp_path, [sys.executable, "-c", RANK, str(tmp_path)]))
+    until = time.monotonic() + 20
+    while not (tmp_path / "seen").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    found = json.loads((tmp_path / "seen").read_text())
+    assert found.pop("OMP_NUM_THREADS") != "99"
+    assert found == {
+        "HF_TOKEN": "secret", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0",
+        "DSTRAIN_SUPERVISOR": f"{socket.gethostname()} {os.getpid()}",
+    }  # fmt: skip
     agent.report_changes()
-    assert line.read_messages() == [{"started": [1, None, record]}]
+    assert line.read_messages() == []
     agent.send_signal(signal.SIGTERM)
-    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie: its status is read from that
-    agent.report_changes()
-    agent.report_changes()
-    assert line.read_messages() == [{"ended": [1, -15, record]}]
-    rank.wait()
+    messages: list[Any] = []
+    while not messages:
+        assert time.monotonic() < until
+        agent.report_changes()
+        messages = line.read_messages()
+    (rank, code, record) = messages[0]["ended"]
+    assert (rank, code, record["rank"], record["exit"]) == (1, -15, 1, None)
+    assert agent.kill_all() == []
     for end in (ours, theirs):
         end.close()
 
 
-def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
-    environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}
-    launch = {"environment": environment, "master": ["10.0.0.1", 29501], "heartbeat_timeout": 30.0}
-    here = {
-        "hostname": "host2",
-        "agent": 7,
-        "heartbeat": "dstrain-a",
-        "token": "t",
-        "interface": "eth0",
-        "slots": [1, 3],
-    }
-    found = rank_environment(launch, here, {"RANK": "1"}, "/f")
-    assert {name: found[name] for name in ("HF_TOKEN", "RANK", "DSTRAIN_LAUNCH", "DSTRAIN_SUPERVISOR", "DSTRAIN_HEARTBEAT")} == {
-        "HF_TOKEN": "x", "RANK": "1", "DSTRAIN_LAUNCH": "/f", "DSTRAIN_SUPERVISOR": "host2 7",
-        "DSTRAIN_HEARTBEAT": "dstrain-a 30",
-    }  # fmt: skip
-    assert found["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert found["OMP_NUM_THREADS"] != "99"
-    assert "MASTER_ADDR" not in found
-    launch["environment"]["GLOO_SOCKET_IFNAME"] = "ib0"
-    found = rank_environment(launch, here, {"OMPI_COMM_WORLD_RANK": "1"}, "/f")
-    assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_PORT"], found["CUDA_VISIBLE_DEVICES"]) == ("ib0", "29501", "1,3")
+WATCHER = """
+import os, sys, time
+os.environ |= {"DSTRAIN_AGENT": "0.2", "DSTRAIN_SUPERVISOR": f"{os.uname().nodename} {os.getppid()}"}
+from dstrain.launch.worker import exit_with_parent
+exit_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+
+
+def test_a_rank_whose_agent_is_stopped_ends_itself():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PARENT, WATCHER]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        (rank,) = psutil.Process(parent.pid).children()
+        time.sleep(1.0)
+        assert rank.is_running(), "as long as its agent runs"
+        parent.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while rank.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        parent.send_signal(signal.SIGCONT)
+        assert "has been stopped for 0.6 s" in parent.stderr.read()
 
 
 def test_a_port_stays_reserved_for_rank_0_until_it_listens():
@@ -229,7 +246,12 @@ def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
 
 
 def agent_of(nonce: str) -> psutil.Process:
-    (found,) = find_processes(lambda words, env: worker_group.is_of_launch(words, env, "no launch file", nonce))
+    def words(process: psutil.Process) -> list[str]:
+        with contextlib.suppress(psutil.Error):
+            return process.cmdline()
+        return []
+
+    (found,) = (process for process in psutil.process_iter() if {nonce, plan.AGENT_MODULE} <= {*words(process)})
     return found
 
 
@@ -252,47 +274,25 @@ def over(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path):
+def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path, monkeypatch):
+    sleep = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(worker_group, "rank_command", lambda _: [sys.executable, "-c", sleep, str(tmp_path / "pid")])
     with open_worker_group(launch("here slots=2\n"), tmp_path) as group:
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(group._launch_file)]) as rank:
-            if stopped:
-                rank.send_signal(signal.SIGSTOP)
-            agent = stop_agent(group)
-            assert group.kill() == []
-            assert rank.wait(5) == -signal.SIGKILL
-        assert over(agent)
+        group.start()
+        files, until = [tmp_path / f"pid{rank}" for rank in range(2)], time.monotonic() + 20
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < until
+            group.poll()
+        ranks = [psutil.Process(int(file.read_text())) for file in files]
+        if stopped:
+            ranks[1].suspend()
+        agent = stop_agent(group)
+        assert group.kill() == []
+        assert all(over(process) for process in (agent, *ranks))
     assert group.abort_reason == (
         "here sent no message for 0.5 s (power, network, or a suspended process or machine); rank 0, 1 ran there; "
         "nothing of the launch is left there; start the same command again to resume"
     )
-
-
-def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tmp_path):
-    """It ends whatever this process started since: DeepSpeed's runner, pdsh and what they left."""
-    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
-        group._runner = LocalWorkerGroup(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        group._runner.start()
-        agent = stop_agent(group)
-        group.kill()
-        assert over(agent)
-    assert group.abort_reason.endswith("; nothing of the launch is left there; start the same command again to resume")
-
-
-def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
-    """A login script's own process holds the session open that pdsh waits for."""
-    monkeypatch.setattr("dstrain.launch.multihost.worker_group.RUNNER_EXIT_SECONDS", 0.3)
-    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
-        group._runner = LocalWorkerGroup(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        group._runner.start()
-        began = time.monotonic()
-        while time.monotonic() - began < 0.5:
-            assert group.poll_launcher() is None
-        group.exit_codes[0] = 0
-        assert group.poll_launcher() is None
-        time.sleep(0.4)
-        assert group.poll_launcher() == 1
-        assert group.kill() == []
-        assert not group.is_alive()
 
 
 @contextlib.contextmanager
@@ -357,9 +357,10 @@ def test_the_reason_another_launch_left_stays_as_it_is(launch, tmp_path):
         assert group.abort_reason == "another launch took the folder"
 
 
-def test_only_exact_words_of_an_agents_command_line_count():
-    nonce = "0a1b2c3d4e5f6071"
-    agent = ["python", "-m", worker_group.AGENT_MODULE, "20", nonce]
-    assert worker_group.is_of_launch(agent, dict, "/run/launch", nonce)
-    for words in (["sleep", "60", nonce], [*agent[:-1], f"{nonce}0"], ["sh", "-c", " ".join(agent)]):
-        assert not worker_group.is_of_launch(words, dict, "/run/launch", nonce)
+def test_the_end_of_a_killed_agents_number_is_none_of_a_later_process(capfd):
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        assert kill_agent(other.pid, "1", NONCE) == 0
+        assert other.poll() is None
+        assert kill_agent(other.pid, start_time(other.pid), NONCE) == 0
+        assert other.wait(5) == -signal.SIGKILL
+    assert capfd.readouterr().out.count(f"{NONCE} ended: 0 left") == 2

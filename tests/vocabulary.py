@@ -76,3 +76,16 @@ def run_dstrain(*words: Any) -> str:
     done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def find_processes(folder: Path) -> list[Any]:
+    """Return the processes whose command line names the folder: what a launch left behind."""
+    import psutil
+
+    def words(process: Any) -> str:
+        try:
+            return " ".join(process.cmdline())
+        except psutil.Error:
+            return ""
+
+    return [process for process in psutil.process_iter() if str(folder) in words(process)]

@@ -30,6 +30,8 @@ from dstrain.launch.worker import (
     set_parent_death_signal,
 )
 
+_REAP_SECONDS = 5.0
+
 
 class WorkerGroup(Protocol):
     """Ranks of a launch, on one host or several."""
@@ -203,7 +205,12 @@ class LocalWorkerGroup:
         if not self._children:
             return []
         remaining = kill_descendants(self._excluded_pids, [child.pid for child in self._children.values()])
-        self.poll()  # which reaps the ranks
+        for child in self._children.values():
+            if child.pid not in remaining:
+                # Its main thread has ended; others of a killed process may take a moment more.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_REAP_SECONDS)
+        self.poll()
         return [str(pid) for pid in remaining]
 
     def wait_for_event(self, timeout: float, extra_fds: Collection[int] = ()) -> None:

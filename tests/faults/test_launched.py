@@ -10,12 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dstrain.tasks import find_task
 from dstrain.train.state.manifest import find_checkpoints
-from tests.vocabulary import read_jsonl, write_recipe
+from tests.vocabulary import find_processes, read_jsonl, write_recipe
 from tests.workers import ROOT
 
 AT_THE_SHARD_OF_STEP_3 = """
@@ -66,7 +65,7 @@ def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
     assert [
         info.step for info in find_checkpoints(tmp_path / "run/checkpoints", check_hashes=True) if info.is_complete
     ] == [2, 1]
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
+    assert not find_processes(tmp_path), "a process is left"
 
 
 HANG_IN_STEP_3 = """
@@ -101,7 +100,7 @@ def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) ->
     assert "hang_here" in (tmp_path / "run/logs/stacks/rank-00001.txt").read_text()
     events = read_jsonl(tmp_path / "run/events.jsonl")
     assert [(event["step"], event["ranks"]) for event in events if event["event"] == "stalled"] == [(3, [1])]
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
+    assert not find_processes(tmp_path), "a process is left"
 
 
 @pytest.mark.slow
@@ -125,10 +124,3 @@ def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_mor
     events = read_jsonl(run / "events.jsonl")
     told = [(event["event"], event["step"], event["signal"]) for event in events if event["event"].startswith("stop")]
     assert told == [("stopping", step, "SIGHUP"), ("stopped", step, "SIGHUP")]
-
-
-def _words(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,9 @@ def test_where_one_rank_cannot_write_all_ranks_stop(
         WorkerError, match=r"writing step-00000004 failed on 1 of 2 ranks \(rank 1: OSError: .*No space"
     ):
         two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, full=True)
-    # The other rank may report its failure before this one has removed what it wrote.
-    deadline = time.monotonic() + 30
-    while len([*(tmp_path / "run/checkpoints").iterdir()]) > 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+    # A rank that is ended before it has removed what it wrote leaves a partial folder, which the next save removes.
+    names = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert [name for name in names if not name.endswith(".partial")] == ["step-00000002"]
 
 
 def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:

@@ -136,8 +136,10 @@ def test_a_file_system_that_flushes_no_folder_is_accepted(
 
 def test_a_disk_that_fails_to_flush_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.os, "fsync", raising(OSError(errno.EIO, "broken")))
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="broken"):
         sync_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:

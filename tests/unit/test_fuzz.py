@@ -102,14 +102,14 @@ VARIABLES = (
         "SLURM_STEP_ID",
         "SLURM_PROCID",
     ),
-    *(
+    *[
         "SLURM_LOCALID",
         "SLURM_NTASKS",
         "SLURM_STEP_NODELIST",
         "SLURM_JOB_ID",
         "SLURM_NODEID",
         "SLURM_STEP_TASKS_PER_NODE",
-    ),
+    ],
 )
 
 
@@ -145,14 +145,14 @@ def test_any_list_of_gpus_size_and_variable_file_is_read_or_refused(count: int, 
 
 SIZE = st.integers(-2, 10**20) | st.floats() | st.none() | TEXT | st.booleans() | st.lists(st.integers(), max_size=2)
 KEYS = (
-    *(
+    *[
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
-    ),
+    ],
     *("vocab_size", "tie_word_embeddings", "n_layer", "vision_config", "text_config", "attention_bias", "image_size"),
     *("sliding_window", "layer_types", "architectures", "auto_map", "quantization_config", "max_position_embeddings"),
 )

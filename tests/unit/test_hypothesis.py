@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,7 +187,9 @@ def test_any_record_is_a_preference_or_bad(record: dict[str, Any]) -> None:
 @MANY
 @given(DIALOG | st.text())
 def test_a_dialog_that_is_read_and_written_is_the_same(text: str) -> None:
-    assert "".join(turn.prefix + turn.text for turn in parse_transcript(text)) == text
+    turns = parse_transcript(text)
+    assert "".join(turn.prefix + turn.text for turn in turns) == text
+    assert all(left.role != right.role for left, right in pairwise(turns))
 
 
 def read_all(path: Path) -> str:

@@ -29,35 +29,26 @@ def listening_addresses(port: int) -> set[str]:
     return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
 
 
-@pytest.mark.parametrize("with_port_file", [True, False])
+@pytest.mark.parametrize(
+    ("master", "address", "with_port_file"),
+    [("localhost", "127.0.0.1", True), ("localhost", "127.0.0.1", False), ("::1", "::1", False)],
+)
 def test_the_store_listens_on_one_address_alone(
-    with_port_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    master: str, address: str, with_port_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+            free.bind((address, 0))
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": master, "MASTER_PORT": str(port)}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     place = tmp_path / "port" if with_port_file else None
     store, messages = rendezvous_over_store(timedelta(seconds=20), "{}", place)
     assert messages == ["{}"]
-    assert listening_addresses(store.port) == {"127.0.0.1"}
-
-
-def test_the_store_listens_on_an_ipv6_master_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        with socket.socket(socket.AF_INET6) as free:
-            free.bind(("::1", 0))
-            port = free.getsockname()[1]
-    except OSError:
-        pytest.skip("this host has no IPv6 loopback")
-    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    store, messages = rendezvous_over_store(timedelta(seconds=20), "{}")
-    assert messages == ["{}"]
-    assert listening_addresses(store.port) == {"::1"}
+    assert listening_addresses(store.port) == {address}
 
 
 def test_a_master_address_that_leads_to_the_loopback_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

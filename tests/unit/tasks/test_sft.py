@@ -114,6 +114,22 @@ def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytes
     assert sum(kept.values()) < 1.5 * logits.untyped_storage().nbytes()
 
 
+def test_scoring_in_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = torch.randn(3, 16, 50), torch.randint(50, (3, 16))
+    learnt = torch.randint(2, (3, 16))
+    found = []
+    for size in (2**20, 4 * 50 * 5):
+        monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", size)
+        own = logits.clone().requires_grad_()
+        log_probs, right = forward.score_tokens(own, targets, learnt)
+        total = log_probs.sum()
+        total.backward()
+        found.append((float(total.detach()), int(right.sum()), own.grad))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == found[1][1]
+    assert torch.allclose(found[0][2], found[1][2])
+
+
 def test_preferences_teach_their_chosen_answers(tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     find_task("rm").tiny(tmp_path / "pairs")

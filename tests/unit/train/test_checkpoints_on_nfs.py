@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from dstrain.errors import CheckpointError
-from dstrain.files import sync_folder
 from dstrain.train.checkpoints import read_best_name, remove_checkpoint, select_checkpoint
 from dstrain.train.setup.run_dir import replace_folder
 from tests.unit.train.test_checkpoints import save, solo, steps
@@ -43,32 +41,6 @@ def test_without_symbolic_links_best_is_a_file_that_names_the_checkpoint(
     before = (folder / "best").stat().st_mtime_ns
     save(solo(folder, keep=2), 6, metric=0.2)
     assert (folder / "best").stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
-def test_a_file_system_that_cannot_sync_folders_is_saved_to(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = os.fsync
-
-    def files_only(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(code, os.strerror(code))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", files_only)
-    save(solo(tmp_path), 1)
-    assert steps(tmp_path) == [1]
-
-
-def test_a_disk_that_fails_to_sync_a_folder_is_said_and_leaves_no_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="Input/output error"):
-        sync_folder(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture

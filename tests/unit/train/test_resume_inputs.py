@@ -348,13 +348,8 @@ def test_resume_never_moves_the_earlier_run_to_a_folder_of_its_own(tmp_path: Pat
     for number in (1, 2):
         archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
         moved = tmp_path / f"run/previous-{number}"
-        assert {path.name for path in moved.iterdir()} == {
-            "checkpoints",
-            "recipe.yaml",
-            "ds_config.json",
-            "environment.json",
-            "tokenizer",
-        }
+        there = {path.name for path in moved.iterdir()}
+        assert there == {"checkpoints", "recipe.yaml", "ds_config.json", "environment.json", "tokenizer"}
         assert {path.name for path in (tmp_path / "run").iterdir()} == {
             "logs",
             *(f"previous-{n + 1}" for n in range(number)),

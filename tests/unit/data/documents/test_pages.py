@@ -147,6 +147,12 @@ def test_only_so_much_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "text.json").read_text()) == ["the lease", "the rent ", "pe", "", ""]
 
 
+def test_a_full_disk_is_not_the_documents_fault(tmp_path: Path) -> None:
+    path = write_pdf(tmp_path / "a.pdf")
+    with pytest.raises(DataError, match=r"cannot be written into the cache.*set DSTRAIN_CACHE to another"):
+        pages.render_page(path, tmp_path / "gone" / "1.png", 1, 144)
+
+
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = write_pdf(tmp_path / "a.pdf"), builtins.__import__
 

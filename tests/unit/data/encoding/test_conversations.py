@@ -281,26 +281,11 @@ def test_a_slow_tokenizer_gives_the_same(name: str, chat: Any, tokenizer: Any) -
 
 
 LETTERS = [
-    "a",
-    "Fox",
     " ",
     "\n",
     "\n\n",
     "  ",
-    "é",
-    "狐",
-    "🦊",
-    "<",
-    ">",
-    "/",
-    "|",
-    "{{",
-    "%}",
-    ":",
-    "Human",
-    "</",
-    "0",
-    "_",
+    *["a", "Fox", "é", "狐", "🦊", "<", ">", "/", "|", "{{", "%}", ":", "Human", "</", "0", "_"],
 ]
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from dstrain.data.encoding.rendering import messages_to_transcript
 from dstrain.data.formats.messages import (
     common_word_prefix_length,
     is_transcript,
-    parse_transcript,
 )
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
@@ -22,13 +20,6 @@ from tests.vocabulary import message as said
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
 QUESTION = {"role": "user", "content": "2+2?"}
-
-
-@given(st.lists(PIECES, max_size=20).map("".join))
-def test_parsing_a_dialog_loses_nothing(text):
-    turns = parse_transcript(text)
-    assert "".join(turn.prefix + turn.text for turn in turns) == text
-    assert all(left.role != right.role for left, right in pairwise(turns))
 
 
 @given(

@@ -22,7 +22,7 @@ from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.data.vision.image_io import read_content, read_image
 from dstrain.errors import DataError, RecipeError
-from dstrain.files import display_path, open_regular_file
+from dstrain.files import open_regular_file
 
 RECORD = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A thing."}]}
 
@@ -43,14 +43,6 @@ def test_a_loop_of_links_as_an_image_is_a_bad_record(tmp_path: Path, monkeypatch
     assert said.exit_code == 2
     assert "d.jsonl:1: " in said.output
     assert "Too many levels" in said.output
-
-
-def test_every_path_has_a_name_for_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert display_path(loop(tmp_path, "a")) in ("a", "other")
-    assert display_path(Path("a\0b")) == "a\0b"
-    assert display_path(tmp_path / "sub/x") == "sub/x"
-    assert display_path(Path("/etc/hosts")) == "/etc/hosts"
 
 
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero", "/dev/null", "/proc/kmsg", "/proc/self/mem", "empty.png"])

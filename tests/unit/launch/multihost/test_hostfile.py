@@ -23,8 +23,9 @@ def test_all_faults_of_a_hostfile_come_at_once_with_their_lines():
             "host1 slots=2\nhost1 slots=4\nhost2\nhost3 slots=0\n-oProxyCommand=x slots=1\na;b slots=1\n", "F"
         )
     assert [fault.where for fault in caught.value.faults] == ["F:2", "F:3", "F:4", "F:5", "F:6"]
-    assert "named twice (F:1)" in str(caught.value)
-    with pytest.raises(UsageError, match="names no host"):
+    assert "host1 is named twice (F:1); give it one line" in str(caught.value)
+    assert "'-oProxyCommand=x' is not a host name" in str(caught.value)
+    with pytest.raises(UsageError, match="names no host; write one line per host"):
         parse_hostfile("# nothing\n", "F")
 
 
@@ -56,11 +57,11 @@ def test_options_choose_from_the_hosts_in_the_files_order(options, left):
     [
         ({"include": "host4"}, "host4 is not in the hostfile; did you mean"),
         ({"include": "host1:9"}, "host1 has no slot 9; F:4 gives it 0 to 7"),
-        ({"include": "host1:a"}, "'a' is not a list of slots"),
-        ({"exclude": "host1@host2@host3"}, "leaves no slot"),
-        ({"include": "host1", "exclude": "host2"}, "are both set"),
+        ({"include": "host1:a"}, "'a' is not a list of slots; write"),
+        ({"exclude": "host1@host2@host3"}, "leaves no slot to run on; leave"),
+        ({"include": "host1", "exclude": "host2"}, "are both set; give only one"),
         ({"include": "host1", "num_nodes": 1}, "cannot be combined with"),
-        ({"num_nodes": 4}, "the hostfile names 3 hosts"),
+        ({"num_nodes": 4}, "the hostfile names 3 hosts; give 1 to 3"),
         ({"num_gpus": 3}, r"host3 has 2 slots \(F:5\)"),
         ({"num_gpus": 0}, "ask for 1 to 4"),
     ],

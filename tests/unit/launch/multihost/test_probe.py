@@ -6,12 +6,10 @@ import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dstrain import __version__
-from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, plan
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.probe import (
@@ -23,6 +21,7 @@ from dstrain.launch.multihost.probe import (
 )
 from dstrain.launch.multihost.worker_group import open_worker_group
 from dstrain.launch.worker import get_workers_dir, remove_launch_files
+from tests.unit.launch.multihost.test_worker_group import faults
 
 SCRIPTS = {
     "no line break": "printf hello",
@@ -39,12 +38,6 @@ SCRIPTS = {
 }
 
 
-def refused(launch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, open_worker_group(launch, run_dir):
-        pass
-    return str(caught.value).splitlines()
-
-
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tmp_path):
     login_script.write_text(f"{script}\n")
@@ -56,7 +49,7 @@ def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tm
 @pytest.mark.parametrize("script", ["exit 1", "echo over >&2; exec false", "echo over >&2; kill -9 $$"])
 def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_script, tmp_path):
     login_script.write_text(f"{script}\n")
-    (said,) = refused(launch("login slots=2\n"), tmp_path)
+    (said,) = faults(launch("login slots=2\n"), tmp_path)
     code, why = ("-9", "over") if "kill" in script else ("1", "no message" if script == "exit 1" else "over")
     assert said == (
         f"F:1 login: its login shell or its agent ended with code {code} before it answered ({why}); "
@@ -67,13 +60,13 @@ def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_scrip
 def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_path, monkeypatch):
     monkeypatch.setattr(agent_client, "REQUEST_TIMEOUT_SECONDS", 1.5)
     login_script.write_text("while :; do echo y; done\n")
-    (said,) = refused(launch("login slots=2\n"), tmp_path)
+    (said,) = faults(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
     assert "`ssh login true` must end within that time without a prompt" in said
 
 
 def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
-    said = refused(launch("denied slots=1\nmute slots=1\n"), tmp_path)
+    said = faults(launch("denied slots=1\nmute slots=1\n"), tmp_path)
     assert "denied: cannot be reached by ssh (me@denied: Permission denied (publickey).)" in said[0]
     assert "the network (also its MTU)" in said[0]
     assert "mute: its agent was ended there (ssh ended with code 255 without a message); see `dmesg` there" in said[1]
@@ -84,7 +77,7 @@ def test_an_agent_that_ends_after_its_answer_is_no_fault_of_ssh(launch, tmp_path
         agent_client.request(clients, lambda client: {"end": client.nonce}, "never")
 
     monkeypatch.setattr("dstrain.launch.multihost.worker_group.choose_master", end_agent)
-    (said,) = refused(launch("cut slots=1\n"), tmp_path)
+    (said,) = faults(launch("cut slots=1\n"), tmp_path)
     assert said.startswith(
         "F:1 cut: its agent was ended there (Connection to cut closed by remote host.); see `dmesg` there"
     )

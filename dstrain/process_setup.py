@@ -1,4 +1,4 @@
-"""State of the process: closed streams, output encoding, ignored SIGCHLD, freed memory, notices of slow work."""
+"""State of the process: closed streams, output encoding, ignored SIGCHLD, open files, freed memory, slow work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import os
+import resource
 import select
 import signal
 import sys
@@ -19,15 +20,30 @@ NEVER_MAP = (-4, 0)
 NEVER_TRIM = (-1, -1)
 """M_TRIM_THRESHOLD of malloc.h: free memory at the end of the heap stays; -1 is the largest threshold."""
 
+MAX_OPEN_FILES = 65536
 SLOW_SECONDS = 2.0
 """Time after which work is announced."""
 
 
 def prepare_process() -> None:
-    """Repair streams and signals that a command relies on. Call it first."""
+    """Repair streams, signals and limits that a command relies on. Call it first."""
+    raise_open_files_limit()
     open_closed_streams()
     escape_unsupported_characters()
     reset_sigchld()
+
+
+def raise_open_files_limit() -> None:
+    """Allow as many open files as the hard limit does, up to MAX_OPEN_FILES.
+
+    The usual soft limit of 1024 is too low for a launch on 500 hosts, with two pipes each, and for gloo, which has a
+    connection to every other rank in each group.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox that forbids it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_closed_streams() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,15 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
 
 
 def get_run_dir(request: TrainRequest, name: str) -> Path:
-    """Return --run-dir or runs/NAME: the same for the same command, so that it resumes."""
+    """Return --run-dir or runs/NAME: the same for the same command, so that it resumes.
+
+    Raises UsageError for a URL, which would become a local folder of that name.
+    """
+    if request.run_dir is not None and (scheme := re.match(r"[A-Za-z][\w+.-]+:/", str(request.run_dir))):
+        raise UsageError(
+            f"--run-dir {request.run_dir}: {scheme[0]}… is no folder of this machine; mount it and give the path, or "
+            "give a local folder and copy it afterwards"
+        )
     # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder
     # is created.
     return Path(os.path.realpath((request.run_dir or Path("runs") / name).expanduser()))

@@ -184,6 +184,7 @@ OPTIONS: dict[str, Wrong] = {
     "processes without end": Wrong(train("--num-gpus", "99999999999999999999"), r"'--num-gpus'.*not in the range x<=100000"),
     "a port below 0": Wrong(train("--num-gpus", "2", "--master-port", "-5"), r"--master-port.*-5"),
     "no allocation": Wrong(train("--launcher", "slurm"), r"(?i)slurm.*; "),
+    "a run folder in an object store": Wrong(train("--run-dir", "s3://bucket/run"), r"--run-dir s3:/bucket/run: s3:/… is no folder"),
     "an option misspelt": Wrong(train("--dryrun"), r"No such option '?--dryrun'?.*--dry-run"),
     "a command misspelt": Wrong(["trian"], r"No such command 'trian'\. Did you mean 'train'\?"),
     "a run folder with NUL": Wrong(["train", "recipe.yaml", "--run-dir", "a\0b"], r"a path holds a NUL character; remove it"),

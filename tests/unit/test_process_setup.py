@@ -149,3 +149,13 @@ def test_a_c_library_without_the_setting_is_told(monkeypatch: pytest.MonkeyPatch
 def test_a_message_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     log_stderr("hello")
     assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_command_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    script = (
+        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (100, 300))\n"
+        "from dstrain.process_setup import prepare_process; prepare_process()\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "300\n"

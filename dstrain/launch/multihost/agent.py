@@ -29,6 +29,7 @@ from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_
 from dstrain.launch.processes import kill_processes, process_state, start_time
 from dstrain.launch.spawn import LocalWorkerGroup, RankSpec, wait_readable
 from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, read_rank_record, set_child_subreaper
+from dstrain.process_setup import raise_open_files_limit
 
 _POLL_SECONDS = 0.1
 
@@ -127,6 +128,7 @@ def main() -> int:
     """Serve the channel on stdin and stdout; what anything else prints goes to stderr."""
     with contextlib.suppress(PermissionError):  # it leads a session, and so a group
         os.setpgid(0, 0)
+    raise_open_files_limit()
     write_fd = os.dup(1)
     os.dup2(2, 1)
     # Orphans of the ranks become its children, where they are found and killed.

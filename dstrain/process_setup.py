@@ -80,6 +80,11 @@ def discard_closed_output() -> bool:
     return bool(closed)
 
 
+def count_available_cores() -> int:
+    """Return the number of CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next allocation; return False where it has no such setting.
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from dstrain.files import get_host_id
 from dstrain.launch.heartbeat import HEARTBEAT_ENV, fetch_environment
-from dstrain.launch.processes import count_available_cores, thread_environment
+from dstrain.launch.processes import thread_environment
 from dstrain.launch.worker import LAUNCH_FILE_ENV, SUPERVISOR_ENV
+from dstrain.process_setup import count_available_cores
 
 
 def main(launch_file: str) -> None:

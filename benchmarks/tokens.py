@@ -24,7 +24,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenStore
-from dstrain.launch.processes import count_available_cores
+from dstrain.process_setup import count_available_cores
 from dstrain.tasks import make_task
 from tests.chat_templates import TEMPLATES
 

@@ -24,6 +24,11 @@ MAX_OPEN_FILES = 65536
 SLOW_SECONDS = 2.0
 """Time after which work is announced."""
 
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Loaded at import: a child between fork and exec must not import.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
 
 def prepare_process() -> None:
     """Repair streams, signals and limits that a command relies on. Call it first."""
@@ -94,6 +99,23 @@ def discard_closed_output() -> bool:
         os.dup2(null, descriptor)
         os.close(null)
     return bool(closed)
+
+
+def count_available_cores() -> int:
+    """Return the number of CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_parent_death_signal() -> None:
+    """Ask the kernel to SIGKILL this process when the thread that started it ends. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def set_child_subreaper(enabled: bool) -> None:
+    """Make this process, instead of init, the parent of orphaned descendants. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
 def keep_freed_memory() -> bool:

@@ -22,7 +22,7 @@ from dstrain.batch import Batch
 from dstrain.cache import file_digest
 from dstrain.config.schema import RunConfig
 from dstrain.data.dataset import Dataset
-from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.prepare import ExampleSettings, prepare
 from dstrain.data.records import BadRecord, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource

@@ -16,7 +16,7 @@ from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
 from dstrain.errors import TaskError
-from dstrain.launch.processes import count_available_cores
+from dstrain.process_setup import count_available_cores
 from dstrain.tasks import make_task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.text import TextTask

@@ -30,10 +30,10 @@ from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, PeerFailureError, SelftestError, UsageError
 from dstrain.files import atomic_write
 from dstrain.launch.command import check_loopback, free_port
-from dstrain.launch.processes import count_available_cores
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.preset import Device, preset_names, read_preset
+from dstrain.process_setup import count_available_cores
 from dstrain.report.run_log import read_rows
 from dstrain.units import format_bytes
 

@@ -280,7 +280,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     from dstrain.models.meta_init import weights_loaded_later
     from dstrain.models.params import is_zero3, zero3_init
     from dstrain.train.build_model import build_model, build_model_without_init
-    from dstrain.train.state.load import load_weights
+    from dstrain.train.state.engine_state import load_weights
 
     task, info = saved.task, saved.checkpoint
     adapted = info is not None and task.recipe.model.lora is not None

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import psutil
 
 from dstrain.errors import UsageError
-from dstrain.launch.processes import count_available_cores, thread_environment
+from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
+from dstrain.process_setup import count_available_cores
 
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
 """Path of a file in which rank 0 announces the port it listens on to the other ranks of its

@@ -96,11 +96,6 @@ def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], 
         time.sleep(0.02)
 
 
-def count_available_cores() -> int:
-    """Return the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads_per_process(local_world_size: int, cores: int) -> int:
     """Return an equal share of the cores.
 

@@ -21,14 +21,8 @@ from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
 from dstrain.launch.processes import descendants, kill_descendants
-from dstrain.launch.worker import (
-    LAUNCH_ID_ENV,
-    SUPERVISOR_ENV,
-    RankRecord,
-    get_workers_dir,
-    read_rank_record,
-    set_parent_death_signal,
-)
+from dstrain.launch.worker import LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, get_workers_dir, read_rank_record
+from dstrain.process_setup import set_parent_death_signal
 
 _REAP_SECONDS = 5.0
 

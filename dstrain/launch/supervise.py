@@ -21,9 +21,8 @@ from dstrain.launch.worker import (
     finish_log_copy,
     log_path,
     print_error,
-    set_child_subreaper,
 )
-from dstrain.process_setup import log_stderr
+from dstrain.process_setup import log_stderr, set_child_subreaper
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of them asks a worker to write a checkpoint and stop."""

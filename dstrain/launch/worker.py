@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -27,7 +26,7 @@ from dstrain.errors import (
 )
 from dstrain.files import atomic_write, read_limited
 from dstrain.launch.processes import process_state
-from dstrain.process_setup import log_stderr
+from dstrain.process_setup import log_stderr, set_parent_death_signal
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of the parent of this launch's ranks on this host: the `dstrain` command, or its agent."""
@@ -45,11 +44,6 @@ _PRINT_TIMEOUT_SECONDS = 2.0
 DUPLICATE_SIGNAL_SECONDS = 0.5
 """A signal repeated within this time counts once: `timeout` and batch systems signal a process and
 its group."""
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-# Loaded at import: a child between fork and exec must not import.
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 TRACEBACK_HINT = "; the full traceback is in "
 """Words before the path of the log in the message of an unexpected error."""
@@ -195,18 +189,6 @@ def remove_launch_files(run_dir: Path) -> None:
     for pattern in ("port-*", "seen-*"):
         for path in get_workers_dir(run_dir).glob(pattern):
             path.unlink(missing_ok=True)
-
-
-def set_parent_death_signal() -> None:
-    """Ask the kernel to SIGKILL this process when the thread that started it ends. Linux only."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def set_child_subreaper(enabled: bool) -> None:
-    """Make this process, instead of init, the parent of orphaned descendants. Linux only."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
 def exit_with_parent() -> None:

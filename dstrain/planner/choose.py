@@ -11,13 +11,13 @@ from typing import Any
 
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault, PresetError, UsageError
-from dstrain.launch.processes import count_available_cores
 from dstrain.launch.topology import gpus_support_bf16, visible_gpus
 from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import hub_name, named_config, read_shape
 from dstrain.planner.workload import Cluster, ModelShape, TaskProperties, detect_gpu_bytes, parse_bytes, read_properties
 from dstrain.preset import read_preset
+from dstrain.process_setup import count_available_cores
 from dstrain.tasks import fill_learning_rate, find_task
 from dstrain.tasks.common.text import TextTask
 from dstrain.units import format_bytes

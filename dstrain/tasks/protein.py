@@ -183,7 +183,7 @@ class Protein(RecordTask):
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         import torch
 
-        from dstrain.data.loading.collate import pad
+        from dstrain.data.loading.rows import pad
 
         in_run = [None] * len(examples) if positions is None else positions
         hidden = [self.hide(example, position) for example, position in zip(examples, in_run, strict=True)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.loading.rows import PackedRows, PaddedRows
 
 SCORE_POSITIONS = "score_positions"
 """Tensor of a packed batch, (2B,): the index in the row of the token whose hidden state gives an answer's score."""

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 
 from dstrain.batch import Batch
 from dstrain.data.encoding.conversations import EncodedPrompt, stop_token_ids
-from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.series import stack_patches
 from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_io import read_image

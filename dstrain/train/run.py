@@ -26,7 +26,7 @@ from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.memory.monitor import MemoryMonitor
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.saver import CheckpointSaver
-from dstrain.train.state.load import open_checkpoint
+from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.manifest import CheckpointInfo
 
 

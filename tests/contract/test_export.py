@@ -249,7 +249,7 @@ def test_what_was_loaded_is_compared_too(
 def test_a_model_that_is_not_the_checkpoint_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrain.train.state import load as restore
+    from dstrain.train.state import engine_state as restore
 
     fill = restore._load_unsharded
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dstrain.batch import Batch
-from dstrain.data.loading.collate import pad
+from dstrain.data.loading.rows import pad
 from dstrain.tasks import Loss, Split, Task
 
 

@@ -39,7 +39,7 @@ from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.resume import ResumeOptions, decide_start
 from dstrain.train.saver import CheckpointSaver
 from dstrain.train.setup.build_run import prepare_start
-from dstrain.train.state.load import open_checkpoint
+from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.kill_points import Points
 from tests.vocabulary import read_jsonl

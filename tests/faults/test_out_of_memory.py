@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dstrain.launch.exit_code import compute_outcome
 from safetensors.numpy import load_file
 
 from dstrain.launch.command import free_port
+from dstrain.launch.supervise import compute_outcome
 from dstrain.launch.worker import read_rank_records
 from dstrain.tasks import find_task
 from tests.forked import fork
@@ -115,7 +115,7 @@ def train_as_ranks(folder: Path, limit: str) -> tuple[list[int], str]:
     finally:
         for rank in ranks:
             rank.kill()
-    outcome = compute_outcome(read_rank_records(folder / "run"), dict(enumerate(codes)), 1, range(2))
+    outcome = compute_outcome(read_rank_records(folder / "run"), dict(enumerate(codes)), range(2))
     assert outcome.code == 1
     return codes, f"{(folder / 'said.txt').read_text()}\n{outcome.message}\n"
 

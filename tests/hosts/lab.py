@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from dstrain.launch.worker import set_parent_death_signal
+from dstrain.process_setup import set_parent_death_signal
 from dstrain.train.setup.plan import get_extensions_dir
 from tests.workers import ROOT
 

@@ -28,8 +28,8 @@ from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.files import CheckpointReader
-from dstrain.train.state.load import open_checkpoint
 from tests.parity.cases import world
 from tests.save_and_load import go_on, keep
 

@@ -28,8 +28,8 @@ from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
 from dstrain.launch.processes import kill_processes, process_state, start_time
 from dstrain.launch.spawn import LocalWorkerGroup, RankSpec, wait_readable
-from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, read_rank_record, set_child_subreaper
-from dstrain.process_setup import raise_open_files_limit
+from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, read_rank_record
+from dstrain.process_setup import raise_open_files_limit, set_child_subreaper
 
 _POLL_SECONDS = 0.1
 

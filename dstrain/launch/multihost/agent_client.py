@@ -15,7 +15,7 @@ from dstrain.errors import Fault, UsageError, one_line
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import Host
 from dstrain.launch.spawn import wait_readable
-from dstrain.launch.worker import set_parent_death_signal
+from dstrain.process_setup import set_parent_death_signal
 
 REQUEST_TIMEOUT_SECONDS = 60.0
 """Limit for a host to answer before the launch: Python may be on a slow disk."""

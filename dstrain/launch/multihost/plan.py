@@ -30,11 +30,10 @@ from dstrain.launch.command import (
 from dstrain.launch.multihost.agent_client import AgentClient, request
 from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
 from dstrain.launch.multihost.probe import find_route_interface, find_source_diff, hash_source_files, iter_version_diffs
-from dstrain.launch.processes import count_available_cores
 from dstrain.launch.spawn import rank_command
 from dstrain.launch.topology import count_gpus, is_cpu_requested
 from dstrain.launch.worker import AGENT_ENV, SUPERVISOR_ENV, get_workers_dir
-from dstrain.process_setup import log_stderr
+from dstrain.process_setup import count_available_cores, log_stderr
 
 DEFAULT_MASTER_PORT = 29500
 """Rendezvous port with --no-ssh, if --master-port is not given."""

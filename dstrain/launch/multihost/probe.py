@@ -18,8 +18,9 @@ import psutil
 import dstrain
 from dstrain.files import get_host_id
 from dstrain.launch.command import find_port_fault
-from dstrain.launch.processes import count_available_cores, start_time
+from dstrain.launch.processes import start_time
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
+from dstrain.process_setup import count_available_cores
 from dstrain.resources import find_resource_dir
 
 # Versions are read from the packages' metadata, since importing torch takes seconds.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.batch import Batch
-from dstrain.data.loading.collate import loss_positions
+from dstrain.data.loading.rows import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs

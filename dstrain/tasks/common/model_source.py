@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.launch.processes import count_available_cores
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_folder
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
@@ -25,6 +24,7 @@ from dstrain.models.processors import (
     read_processor,
     sync_config_with_processor,
 )
+from dstrain.process_setup import count_available_cores
 
 if TYPE_CHECKING:
     import torch

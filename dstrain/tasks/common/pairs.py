@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.data.encoding.rendering import PlaceholderExpansion
-    from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.loading.rows import PackedRows, PaddedRows
     from dstrain.data.records import EncodeResult
 
 

@@ -24,8 +24,7 @@ from dstrain.data.records import Encode, EncodeResult, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
 from dstrain.data.vision.processor import VisionProcessor
-from dstrain.launch.processes import count_available_cores
-from dstrain.launch.worker import set_parent_death_signal
+from dstrain.process_setup import count_available_cores, set_parent_death_signal
 from dstrain.tasks.common.registry import digest_task_files, find_task
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from dstrain.data.encoding.rendering import PlaceholderExpansion
-    from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.loading.rows import PackedRows, PaddedRows
     from dstrain.data.prepare import ExampleSettings
     from dstrain.data.records import EncodeResult
     from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
@@ -332,7 +332,7 @@ class TextTask(RecordTask):
 
         Sequences after those of the pairs are packed on their own.
         """
-        from dstrain.data.loading.collate import PaddedRows, pack_rows
+        from dstrain.data.loading.rows import PaddedRows, pack_rows
 
         if not self.packing.is_packed:
             return PaddedRows(sequences, self.tokenizer.pad_token_id)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.loading.rows import PackedRows, PaddedRows
     from dstrain.data.token_store import TokenizedDataset
 
 
@@ -286,7 +286,7 @@ class SafePairTask(PairTask, ReferenceTask):
         return images * repeats + corrupt_images(images, examples, self.safety, self.recipe.seed)
 
     def output_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
-        from dstrain.data.loading.collate import answer_masks
+        from dstrain.data.loading.rows import answer_masks
 
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.
         online = self.reward_models if self.packing.is_packed and not self.has_cached_scores else ()

@@ -22,7 +22,7 @@ from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficie
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import FrozenModel, Loss, LossInputs
-from dstrain.train.state.load import StoredModel
+from dstrain.train.state.engine_state import StoredModel
 
 MAX_SAMPLES = 16
 """Sample ids that an error lists."""

@@ -29,9 +29,9 @@ from dstrain.train.engine.module import (
     with_step_stats,
 )
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.state.engine_state import iter_state, load_state
 from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
 from dstrain.train.state.layout import StateSlice
-from dstrain.train.state.load import iter_state, load_state
 
 
 class TorchEngine:

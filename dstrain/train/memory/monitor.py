@@ -31,7 +31,7 @@ from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
 from dstrain.train.engine.module import OPTIMIZER_UPDATE, free_cached_memory
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
-from dstrain.train.memory.reduced_batch import MicroBatch, describe_reduction
+from dstrain.train.memory.reduced_batch import MicroBatchSize, describe_reduction
 from dstrain.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ COMPARED_STEP = 2
 class MemoryMonitor:
     """Memory of a run on this rank."""
 
-    micro_batch: MicroBatch
+    micro_batch: MicroBatchSize
     preset: Preset
     world: World
     run_dir: Path

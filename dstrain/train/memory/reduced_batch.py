@@ -127,7 +127,7 @@ def describe_reduction(before: BatchPlan, after: BatchPlan) -> str:
 
 
 @dataclass
-class MicroBatch:
+class MicroBatchSize:
     """Sizes of a run's forward passes now, alike on every rank."""
 
     config: RunConfig

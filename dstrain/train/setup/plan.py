@@ -23,11 +23,11 @@ from dstrain.distributed.world import Ranks, SingleProcessWorld, World
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
-from dstrain.launch.processes import count_available_cores, threads_per_process
+from dstrain.launch.processes import threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.preset import Device, Preset, read_preset
-from dstrain.process_setup import log_if_slow, log_stdout
+from dstrain.process_setup import count_available_cores, log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
@@ -36,7 +36,7 @@ from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_auto_on_rank_0, resolve_ds_config
 from dstrain.train.memory.monitor import MemoryMonitor, make_forecast
-from dstrain.train.memory.reduced_batch import MicroBatch, use_batch_of_rank_0
+from dstrain.train.memory.reduced_batch import MicroBatchSize, use_batch_of_rank_0
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.resume import (
     ResumeOptions,
@@ -68,7 +68,7 @@ class RunPlan:
     task: Task
     train_dataset: Dataset
     eval_dataset: Dataset | None
-    sample_plan: StepSampler
+    sampler: StepSampler
     steps: int
     device: torch.device
     run_dir: Path
@@ -79,7 +79,7 @@ class RunPlan:
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
     """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
-    micro_batch: MicroBatch
+    micro_batch: MicroBatchSize
     """The size of the forward passes now; `batch` is that of the start."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
@@ -88,10 +88,10 @@ class RunPlan:
         """Return the plan for these training samples: their order, and the number of steps. Raises DataError."""
         if not dataset:
             raise DataError("data.train: no sample is left to train on; give a file with samples that the task keeps")
-        sample_plan = build_sample_plan(self.task, dataset, self.batch, world_size)
-        steps, total_samples = resolve_steps(self.config, sample_plan.samples_per_epoch, self.batch.total)
-        sample_plan = replace(sample_plan, total_samples=total_samples)
-        return replace(self, train_dataset=dataset, sample_plan=sample_plan, steps=steps)
+        sampler = build_sampler(self.task, dataset, self.batch, world_size)
+        steps, total_samples = resolve_steps(self.config, sampler.samples_per_epoch, self.batch.total)
+        sampler = replace(sampler, total_samples=total_samples)
+        return replace(self, train_dataset=dataset, sampler=sampler, steps=steps)
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
@@ -162,14 +162,14 @@ def make_plan(
         train_dataset, eval_dataset, fingerprints = _prepare_datasets(task, ds_config, worker, rendezvous)
         if recorded is not None:
             check_fingerprints(recorded, fingerprints, task, resume.allowed_keys)
-    sample_plan = build_sample_plan(task, train_dataset, batch, worker.world_size)
-    steps, total_samples = resolve_steps(config, sample_plan.samples_per_epoch, batch.total)
+    sampler = build_sampler(task, train_dataset, batch, worker.world_size)
+    steps, total_samples = resolve_steps(config, sampler.samples_per_epoch, batch.total)
     return RunPlan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, steps=steps, device=device,
         train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
-        sample_plan=replace(sample_plan, total_samples=total_samples), fingerprints=fingerprints,
+        sampler=replace(sampler, total_samples=total_samples), fingerprints=fingerprints,
         local_world_size=worker.local_world_size,
-        micro_batch=MicroBatch(config, batch, worker.world_size, run_dir),
+        micro_batch=MicroBatchSize(config, batch, worker.world_size, run_dir),
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def get_preset_device(device: torch.device) -> Device:
     return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def build_sample_plan(task: Task, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
+def build_sampler(task: Task, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
     """Return the order of the samples, by sources, weights and lengths of the dataset.
 
     Raises RecipeError for a limit of tokens where the dataset does not know the lengths.
@@ -250,7 +250,7 @@ def build_schedule(plan: RunPlan) -> StepSchedule:
 
 def interval_in_steps(plan: RunPlan, every: int | str) -> int:
     """Return the steps between two events; `every` is a number of steps, or the word epoch."""
-    per_epoch = -(-plan.sample_plan.samples_per_epoch // plan.batch.total)
+    per_epoch = -(-plan.sampler.samples_per_epoch // plan.batch.total)
     return per_epoch if isinstance(every, str) else every
 
 
@@ -266,7 +266,7 @@ def build_loader(plan: RunPlan, world: World) -> Loader:
     return Loader(
         examples=plan.train_dataset,
         collate=plan.task.collate,
-        sampler=plan.sample_plan,
+        sampler=plan.sampler,
         rank=world.rank,
         workers=data.workers,
         prefetch=data.prefetch,

@@ -25,6 +25,7 @@ from dstrain.commands.run_job import (
 )
 from dstrain.errors import OutOfMemoryError
 from dstrain.files import get_host_id
+from dstrain.launch import spawn
 from dstrain.launch.command import LocalLaunch
 from tests.workers import ROOT
 
@@ -43,7 +44,13 @@ sys.exit(run_worker(place, 0, work))
 
 def launch(work: str, place: Path) -> LocalLaunch:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return LocalLaunch([sys.executable, "-c", WORKER.format(work), str(place)], env, 1)
+    spawn.rank_command = lambda arguments: [sys.executable, "-c", *arguments]
+    return LocalLaunch((WORKER.format(work), str(place)), env, 1, 29500)
+
+
+@pytest.fixture(autouse=True)
+def _own_rank_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "rank_command", spawn.rank_command)  # which `launch` replaces
 
 
 def test_an_answer_is_brought_back_and_the_folder_removed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from dstrain.data.process_pool import ProcessPoolConfig
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError, TaskError, describe_unexpected
-from dstrain.launch.worker import set_parent_death_signal
+from dstrain.process_setup import set_parent_death_signal
 from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message
 
@@ -182,7 +182,7 @@ import sys, time
 from pathlib import Path
 from dstrain.data import prepare, process_pool
 from dstrain.data.sources.open import open_source
-from dstrain.launch.worker import set_parent_death_signal
+from dstrain.process_setup import set_parent_death_signal
 process_pool.MIN_PARALLEL_RECORDS = 1
 prepare.PARALLEL_CHUNK_SIZE = 3
 def slow(rows):

@@ -20,7 +20,7 @@ from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
 from dstrain.launch.spawn import LocalWorkerGroup, RankSpec
 from dstrain.launch.worker import LAUNCH_ID_ENV
-from dstrain.train.memory.reduced_batch import MicroBatch, apply_reduced_batch
+from dstrain.train.memory.reduced_batch import MicroBatchSize, apply_reduced_batch
 from dstrain.train.setup import build_run
 from tests.vision_recipes import named_recipe
 
@@ -160,7 +160,7 @@ def test_memory_that_runs_out_twice_restarts_twice(
         micros.append(recipe.config.batch.micro)
         # As the workers do: from the recipe that was asked for.
         config = apply_reduced_batch(first[0], run_dir, 2, "auto").config
-        micro = MicroBatch(config, resolve_batch(config.batch, 2), 2, run_dir)
+        micro = MicroBatchSize(config, resolve_batch(config.batch, 2), 2, run_dir)
         reduced = micro.find_reduced()
         if reduced is None:
             return 0, False

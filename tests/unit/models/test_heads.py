@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig
-from dstrain.data.loading.collate import loss_positions
+from dstrain.data.loading.rows import loss_positions
 from dstrain.models import heads
 from dstrain.models.adapters import add_adapters
 from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, LinearHead, ScoreFields, TokenScores, capture_head_input

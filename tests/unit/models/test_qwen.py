@@ -12,7 +12,7 @@ from transformers.utils import is_torchvision_available
 
 from dstrain.batch import Batch
 from dstrain.data.encoding.tokenization import train_tokenizer
-from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.params import components_by_id
 from dstrain.models.processors import is_multimodal

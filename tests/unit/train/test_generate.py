@@ -18,8 +18,8 @@ from dstrain.tasks import find_task, make_task
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.engine.base import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
 from dstrain.train.generate import SamplingParams, generate_answers
+from dstrain.train.state.engine_state import load_weights
 from dstrain.train.state.files import StateFile, write_state
-from dstrain.train.state.load import load_weights
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dstrain.batch import PADDED, Batch
 from dstrain.data.dataset import as_dataset
-from dstrain.data.loading.collate import pad
 from dstrain.data.loading.loader import Loader, StepSampler, eval_micro_batches, iter_batches, make_batch
 from dstrain.data.loading.micro_batches import (
     CostFunction,
@@ -22,6 +21,7 @@ from dstrain.data.loading.micro_batches import (
     costs_of,
     of_one_sequence,
 )
+from dstrain.data.loading.rows import pad
 from dstrain.data.records import BadRecord
 from dstrain.errors import DataError, RunError
 

@@ -256,7 +256,7 @@ def test_the_first_records_are_a_source_of_their_own(write_lines):
 def test_reading_and_planning_need_neither_torch_nor_transformers():
     code = (
         "import sys, dstrain.data.sources.open, dstrain.data.formats.preferences, dstrain.data.token_store, "
-        "dstrain.data.prepare, dstrain.data.loading.loader, dstrain.data.encoding.preferences, dstrain.data.loading.collate; "
+        "dstrain.data.prepare, dstrain.data.loading.loader, dstrain.data.encoding.preferences, dstrain.data.loading.rows; "
         "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import Preference
-from dstrain.data.loading.collate import pack_rows
+from dstrain.data.loading.rows import pack_rows
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor, packed_rope_positions
 from dstrain.models.load import read_config

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from dstrain.batch import Batch
-from dstrain.data.loading.collate import PackedRows, PaddedRows, pack_rows
+from dstrain.data.loading.rows import PackedRows, PaddedRows, pack_rows
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.models.reward_model import AutoRewardModel
 from tests.unit.data.vision.test_processor import made_from

@@ -17,7 +17,7 @@ from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
 from dstrain.train.memory.monitor import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
-from dstrain.train.memory.reduced_batch import MicroBatch
+from dstrain.train.memory.reduced_batch import MicroBatchSize
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
@@ -37,7 +37,7 @@ def monitor(run_dir: Path, forecast: MemoryForecast | None = None, **sections: A
         "batch": {"total": 16, "micro": 8},
     }
     config = RunConfig.model_validate(values | sections)
-    micro = MicroBatch(config, resolve_batch(config.batch, 1), 1, run_dir)
+    micro = MicroBatchSize(config, resolve_batch(config.batch, 1), 1, run_dir)
     return MemoryMonitor(
         micro_batch=micro, preset=read_preset("zero2"), world=SingleProcessWorld(), run_dir=run_dir, forecast=forecast
     )

@@ -12,7 +12,7 @@ import pytest
 from dstrain.config import BatchPlan, Recipe, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError, RunError
-from dstrain.train.memory.reduced_batch import FILE_NAME, MicroBatch, apply_reduced_batch, read_reduced_batch
+from dstrain.train.memory.reduced_batch import FILE_NAME, MicroBatchSize, apply_reduced_batch, read_reduced_batch
 
 
 def recipe(**batch: Any) -> Recipe:
@@ -28,7 +28,7 @@ def recipe(**batch: Any) -> Recipe:
 
 def shrink(run_dir: Path, asked: Recipe, world_size: int = 2, samples: tuple[int, ...] = ()) -> str:
     """Store half the micro-batch of a run; return what changed."""
-    micro = MicroBatch(asked.config, resolve_batch(asked.config.batch, world_size), world_size, run_dir)
+    micro = MicroBatchSize(asked.config, resolve_batch(asked.config.batch, world_size), world_size, run_dir)
     reduced = micro.find_reduced(samples)
     assert reduced is not None
     return micro.store(reduced, 3)
@@ -123,10 +123,10 @@ def test_another_batch_preset_or_world_and_a_new_run_begin_with_the_recipe(tmp_p
 
 def test_a_pass_of_one_sample_and_stop_have_no_smaller_one(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
-    micro = MicroBatch(asked.config, resolve_batch(asked.config.batch, 2), 2, tmp_path)
+    micro = MicroBatchSize(asked.config, resolve_batch(asked.config.batch, 2), 2, tmp_path)
     assert micro.find_reduced([8, 1]) is None
     stops = recipe(total=64, micro=8, on_oom="stop")
-    assert MicroBatch(stops.config, micro.plan, 2, tmp_path).find_reduced() is None
+    assert MicroBatchSize(stops.config, micro.plan, 2, tmp_path).find_reduced() is None
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

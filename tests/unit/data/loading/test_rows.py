@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.batch import PackedGroup
-from dstrain.data.loading.collate import PaddedRows, attention_mask, pack_rows, pad, shared_prefix_length
+from dstrain.data.loading.rows import PaddedRows, attention_mask, pack_rows, pad, shared_prefix_length
 
 CHOSEN, REJECTED = [1, 2, 3, 4, 5], [1, 2, 3, 9]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=2, max_size=8)

@@ -1,4 +1,4 @@
-"""Load states and weights from the files of a checkpoint at any number of ranks."""
+"""State of an engine: what a save writes, and what is read from a checkpoint of any number of ranks."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ class Fault:
     but: str = ""
     """A regular expression for what may be left: what was stopped and nobody can end."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    launcher: str = "ssh"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Outcome:
 
     what: str
     on: str
-    launcher: str
     seconds: float
     """From the harm to the end of `dstrain train`."""
     code: int
@@ -98,7 +96,7 @@ class Outcome:
 def suffer(fault: Fault, lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """Train on the lab's hosts, do the harm, and judge. `losses`: of a run that nothing happened to."""
     run = Run(folder, **{"launch": {"heartbeat_timeout_seconds": SILENCE}, **fault.recipe})
-    job = start(lab, run, fault.launcher, env=SECRET)
+    job = start(lab, run, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     begin = time.monotonic()
     fault.harm(Scene(lab, run, job))
@@ -152,7 +150,7 @@ def judge(fault: Fault, lab: Lab, job: Command, begin: float) -> Outcome:
     }
     wrong = [what for what, holds in promised.items() if not holds]
     left_for = str(left) if left else "nothing" if gone < 1 else f"nothing after {gone:.1f} s"
-    row = Outcome(fault.what, fault.on, fault.launcher, round(seconds, 1), code, decisive(told), left_for, None)
+    row = Outcome(fault.what, fault.on, round(seconds, 1), code, decisive(told), left_for, None)
     return replace(row, wrong=(*wrong, told[-6000:]) if wrong else ())
 
 
@@ -170,7 +168,7 @@ def go_on(lab: Lab, run: Run, fault: Fault) -> Iterator[str]:
     """The same command again; what is wrong where it does not go on from the checkpoint and end with 0."""
     found = run.saved()
     run.pace(None)
-    job = start(lab, run, fault.launcher)
+    job = start(lab, run)
     if code := job.wait(120):
         yield f"going on ended with {code}:\n{job.output()[-6000:]}"
     if left := lab.left(within=2.0, but=SSHD if fault.cut_off else "$^"):

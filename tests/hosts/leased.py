@@ -36,7 +36,7 @@ def started_twice(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     first = judge(Fault("", "", lambda scene: None, 0, "^finished: ", within=START_SECONDS), lab, job, begin)
     wrong += [*first.wrong, *differences(lab, run, losses)]
     return Outcome(
-        "a second start from another host", "host2", "ssh", round(seconds, 1), code, said, first.left, 0,
+        "a second start from another host", "host2", round(seconds, 1), code, said, first.left, 0,
         tuple(wrong),
     )  # fmt: skip
 

@@ -116,10 +116,10 @@ def dstrain(run: Run, *options: str) -> list[str]:
     return [sys.executable, "-m", "dstrain", *run.arguments, *options]
 
 
-def start(lab: Lab, run: Run, launcher: str = "ssh", hostfile: Path | None = None, more: Sequence[str] = (),
+def start(lab: Lab, run: Run, hostfile: Path | None = None, more: Sequence[str] = (),
           env: Mapping[str, str] | None = None) -> Command:  # fmt: skip
     """`dstrain train --hostfile` on host1, over all hosts if `hostfile` does not say otherwise."""
-    options = ["--hostfile", str(hostfile or lab.hostfile()), "--launcher", launcher, *more]
+    options = ["--hostfile", str(hostfile or lab.hostfile()), *more]
     return lab.start(1, dstrain(run, *options), env=env, cwd=run.folder)
 
 

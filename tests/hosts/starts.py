@@ -117,7 +117,7 @@ def one_of_two_jobs(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     other.pace(None)
     went_on = judge(Fault("", "", lambda scene: None, 0, "^finished: ", within=START_SECONDS), lab, jobs[1], begin)
     return Outcome(
-        "SIGTERM to one of two jobs", "host1", "ssh", round(seconds, 1), code, decisive(jobs[0].output()),
+        "SIGTERM to one of two jobs", "host1", round(seconds, 1), code, decisive(jobs[0].output()),
         "the other job", lost, (*wrong, *went_on.wrong, *differences(lab, other, losses)),
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def agent_stopped_and_no_ssh(lab: Lab, folder: Path, losses: Sequence[Any]) -> O
 
 def _stop_agent(fault: Fault, lab: Lab, run: Run, before: Callable[[], None] = lambda: None) -> Outcome:
     """Train, stop the agent, and wait until `dstrain` and all ranks have ended."""
-    job = start(lab, run, fault.launcher, hostfile=lab.hostfile(slots=2), more=ALONE, env=SECRET)
+    job = start(lab, run, hostfile=lab.hostfile(slots=2), more=ALONE, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     run.pace(1.0)  # 33 steps are left, more than anything here lasts
     before()

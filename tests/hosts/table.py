@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.faults import EVERYWHERE, FAULTS, Outcome, name, suffer
+from tests.hosts.faults import FAULTS, Outcome, name, suffer
 from tests.hosts.lab import Lab, missing
 from tests.hosts.leased import started_twice, taken_over
 from tests.hosts.running import unbroken
@@ -22,7 +22,7 @@ Row = tuple[str, str, Callable[[Lab, Path, list[Any]], Outcome]]
 
 def rows() -> Iterator[Row]:
     """(name, style of the hosts, what makes the row)."""
-    for fault in (*FAULTS, *EVERYWHERE):
+    for fault in FAULTS:
         yield name(fault), "plain", lambda lab, folder, losses, fault=fault: suffer(fault, lab, folder, losses)
     for refusal in REFUSALS:
         yield refusal.what, "plain", lambda lab, folder, losses, refusal=refusal: refuse(refusal, lab, folder)
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         root = Path(path)
         losses = unbroken(root / "unbroken").losses()
-        print("| fault | on | launcher | ended after s | exit code | said | left | steps lost |\n|" + "---|" * 8)
+        print("| fault | on | ended after s | exit code | said | left | steps lost |\n|" + "---|" * 7)
         for number, (what, style, make) in enumerate(rows()):
             if wanted and not any(word in what for word in wanted):
                 continue
@@ -61,7 +61,6 @@ def main() -> None:
             cells = (
                 outcome.what,
                 outcome.on,
-                outcome.launcher,
                 outcome.seconds,
                 outcome.code,
                 said,

@@ -21,7 +21,14 @@ from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
 from dstrain.launch.processes import descendants, kill_descendants
-from dstrain.launch.worker import LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, get_workers_dir, read_rank_record
+from dstrain.launch.worker import (
+    AGENT_ENV,
+    LAUNCH_ID_ENV,
+    SUPERVISOR_ENV,
+    RankRecord,
+    get_workers_dir,
+    read_rank_record,
+)
 from dstrain.process_setup import set_parent_death_signal
 
 _REAP_SECONDS = 5.0
@@ -118,7 +125,8 @@ def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
     """Return the group of a launch on this host, with a new file by which rank 0 announces the port
     it listens on.
     """
-    environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
+    # The second is of a launch from inside of another one's rank.
+    environment = {name: value for name, value in launch.environment.items() if name not in (PORT_FILE_ENV, AGENT_ENV)}
     if launch.allow_any_port:
         environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
     if launch.local_ranks is None:  # with --no-ssh, each host starts its own ranks: the user gives all the same key

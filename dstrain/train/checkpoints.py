@@ -251,6 +251,9 @@ class CheckpointStore:
         _create_empty_folder(partial)
 
     def _finalize(self, partial: Path, files: dict[str, FileEntry], run_info: Mapping[str, Any]) -> None:
+        from dstrain.train.state.files import write_index
+
+        write_index(partial, files)
         finalize_checkpoint(partial, files, run_info)
         if self.check_owner is not None:
             self.check_owner()

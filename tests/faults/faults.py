@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.train.state.manifest import MANIFEST_FORMAT, find_checkpoints
 from tests.faults.fork_server import Ended, ForkServer
 from tests.faults.save_steps import BEFORE, SAMPLES, Saved, Started
 
@@ -176,7 +176,15 @@ def small_disk(folder: Path, options: str = "size=2m") -> Iterator[Path]:
 
 
 SHARDS = tuple(f"state/rank-{rank:05d}-000.safetensors" for rank in (0, 1))
-KINDS = (*SHARDS, "state/about.json", "progress.json", "run.json", "MANIFEST.json")
+KINDS = (
+    *SHARDS,
+    "state/about.json",
+    "state/index.json",
+    "state/index.npy",
+    "progress.json",
+    "run.json",
+    "MANIFEST.json",
+)
 """A file of each kind."""
 
 
@@ -266,20 +274,12 @@ def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
     return harm
 
 
-def _as_version_0_1(manifest: dict[str, Any]) -> None:
-    """One hash for each file, as a string."""
-    del manifest["format"]
-    for entry in manifest["files"].values():
-        entry["sha256"] = entry["sha256"][0]
-
-
 OTHERS: dict[str, tuple[Callable[[Path], None], int, str | None]] = {
     "rank 0's shard is that of the step before": (_swap(SHARDS[0]), BEFORE - 1, SHARDS[0]),
     "rank 1's shard is that of the step before": (_swap(SHARDS[1]), BEFORE - 1, SHARDS[1]),
     "MANIFEST.json is that of the step before": (_swap("MANIFEST.json"), BEFORE - 1, "MANIFEST.json is of step"),
-    "MANIFEST.json without a format, as written before": (_manifest(lambda made: made.pop("format")), BEFORE, None),
-    "MANIFEST.json of an earlier layout": (_manifest(_as_version_0_1), BEFORE - 1, "of an earlier version of dstrain"),
-    "MANIFEST.json of a later format": (_manifest(lambda made: made.update(format=2)), BEFORE - 1, "of a later version of dstrain"),
+    "MANIFEST.json without a format": (_manifest(lambda made: made.pop("format")), BEFORE - 1, "MANIFEST.json has the format None"),
+    "MANIFEST.json of a later format": (_manifest(lambda made: made.update(format=MANIFEST_FORMAT + 1)), BEFORE - 1, "of a later version of dstrain"),
     "the checkpoint before under its name": (_rename_older, BEFORE - 1, "MANIFEST.json is of step"),
     "state/ is a link to nowhere": (_state_is_gone, BEFORE - 1, "state/about.json is missing"),
     "its folder is a file": (_is_a_file, BEFORE - 1, ""),

@@ -2,28 +2,34 @@
 
 # state/about.json                      names, shapes, counters; written by rank 0
 # state/rank-00000-000.safetensors      slices of rank 0's state, as tensors NAME/KEY@START
+# state/index.json, state/index.npy     where each tensor of all files is; written by rank 0 from what all ranks report
 #
 # NAME is a parameter or buffer, KEY is `weight` or a key of the optimizer's state (`exp_avg`), START the index of the
 # tensor's first value in the flattened parameter. A run with another number of ranks or another ZeRO stage finds its
 # values by these. Tensors of the optimizer that are not elementwise have no START; numbers are in the file's metadata.
-# Nothing is pickled. Every block that is read is compared with its hash.
+# Nothing is pickled. Every block that is read is compared with its hash. A reader opens the index and the files that hold
+# what it needs: a resume of 1,024 ranks must not read the header of 1,024 files in each process.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dstrain.errors import CheckpointError
 from dstrain.train.state.layout import WEIGHT_KEY, ParamRange, StateSlice
 from dstrain.train.state.manifest import (
     BLOCK_BYTES,
+    BlockCache,
     FileEntry,
     HashedFileReader,
     HashedFileWriter,
@@ -34,6 +40,15 @@ from dstrain.train.state.manifest import (
 
 STATE_DIR = "state"
 METADATA_FILE = "state/about.json"
+INDEX_FILE, INDEX_ROWS_FILE = "state/index.json", "state/index.npy"
+INDEX_ROW = np.dtype(
+    [
+        *(("name", "<i4"), ("key", "<i2"), ("file", "<i4"), ("dtype", "<i2")),
+        *(("start", "<i8"), ("numel", "<i8"), ("offset", "<i8")),
+    ]
+)
+"""A stored tensor: numbers of its name, key, file and dtype in index.json, its first value in the parameter (-1: not
+elementwise), its values, and its first byte in the file. Sorted by name, key and start."""
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -99,7 +114,7 @@ def _ranges_to_write(
 def write_state(
     folder: Path, state_files: Iterable[StateFile], metadata: Mapping[str, Any] | None
 ) -> dict[str, FileEntry]:
-    """Write this rank's files, and the metadata on rank 0; return their sizes and hashes by name."""
+    """Write this rank's files, and the metadata on rank 0; return their sizes, hashes and tables by name."""
     found = {f"{STATE_DIR}/{shard.name}": write_state_file(folder / STATE_DIR, shard) for shard in state_files}
     if metadata is not None:
         found[METADATA_FILE] = write_hashed_file(
@@ -109,7 +124,7 @@ def write_state(
 
 
 def write_state_file(folder: Path, state_file: StateFile) -> FileEntry:
-    """Write the file in pieces of a block, so that no tensor is copied as a whole; return its size and hashes."""
+    """Write the file in pieces of a block, so that no tensor is copied as a whole; return its size, hashes and table."""
     table: dict[str, Any] = {"__metadata__": {"numbers": json.dumps(state_file.scalars)}}
     end = 0
     for name, tensor in state_file.tensors:
@@ -129,39 +144,52 @@ def write_state_file(folder: Path, state_file: StateFile) -> FileEntry:
             for piece in flat.split(max(1, BLOCK_BYTES // flat.element_size())):
                 # As bytes, since numpy has no bfloat16.
                 file.write(memoryview(piece.cpu().contiguous().view(torch.uint8).numpy()))
-    return file.entry
+    del table["__metadata__"]
+    first = 8 + len(header)
+    tensors = {
+        name: (entry["dtype"], entry["shape"], first + entry["data_offsets"][0]) for name, entry in table.items()
+    }
+    return {**file.entry, "table": {"tensors": tensors, "numbers": state_file.scalars}}
 
 
-@dataclass(frozen=True)
-class _TensorRange:
-    """Stored range of values of one parameter and key."""
+def write_index(folder: Path, files: dict[str, FileEntry]) -> None:
+    """Write the index from the tables in the entries of all ranks, which it removes, and add its own entries."""
+    tables = {name: entry.pop("table") for name, entry in files.items() if "table" in entry}
+    if not tables:
+        return
+    names, keys, dtypes = _Numbers(), _Numbers(), _Numbers()
+    rows, shapes = list[tuple[int, ...]](), dict[str, Sequence[int]]()
+    numbers: dict[str, dict[str, float]] = {}
+    for number, table in enumerate(tables.values()):
+        for parameter, scalars in table["numbers"].items():
+            numbers.setdefault(parameter, {}).update(scalars)
+        for full, (dtype, shape, offset) in table["tensors"].items():
+            parameter, _, rest = full.rpartition("/")
+            key, _, start = rest.partition("@")
+            if not start:
+                shapes[full] = shape
+            at = int(start) if start else -1
+            rows.append((names[parameter], keys[key], number, dtypes[dtype], at, math.prod(shape), offset))
+    found = np.array(rows, dtype=INDEX_ROW)
+    stream = io.BytesIO()
+    np.save(stream, found[np.lexsort((found["start"], found["key"], found["name"]))], allow_pickle=False)
+    about = {
+        "names": [*names], "keys": [*keys], "files": [*tables], "dtypes": [*dtypes], "shapes": shapes, "numbers": numbers,
+    }  # fmt: skip
+    files[INDEX_ROWS_FILE] = write_hashed_file(folder / INDEX_ROWS_FILE, stream.getvalue())
+    files[INDEX_FILE] = write_hashed_file(folder / INDEX_FILE, json.dumps(about).encode())
 
-    file: str
-    byte_offset: int
-    """Offset of the first byte in the file."""
-    start: int
-    numel: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
+class _Numbers(dict[str, int]):
+    """Texts, numbered in the order in which they are first asked for."""
 
-def _parse_header_entry(file: str, start: int, entry: Mapping[str, Any], first: int, end: int) -> _TensorRange:
-    """Parse a header entry. Raises ValueError if it is outside of the file's values, at `first` to `end`."""
-    shape, dtype = tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
-    begin, last = (first + offset for offset in entry["data_offsets"])
-    numel = math.prod(shape)
-    if (
-        start < 0
-        or min(shape, default=0) < 0
-        or not first <= begin <= last <= end
-        or last - begin != numel * dtype.itemsize
-    ):
-        raise ValueError(f"shape {list(shape)} at {entry['data_offsets']}")
-    return _TensorRange(file, begin, start, numel, dtype, shape)
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
 
 
 def check_state_complete(checkpoint: Path) -> None:
-    """Raise CheckpointError if a checkpoint lacks values that its metadata names. Reads headers, no values."""
+    """Raise CheckpointError if a checkpoint lacks values that its metadata names. Reads the index, no values."""
     CheckpointReader(checkpoint).check_complete()
 
 
@@ -169,51 +197,68 @@ class CheckpointReader:
     """State in a checkpoint, read by parameter name and position."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Read the headers. The manifest must exist. Raises CheckpointError without readable state, or for a pickle."""
+        """Read the index. The manifest must exist. Raises CheckpointError without readable state, or for a pickle."""
         self.checkpoint = checkpoint
         check_no_pickles(checkpoint)
-        files = {name: entry for name, entry in read_file_entries(checkpoint).items() if name.startswith(STATE_DIR)}
-        self._files = {name: HashedFileReader(checkpoint / name, entry) for name, entry in files.items()}
-        if METADATA_FILE not in self._files:
+        entries = {name: entry for name, entry in read_file_entries(checkpoint).items() if name.startswith(STATE_DIR)}
+        if not entries.keys() >= {METADATA_FILE, INDEX_FILE, INDEX_ROWS_FILE}:
             raise CheckpointError(f"{checkpoint}: has no state that this version can read; choose another checkpoint")
-        self._tensor_ranges: dict[tuple[str, str], list[_TensorRange]] = {}
-        self._state_keys: dict[str, set[str]] = {}
-        self._elementwise: set[tuple[str, str]] = set()
-        self._scalars: dict[str, dict[str, float]] = {}
-        for name, file in self._files.items():
-            if name.endswith(".safetensors"):
-                self._index_file(name, file)
-        for tensor_ranges in self._tensor_ranges.values():
-            tensor_ranges.sort(key=lambda entry: entry.start)
-
-    def _index_file(self, name: str, file: HashedFileReader) -> None:
-        """Raises CheckpointError for an invalid header, even if its hash is right."""
+        cache = BlockCache()
+        self._files = {name: HashedFileReader(checkpoint / name, entry, cache) for name, entry in entries.items()}
         try:
-            # safetensors: 8 bytes with the header's length, the header as JSON, the values.
-            length = int.from_bytes(file.read(0, 8), "little")
-            table = json.loads(file.read(8, length))
-            for parameter, numbers in json.loads(table.pop("__metadata__")["numbers"]).items():
-                self._scalars.setdefault(parameter, {}).update(numbers)
-            for full, entry in table.items():
-                parameter, _, rest = full.rpartition("/")
-                key, _, start = rest.partition("@")
-                tensor_range = _parse_header_entry(name, int(start or 0), entry, 8 + length, file.size)
-                self._tensor_ranges.setdefault((parameter, key), []).append(tensor_range)
-                self._state_keys.setdefault(parameter, set()).add(key)
-                if start:
-                    self._elementwise.add((parameter, key))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._read_index()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{file.path}: its table cannot be read ({why}); choose another checkpoint"
+                f"{checkpoint / INDEX_FILE}: the index cannot be read ({why}); choose another checkpoint"
             ) from error
+
+    def _read_index(self) -> None:
+        """Read which tensor is where. Raises ValueError and others for an invalid index, even if its hash is right."""
+        about = self._read_json(INDEX_FILE)
+        rows = np.load(io.BytesIO(self._files[INDEX_ROWS_FILE].read_all()), allow_pickle=False)
+        if rows.dtype != INDEX_ROW or rows.ndim != 1:
+            raise ValueError(f"rows of {rows.dtype}")
+        names, keys = list[str](about["names"]), list[str](about["keys"])
+        self._tensor_files = list[str](about["files"])
+        self._dtypes = [TORCH_DTYPES[name] for name in about["dtypes"]]
+        self._shapes = {str(full): tuple(map(int, shape)) for full, shape in about["shapes"].items()}
+        self._scalars: dict[str, dict[str, float]] = about["numbers"]
+        for column, count in (("name", len(names)), ("key", len(keys)), ("file", len(self._tensor_files))):
+            _check_numbers(rows[column], count)
+        _check_numbers(rows["dtype"], len(self._dtypes))
+        sizes = np.array([self._files[name].size for name in self._tensor_files], dtype=np.int64)
+        widths = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
+        if len(rows):
+            # Divided, not multiplied: a number from elsewhere may overflow.
+            room = (sizes[rows["file"]] - rows["offset"]) // widths[rows["dtype"]]
+            if (
+                rows["start"].min() < -1
+                or min(rows["numel"].min(), rows["offset"].min()) < 0
+                or (rows["numel"] > room).any()
+            ):
+                raise ValueError("a tensor outside of its file")
+        self._rows = rows
+        self._groups: dict[tuple[str, str], slice] = {}
+        self._state_keys: dict[str, set[str]] = {}
+        changes = (np.diff(rows["name"]) != 0) | (np.diff(rows["key"]) != 0)
+        bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(rows)] if len(rows) else [0]
+        for low, high in pairwise(bounds):
+            name, key = names[rows["name"][low]], keys[rows["key"][low]]
+            if (name, key) in self._groups or (np.diff(rows["start"][low:high]) < 0).any():
+                raise ValueError("rows that are not sorted")
+            self._groups[name, key] = slice(low, high)
+            self._state_keys.setdefault(name, set()).add(key)
+
+    def _read_json(self, name: str) -> Any:
+        return json.loads(self._files[name].read_all())
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """Names, shapes and counters that rank 0 wrote. Raises CheckpointError if they are invalid."""
         file = self._files[METADATA_FILE]
         try:
-            found = json.loads(file.read(0, file.size))
+            found = self._read_json(METADATA_FILE)
             if not found["optimizer"] or any(int(size) < 0 for shape in found["shapes"].values() for size in shape):
                 raise ValueError("a size below 0, or no optimizer")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -232,21 +277,22 @@ class CheckpointReader:
     def check_complete(self) -> None:
         """Raise CheckpointError if values of a named weight, or of its elementwise optimizer state, are missing."""
         for name, shape in self.metadata["shapes"].items():
-            for key in sorted(
-                {WEIGHT_KEY} | {key for key in self.state_keys(name) if (name, key) in self._elementwise}
-            ):
+            for key in sorted({WEIGHT_KEY} | {key for key in self.state_keys(name) if self._is_elementwise(name, key)}):
                 self._find_ranges(name, key, 0, math.prod(shape))
+
+    def _is_elementwise(self, name: str, key: str) -> bool:
+        return bool((self._rows["start"][self._groups[name, key]] >= 0).any())
 
     def state_keys(self, name: str) -> set[str]:
         """Return the keys of a parameter's tensors: `weight`, `exp_avg`, ..."""
         return self._state_keys.get(name, set())
 
     def get_dtype(self, name: str, key: str = WEIGHT_KEY) -> torch.dtype:
-        return self._tensor_ranges[name, key][0].dtype
+        return self._dtypes[self._rows["dtype"][self._groups[name, key].start]]
 
     def get_shape(self, name: str, key: str) -> tuple[int, ...]:
         """Return the shape of an optimizer tensor that is not elementwise."""
-        return self._tensor_ranges[name, key][0].shape
+        return self._shapes[f"{name}/{key}"]
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in a parameter's optimizer state."""
@@ -254,18 +300,22 @@ class CheckpointReader:
 
     def read_into(self, name: str, key: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill `out` (n,) with the values from `start` on. Raises CheckpointError if some are missing."""
-        for tensor_range, low, high in self._find_ranges(name, key, start, start + out.numel()):
-            self._copy_range(tensor_range, low, out.narrow(0, low - start, high - low))
+        for row, low, high in self._find_ranges(name, key, start, start + out.numel()):
+            self._copy_range(row, low, out.narrow(0, low - start, high - low))
 
-    def _find_ranges(self, name: str, key: str, start: int, end: int) -> list[tuple[_TensorRange, int, int]]:
-        """Return (stored range, first value to read, end) that cover start to end, or raise CheckpointError."""
+    def _find_ranges(self, name: str, key: str, start: int, end: int) -> list[tuple[Any, int, int]]:
+        """Return (row of the index, first value to read, end) that cover start to end, or raise CheckpointError."""
+        rows = self._rows[self._groups.get((name, key), slice(0))]
+        # -1, not elementwise: one tensor, whose values begin at 0.
+        firsts = np.maximum(rows["start"], 0)
+        lasts = firsts + rows["numel"]
         found, at = [], start
         # Sorted by start, so a start above `at` is a gap. Ranges may overlap: two ranks can hold the momentum
         # of one matrix (Muon).
-        for tensor_range in self._tensor_ranges.get((name, key), []):
-            low, high = max(at, tensor_range.start), min(end, tensor_range.start + tensor_range.numel)
+        for number in np.flatnonzero((firsts < end) & (lasts > start)).tolist():
+            low, high = max(at, int(firsts[number])), min(end, int(lasts[number]))
             if low < high and low == at:
-                found.append((tensor_range, low, high))
+                found.append((rows[number], low, high))
                 at = high
         if at < end:
             raise CheckpointError(
@@ -273,14 +323,14 @@ class CheckpointReader:
             )
         return found
 
-    def _copy_range(self, tensor_range: _TensorRange, start: int, out: torch.Tensor) -> None:
-        width = tensor_range.dtype.itemsize
-        at = tensor_range.byte_offset + (start - tensor_range.start) * width
+    def _copy_range(self, row: Any, start: int, out: torch.Tensor) -> None:
+        dtype, file = self._dtypes[row["dtype"]], self._files[self._tensor_files[row["file"]]]
+        at = int(row["offset"]) + (start - max(int(row["start"]), 0)) * dtype.itemsize
         # In pieces, so that only one stored block of a large parameter is in memory as a copy.
-        for piece in out.split(max(1, BLOCK_BYTES // width)):
-            content = self._files[tensor_range.file].read(at, piece.numel() * width)
-            piece.copy_(torch.frombuffer(content, dtype=tensor_range.dtype))
-            at += piece.numel() * width
+        for piece in out.split(max(1, BLOCK_BYTES // dtype.itemsize)):
+            content = file.read(at, piece.numel() * dtype.itemsize)
+            piece.copy_(torch.frombuffer(content, dtype=dtype))
+            at += piece.numel() * dtype.itemsize
 
     def read_tensor(self, name: str, key: str = WEIGHT_KEY) -> torch.Tensor:
         """Return a parameter in its full shape, on the host. Raises CheckpointError if values are missing."""
@@ -289,3 +339,8 @@ class CheckpointReader:
         found = torch.empty(math.prod(shape), dtype=self.get_dtype(name, key))
         self.read_into(name, key, found)
         return found.view(shape)
+
+
+def _check_numbers(numbers: np.ndarray, count: int) -> None:
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+        raise ValueError(f"a number that is not below {count}")

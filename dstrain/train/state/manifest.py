@@ -24,12 +24,12 @@ from dstrain.report.run_log import replace_nonfinite
 
 BLOCK_BYTES = 4 << 20
 """Size of a block."""
-MAX_CACHED_BLOCKS = 4
-"""Blocks of a file that a reader caches."""
+MAX_CACHED_BYTES = 64 << 20
+"""Bytes of blocks that a reader keeps, of all files together."""
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 
 FileEntry = dict[str, Any]
-"""{"size": bytes, "sha256": [one hash per block]}"""
+"""{"size": bytes, "sha256": [one hash per block]}; until the index is written also "table", see `write_index`."""
 
 
 class HashedFileWriter:
@@ -89,12 +89,37 @@ def write_hashed_file(path: Path, content: bytes) -> FileEntry:
     return file.entry
 
 
+class BlockCache:
+    """The verified blocks that were read last, of any number of files."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._blocks: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
+
+    def get(self, path: Path, index: int) -> bytes | None:
+        """Return a block, and keep it longer; None where it is not cached."""
+        if (content := self._blocks.get((path, index))) is not None:
+            self._blocks.move_to_end((path, index))
+        return content
+
+    def add(self, path: Path, index: int, content: bytes) -> None:
+        """Keep a block; drop those that were not read for the longest time."""
+        self._blocks[path, index] = content
+        self._bytes += len(content)
+        while self._bytes > self._max_bytes and len(self._blocks) > 1:
+            self._bytes -= len(self._blocks.popitem(last=False)[1])
+
+
 class HashedFileReader:
     """Reader that compares each block with its hash. Raises CheckpointError if one differs."""
 
-    def __init__(self, path: Path, entry: FileEntry) -> None:
+    def __init__(self, path: Path, entry: FileEntry, cache: BlockCache | None = None) -> None:
         self.path, self.size, self._hashes = path, int(entry["size"]), entry["sha256"]
-        self._cached_blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._cache = BlockCache() if cache is None else cache
+
+    def read_all(self) -> bytearray:
+        """Return the whole file."""
+        return self.read(0, self.size)
 
     def read(self, offset: int, length: int) -> bytearray:
         """Return `length` bytes from `offset` on."""
@@ -109,9 +134,8 @@ class HashedFileReader:
     def read_block(self, index: int) -> bytes:
         """Return one verified block."""
         # Small tensors share a block; without the cache each of them would hash it again.
-        if index in self._cached_blocks:
-            self._cached_blocks.move_to_end(index)
-            return self._cached_blocks[index]
+        if (cached := self._cache.get(self.path, index)) is not None:
+            return cached
         try:
             with self.path.open("rb") as file:
                 file.seek(index * BLOCK_BYTES)
@@ -125,9 +149,7 @@ class HashedFileReader:
                 f"{self.path}: is not what was written, the sha256 of bytes {index * BLOCK_BYTES} to "
                 f"{index * BLOCK_BYTES + len(content)} differs; choose another checkpoint"
             )
-        self._cached_blocks[index] = content
-        if len(self._cached_blocks) > MAX_CACHED_BLOCKS:
-            self._cached_blocks.popitem(last=False)
+        self._cache.add(self.path, index, content)
         return content
 
 
@@ -144,7 +166,7 @@ def check_no_pickles(folder: Path) -> None:
 
 
 MANIFEST_FILE = "MANIFEST.json"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 """Version of the format."""
 MANIFEST_FIELDS = ("step", "samples", "metric", "world_size", "zero_stage")
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}(\.old)?")
@@ -346,7 +368,7 @@ def _find_size_mismatch(path: Path, files: Mapping[str, FileEntry]) -> str | Non
 
 def _read_small_file(path: Path, files: Mapping[str, FileEntry], name: str) -> bytes:
     """Return a verified file of one block, without hashing the rest of the checkpoint."""
-    return bytes(HashedFileReader(path / name, files[name]).read(0, files[name]["size"]))
+    return bytes(HashedFileReader(path / name, files[name]).read_all())
 
 
 def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple[int, int]) -> None:

@@ -26,6 +26,7 @@ from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
 from dstrain.train.checkpoints import CheckpointStore, select_checkpoint
 from dstrain.train.state import manifest
 from dstrain.train.state.manifest import (
+    MANIFEST_FORMAT,
     FileEntry,
     find_checkpoints,
     find_fault,
@@ -486,11 +487,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_another_version_is_no_damage(tmp_path: Path) -> None:
     save(solo(tmp_path), 1, 2, 3)
 
-    rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format=2))
+    rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format=MANIFEST_FORMAT + 1))
     rewrite(tmp_path / "step-00000002", lambda manifest: manifest.pop("format"))
     states = [info.status for info in find_checkpoints(tmp_path)]
     assert states == [
-        "of a later version of dstrain (format 2), which this one does not read",
+        f"of a later version of dstrain (format {MANIFEST_FORMAT + 1}), which this one does not read",
         "damaged: MANIFEST.json has the format None",
         "whole",
     ]

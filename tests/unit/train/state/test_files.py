@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,9 +20,17 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.state import files
-from dstrain.train.state.files import CheckpointReader, StateFile, check_state_complete, iter_state_files, write_state
+from dstrain.train.state.files import (
+    INDEX_FILE,
+    INDEX_ROWS_FILE,
+    CheckpointReader,
+    StateFile,
+    check_state_complete,
+    iter_state_files,
+    write_state,
+)
 from dstrain.train.state.layout import ParamRange, StateSlice
-from dstrain.train.state.manifest import find_fault, write_hashed_file
+from dstrain.train.state.manifest import BlockCache, HashedFileReader, find_fault, write_hashed_file
 
 
 def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]) -> Path:
@@ -128,38 +137,79 @@ def test_a_missing_range_is_named(tmp_path: Path) -> None:
         CheckpointReader(place).read_tensor("w")
 
 
-def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
-    table: dict[str, Any] = {
-        "__metadata__": {"numbers": "{}"},
-        "w/weight@0": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
-    }
-    change(table)
-    header = json.dumps(table).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(16)
+def change_index(place: Path, change: Callable[[dict[str, Any], np.ndarray], object]) -> None:
+    """Change the index as somebody would who also writes its hashes."""
+    about, rows = json.loads((place / INDEX_FILE).read_text()), np.load(place / INDEX_ROWS_FILE)
+    changed = change(about, rows)
+    np.save(place / INDEX_ROWS_FILE, rows if changed is None else changed)
+    manifest = json.loads((place / "MANIFEST.json").read_text())
+    manifest["files"][INDEX_FILE] = write_hashed_file(place / INDEX_FILE, json.dumps(about).encode())
+    content = (place / INDEX_ROWS_FILE).read_bytes()
+    manifest["files"][INDEX_ROWS_FILE] = write_hashed_file(place / INDEX_ROWS_FILE, content)
+    (place / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert find_fault(place) is None, "its hashes are right"
+
+
+def set_rows(column: str, value: int) -> Callable[[dict[str, Any], np.ndarray], None]:
+    def change(about: dict[str, Any], rows: np.ndarray) -> None:
+        rows[column] = value
+
+    return change
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        b"",
-        b"abc",
-        (1 << 60).to_bytes(8, "little") + b"{}",
-        (4).to_bytes(8, "little") + b"nope",
-        broken_header(lambda table: table.pop("__metadata__")),
-        broken_header(lambda table: table["w/weight@0"].update(dtype="F31")),
-        broken_header(lambda table: table["w/weight@0"].update(shape=[1 << 50])),
-        broken_header(lambda table: table["w/weight@0"].update(data_offsets=[1 << 50, 1 << 51])),
-        broken_header(lambda table: table["w/weight@0"].update(data_offsets=[-40, -24])),
-        broken_header(lambda table: table.update({"w/weight@x": table["w/weight@0"]})),
+        lambda about, rows: about.clear(),
+        lambda about, rows: about.update(names=[]),
+        lambda about, rows: about.update(dtypes=["F31"]),
+        lambda about, rows: about.update(files=["state/elsewhere.safetensors"]),
+        lambda about, rows: about.update(files=["../../secret"]),
+        lambda about, rows: rows["start"],
+        lambda about, rows: np.array([b"x"]),
+        lambda about, rows: rows[::-1],
+        set_rows("file", 9),
+        set_rows("dtype", -1),
+        set_rows("start", -2),
+        set_rows("numel", 1 << 60),
+        set_rows("numel", -1),
+        set_rows("offset", 1 << 62),
+        set_rows("offset", -8),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hash is right: someone made it so."""
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write_state_file", lambda folder, shard: write_hashed_file(folder / shard.name, content))
-        place = kept(tmp_path, [StateFile("rank-00000-000.safetensors", [])], shapes={"w": [4]})
+def test_an_index_that_cannot_be_is_refused(change: Any, tmp_path: Path) -> None:
+    place = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10]), shapes={"w": [10]})
+    change_index(place, change)
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         CheckpointReader(place).read_tensor("w")
+
+
+def test_opening_reads_the_index_and_no_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume of 1,024 ranks must not read a block of 1,024 files in each process."""
+    values, opened = torch.randn(64), list[str]()
+    place = kept(tmp_path, *flat_cuts(values, [*range(1, 65)]), shapes={"w": [64]})
+    read_block = HashedFileReader.read_block
+
+    def count(reader: HashedFileReader, index: int) -> bytes:
+        opened.append(reader.path.name)
+        return read_block(reader, index)
+
+    monkeypatch.setattr(HashedFileReader, "read_block", count)
+    reader = CheckpointReader(place)
+    reader.check_complete()
+    assert {*opened} == {"about.json", "index.json", "index.npy"}
+    part = torch.empty(2)
+    reader.read_into("w", "weight", part, 40)
+    assert torch.equal(part, values[40:42])
+    assert {*opened[3:]} - {"about.json"} == {"rank-00040-000.safetensors", "rank-00041-000.safetensors"}
+
+
+def test_a_reader_keeps_a_bounded_number_of_bytes_of_all_files(tmp_path: Path) -> None:
+    cache = BlockCache(max_bytes=100)
+    files = [tmp_path / f"{number}" for number in range(10)]
+    readers = [HashedFileReader(file, write_hashed_file(file, bytes(40)), cache) for file in files]
+    assert all(reader.read_all() == bytes(40) for reader in readers)
+    assert [cache.get(file, 0) is not None for file in files] == [False] * 8 + [True] * 2
 
 
 @pytest.mark.parametrize(

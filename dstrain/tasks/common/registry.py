@@ -24,7 +24,7 @@ from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.dataset import takes_positions
 from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.tasks.common.task import DATA_KEYS, Task, validate_options
+from dstrain.tasks.common.task import DATA_KEYS, Task, get_option_fields, validate_options
 
 TASK_FILE = "task.py"
 """Name of the copy of a task file in run folders and exports. It runs only where --task names it."""
@@ -256,6 +256,11 @@ def find_task(name: str) -> type[Task]:
             f"--task {name}: {found[0].__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
     _check_positions(found[0])
+    options = [option.name for option in get_option_fields(found[0])]
+    for path in found[0].path_options:
+        if path.partition(".")[0] not in options:
+            problem = f"path_options names '{path}', which is no option of {found[0].__name__}"
+            raise TaskError(f"--task {name}: {problem}; {suggest_name(path, options)}")
     return found[0]
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from dstrain.commands.recipe_args import resolve_paths
 from dstrain.config import read_recipe
+from dstrain.errors import TaskError
+from dstrain.tasks import find_task
 
 
 def test_paths_of_a_recipe_become_absolute(tmp_path: Path) -> None:
@@ -41,3 +43,11 @@ def test_only_options_that_a_task_calls_paths_are_looked_up_next_to_the_recipe(n
     recipe = read_recipe(tmp_path / "recipe.yaml")
     found = resolve_paths(recipe.config, recipe.folder).options["ref_model"]
     assert found == ("./other" if names == "()" else str(tmp_path / "other"))
+
+
+def test_a_path_option_that_the_task_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_TASK.format(names='("ref_modell",)'))
+    with pytest.raises(
+        TaskError, match="path_options names 'ref_modell', which is no option of Own; did you mean 'ref_model'"
+    ):
+        find_task(str(tmp_path / "own.py"))

@@ -184,7 +184,9 @@ def _signals(number: int, group: bool = False) -> Harm:
 
 
 def _twice(scene: Scene) -> None:
+    step = scene.run.step()
     scene.run.pace(8.0)
+    scene.run.wait_for_step(scene.job, step + 1)  # the step after it began with that pace
     time.sleep(2 * PACE)
     scene.job.signal(signal.SIGTERM)
     time.sleep(1.0)

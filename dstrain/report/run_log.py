@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,11 +68,22 @@ def replace_nonfinite(value: Any) -> Any:
     return [replace_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+PAUSE_SECONDS = 5.0
+"""A lease whose holder is silent for three times this may be taken over (launch/lease.py)."""
+
+
+def _read_clock() -> float:
+    """Return seconds of a clock that also counts while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class RunLog:
     """Writer of the two files. Only rank 0 writes; on other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int = 0, check_owner: Callable[[], None] | None = None) -> None:
+        """`check_owner`: raises if another launch has taken the folder; called before a row that follows a pause."""
         self.folder = folder
+        self._check_owner, self._checked_at = check_owner, _read_clock()
         self._is_writer = rank == 0
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,13 +93,22 @@ class RunLog:
     def log_metrics(self, row: Row) -> None:
         """Append a row to metrics.jsonl. Raises RunError if it cannot be written."""
         if self._is_writer:
+            self._check_after_pause()
             self._metrics.append(order_columns({"time": format_current_time(), **row}))
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Append a row to events.jsonl and sync it to disk. Raises RunError if it cannot be written."""
         if self._is_writer:
+            self._check_after_pause()
             self._events.append({"time": format_current_time(), "event": event, **fields})
             self._events.sync()
+
+    def _check_after_pause(self) -> None:
+        """Raise where this process stood still for so long that another launch may have taken the folder, and has."""
+        now = _read_clock()
+        if self._check_owner is not None and now - self._checked_at > PAUSE_SECONDS:
+            self._check_owner()
+        self._checked_at = now
 
     def truncate_after(self, step: int) -> int:
         """Remove the lines after the last row up to `step`, which a resumed run writes again; return their number."""

@@ -160,7 +160,7 @@ def build_run(
 ) -> Run:
     """Build the components of a run, and write its configuration to the run folder. Collective."""
     config, run_dir, checkpoints = plan.config, plan.run_dir, _open_checkpoints(plan, world)
-    run_log = RunLog(run_dir, world.rank)
+    run_log = RunLog(run_dir, world.rank, partial(check_lease, run_dir, plan.launch_id))
     weights = world.broadcast(plan.fingerprints)
     start = prepare_start(plan.start, checkpoints, run_log, config.save.prune_when_full)
     if start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -181,3 +182,27 @@ def test_a_long_file_is_cut_back_with_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_row_after_a_pause_asks_whether_the_folder_is_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that stood still while another one took its folder over writes nothing more."""
+    now, asked = [0.0], list[float]()
+
+    def check_owner() -> None:
+        asked.append(now[0])
+        if now[0] > 30:
+            raise RunError("another launch took it over")
+
+    monkeypatch.setattr(run_log.time, "clock_gettime", lambda clock: now[0])
+    with contextlib.closing(RunLog(tmp_path, check_owner=check_owner)) as journal:
+        for now[0] in (1.0, 2.0, 12.0, 13.0):
+            journal.log_metrics({"step": int(now[0])})
+        now[0] = 40.0
+        for write in (lambda: journal.log_metrics({"step": 40}), lambda: journal.log_event("saved")):
+            with pytest.raises(RunError, match="took it over"):
+                write()
+    assert asked == [12.0, 40.0, 40.0]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 12, 13]
+    assert read_rows(tmp_path / "events.jsonl") == []

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.distributed.world import World
+    from dstrain.train.rendezvous import Rendezvous
 
 
 # While a command runs, `owner.json` in its folder names its process. The folder of a failed command
@@ -192,6 +193,7 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 
     `shared_dir`: a folder that all processes of the job see, if any.
     """
+    from dstrain.distributed.world import SingleProcessWorld
     from dstrain.models.params import is_zero3
     from dstrain.train.engine.base import remove_private_nvme_path
     from dstrain.train.rendezvous import Rendezvous
@@ -199,19 +201,24 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 
     config = job.check_recipe()
     device = set_up_process(worker, config)
-    rendezvous = Rendezvous(worker, timedelta(minutes=config.timeout_minutes))
+    timeout = timedelta(minutes=config.timeout_minutes)
+    rendezvous = Rendezvous(worker, timeout)
     command = job.to_argv()[0]
     with explain_out_of_memory(command), rendezvous:
         with rendezvous.local_main_process_first():
             prepared = job.prepare(worker.world_size, get_preset_device(device))
         if worker.rank == 0:
             job.cache_weight_hashes(prepared)
+    if worker is SINGLE_WORKER:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     # DeepSpeed shards over a process group, also of one process.
     alone = worker.world_size == 1 and not job.trains and not is_zero3(prepared.ds_config)
     try:
         with (
             explain_out_of_memory(command),
-            join_world(None if alone else worker, device, config, rendezvous.store, shared_dir) as world,
+            contextlib.nullcontext(SingleProcessWorld(device))
+            if alone
+            else join_world(rendezvous, device, timeout, shared_dir) as world,
         ):
             return job.run(prepared, world)
     finally:
@@ -220,25 +227,20 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 
 @contextlib.contextmanager
 def join_world(
-    worker: Worker | None, device: torch.device, config: RunConfig, store: Any, shared_dir: Path | None
+    rendezvous: Rendezvous, device: torch.device, timeout: timedelta, shared_dir: Path | None
 ) -> Iterator[World]:
-    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this process. Collective.
+    """Yield the world of this launch, and leave it at the end. Collective.
 
-    `store`: that of the rendezvous, if any. Raises PeerFailureError if another process ends or stops answering; it
-    names that process if there is a `shared_dir`.
+    `shared_dir`: a folder that all processes of the job see, if any, for the stacks of a stalled job. Raises
+    PeerFailureError if another process ends or stops answering.
     """
-    from dstrain.distributed.world import SingleProcessWorld, joined_world
+    from dstrain.distributed.world import joined_world
     from dstrain.train.health.watchdog import peer_watchdog
 
-    if worker is None:
-        yield SingleProcessWorld(device)
-        return
-    if worker is SINGLE_WORKER:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    timeout = timedelta(minutes=config.timeout_minutes)
+    fix = "fix the cause and run the command again"
     with (
-        joined_world(device, timeout, store) as world,
-        peer_watchdog(shared_dir, world, timeout, "the job", "fix the cause and run the command again"),
+        joined_world(device, timeout, rendezvous.store) as world,
+        peer_watchdog(rendezvous.liveness, shared_dir, world, timeout, "the job", fix),
     ):
         yield world
 

@@ -225,7 +225,7 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
 
         rendezvous = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)
-        return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous.store)
+        return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous)
 
     timeout = timedelta(minutes=recipe.config.timeout_minutes)
     with Lease(run_dir, os.environ.get(LAUNCH_ID_ENV)) as lease:

@@ -30,7 +30,7 @@ class GroupLog:
     def snapshot(self) -> dict[str, Any]:
         """Return the log as JSON values; `names` are the newest, the last of them is number `entered`.
 
-        The keys are part of the status files that other hosts read.
+        The keys are part of the status that other ranks read.
         """
         entered = self.last_started
         newest = [
@@ -44,7 +44,7 @@ class GroupLog:
             "left": self.last_returned,
             "seconds": seconds,
             "names": newest,
-            "ranks": list(self.ranks),
+            "ranks": _format_ranks(self.ranks),
         }
 
 
@@ -105,6 +105,18 @@ class CollectiveLog:
         else:
             self._group_logs[group] = GroupLog(tuple(c10d.get_process_group_ranks(group)))
         return self._group_logs[group]
+
+
+def _format_ranks(ranks: tuple[int, ...]) -> list[int] | dict[str, list[int]]:
+    """Return the ranks of a group; those at equal distances as {"range": [start, stop, step]}, whatever their number."""
+    if len(ranks) > 1 and ranks == tuple(found := range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] or 1)):
+        return {"range": [found.start, found.stop, found.step]}
+    return list(ranks)
+
+
+def parse_ranks(ranks: list[int] | dict[str, list[int]]) -> list[int]:
+    """Return the ranks of a group from `GroupLog.snapshot`."""
+    return ranks if isinstance(ranks, list) else list(range(*ranks["range"]))
 
 
 def _group_name(group: Any) -> str:

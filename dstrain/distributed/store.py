@@ -53,31 +53,26 @@ _HOST_ERROR_FIXES = {
 """Text in an error of gloo that is caused by this host and not by another process -> what to do."""
 
 
-def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | None = None) -> tuple[Any, list[str]]:
-    """Meet the other processes; return the store and the signed message of every rank, by rank.
+def connect_store(timeout: timedelta, port_file: Path | None = None) -> Any:
+    """Return the store of all ranks; rank 0 serves it, or torchrun's agent does.
 
     With `port_file`, where all ranks are on one host, rank 0 listens on a free port and writes it to that file: a port
     chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet.
 
-    Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises PeerFailureError
-    where a rank does not come in time, and RunError for a message without the ranks' signature.
+    Reads RANK, WORLD_SIZE and MASTER_*. Raises PeerFailureError where rank 0 does not answer, and RunError for an error
+    of this host's network.
     """
     from torch.distributed import rendezvous
 
     with rendezvous_errors(timeout):
         if port_file:
-            store, rank, size = _open_local_store(port_file, timeout)
+            store = _open_local_store(port_file, timeout)
         elif (own := _listen_on_master_address(timeout)) is not None:
-            store, rank, size = own
+            store = own
         else:
-            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        store.set(f"dstrain/word/{rank}", sign(message.encode()))
-        messages = [verify(found) for found in store.multi_get([f"dstrain/word/{other}" for other in range(size)])]
-    # All ranks have sent their message, so all have read the file.
-    if port_file and rank == 0:
-        port_file.unlink(missing_ok=True)
-    return store, [encoded.decode(errors="replace") for encoded in messages]
+        return store
 
 
 def sign(content: bytes) -> bytes:
@@ -96,8 +91,8 @@ def verify(signed: bytes) -> bytes:
     return content
 
 
-def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, int]:
-    """Return the store, this rank and the number of ranks; set MASTER_PORT to the store's port."""
+def _open_local_store(port_file: Path, timeout: timedelta) -> Any:
+    """Return the store; set MASTER_PORT to its port."""
     from torch.distributed import DistStoreError, TCPStore
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -115,11 +110,11 @@ def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, in
             time.sleep(0.02)
         store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
     os.environ["MASTER_PORT"] = str(store.port)
-    return store, rank, size
+    return store
 
 
-def _listen_on_master_address(timeout: timedelta) -> tuple[Any, int, int] | None:
-    """Return rank 0's store, the rank and the number of ranks, with the store on the interface of MASTER_ADDR alone.
+def _listen_on_master_address(timeout: timedelta) -> Any:
+    """Return rank 0's store, on the interface of MASTER_ADDR alone.
 
     torch's own store listens on all interfaces, and has no authentication. None where torch has to open it: on the other
     ranks, under torchrun, and where MASTER_ADDR is no address of this host that the others can reach, as behind NAT.
@@ -137,8 +132,7 @@ def _listen_on_master_address(timeout: timedelta) -> tuple[Any, int, int] | None
         # A host's own name often leads to 127.0.1.1, which other hosts cannot reach.
         if str(found).startswith("127.") and address not in ("127.0.0.1", "localhost"):
             return None
-        size = int(os.environ["WORLD_SIZE"])
-        return _listen_on(str(found), int(port), size, timeout), 0, size
+        return _listen_on(str(found), int(port), int(os.environ["WORLD_SIZE"]), timeout)
     except (OSError, OverflowError, UnicodeError):  # a port above 65535; a name that IDNA does not allow
         return None
 

@@ -99,7 +99,7 @@ class TorchWorld:
     def join(cls, device: torch.device, timeout: timedelta, store: Any = None) -> TorchWorld:
         """Start the process group, NCCL between GPUs and gloo between CPUs, and log its collectives. Collective.
 
-        `store` is that of `rendezvous_over_store`; without one, RANK, WORLD_SIZE and MASTER_* are read, and a single
+        `store` is that of `connect_store`; without one, RANK, WORLD_SIZE and MASTER_* are read, and a single
         process needs no port. From here on every new process group gets `timeout`, DeepSpeed's too. Raises
         PeerFailureError where a rank does not come. Call `close` at the end.
         """

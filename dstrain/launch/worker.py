@@ -107,6 +107,10 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     `fn` returns an exit code or raises. Returns the exit code for the process; the recorded one
     counts. Call `exit_with_parent` first.
     """
+    if (
+        not is_debug()
+    ):  # before torch is imported: it writes a C++ traceback for each lost connection, which is reported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     record_start(run_dir, rank)
     redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and AGENT_ENV not in os.environ)
     code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]

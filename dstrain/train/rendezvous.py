@@ -1,12 +1,10 @@
-"""Rendezvous of all ranks over a store, with heartbeats while each prepares its data."""
+"""Rendezvous of all ranks over a store, which then lives as long as the run, and the preparation of their data."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -15,15 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from dstrain.cache import cache_root, check_once
-from dstrain.distributed.store import find_connection_error, rendezvous_over_store, sign, verify
+from dstrain.distributed.store import connect_store, find_connection_error, rendezvous_errors
 from dstrain.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
     DstrainError,
     PeerFailureError,
-    RunError,
     UsageError,
-    escape_controls,
     first_names,
     one_line,
 )
@@ -31,26 +27,35 @@ from dstrain.files import get_host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
 from dstrain.launch.multihost.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
-from dstrain.train.health.diagnosis import call_with_timeout
+from dstrain.train.health.liveness import (
+    Failure,
+    Liveness,
+    Member,
+    decode,
+    foreign_values,
+    get_pid_namespace,
+    get_value,
+    set_value,
+    store_key,
+)
 from dstrain.train.health.signals import StoppedBySignal
 
-# Keys of the store, after `dstrain/preparing/`:
+# Keys of the store, after `dstrain/` (those of Liveness are in its module):
 #
-#     beat/RANK       a number that grows while a rank is alive    failures   number of ranks that failed
-#     data/RANK       names of the cache entries that it checked   failed     which rank failed first, and why
-#     gather/N/RANK   a rank's value of the N-th `gather`          heard      number of ranks that know of it
+#     hello/RANK      a rank's host, cache and versions     gather/N/RANK, gather/N/count   values of the N-th `gather`
+#     members         what rank 0 made of all of them       gather/N                        all of them, from rank 0
+#     data/RANK       names of the cache entries that it checked
 #     ready           number of ranks that have prepared all
 #
-# Preparing may take minutes: tokenizing with a cold cache, or hashing weights. A collective would end
-# with the run's timeout. Here a thread of each rank sends heartbeats, and only a rank without one for
-# that long is given up.
+# Preparing may take minutes: tokenizing with a cold cache, or hashing weights. A collective would end with the run's
+# timeout. Here only a rank without a heartbeat for that long is given up: rank 0 watches all, and all watch rank 0.
+# Each rank sends and reads a constant number of messages a second, so that one store serves thousands of ranks.
 ACTION = "preparing the data"
 FIX_HINT = "fix the cause and start again: prepared data stays in the cache"
 CODE_DIGEST_KEY = "code of dstrain, digest"
-HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
-FAILURE_WAIT_SECONDS = 5.0
-"""Time for the others to learn of a rank's failure before it exits; the store ends with rank 0."""
+POLLS_PER_SECOND = 5000
+"""Polls of all ranks together; those of many ranks are further apart than POLL_SECONDS."""
 
 
 class Rendezvous:
@@ -60,17 +65,17 @@ class Rendezvous:
     preparation fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
     """
 
+    liveness: Liveness
+    """Heartbeats and failures of the ranks, from entering the context on; `peer_watchdog` ends them."""
+
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
         """Does not connect yet. Entering the context needs MASTER_ADDR and MASTER_PORT in the environment."""
         self.rank, self.size = worker.rank, worker.world_size
         self._num_gathers = 0
         self._timeout = timeout
         self._store: Any = None
-        self._members: list[dict[str, Any]] = []
-        self._failure: dict[str, Any] | None = None
-        """Error that ended the preparation of another rank."""
-        self._stop_event = threading.Event()
-        self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+        self._first_with_cache: list[int] = []
+        """By rank: the lowest rank with the same host and cache."""
 
     @property
     def store(self) -> Any:
@@ -79,28 +84,70 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         if self.size == 1:
+            from torch.distributed import HashStore
+
+            self.liveness = Liveness(HashStore(), 0, [Member(socket.gethostname())], self._timeout)
+            self.liveness.start()
             return self
-        own: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "place": f"{get_host_id()} {os.path.realpath(cache_root())}",
-        }
-        own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
-        self._store, words = self._exchange_info(json.dumps(own))
-        self._members = [_parse_member(word) for word in words]
-        self._heartbeat_thread.start()
-        try:
-            self._check_versions()
-        except BaseException as cause:
-            self._report_failure(cause)
-            self._stop_event.set()
-            raise
+        with self._named_port_owner(), rendezvous_errors(self._timeout):
+            place = os.environ.get(PORT_FILE_ENV)
+            port_file = Path(place) if place else None
+            self._store = connect_store(self._timeout, port_file)
+            found = self._exchange_members()
+            # All ranks have sent their message, so all have read the file.
+            if port_file and self.rank == 0:
+                port_file.unlink(missing_ok=True)
+        if found["fault"]:
+            raise UsageError(found["fault"])
         return self
 
-    def _exchange_info(self, info: str) -> tuple[Any, list[str]]:
-        """Call `rendezvous_over_store`; if rank 0's port is taken, name the process that holds it."""
-        place = os.environ.get(PORT_FILE_ENV)
+    def _exchange_members(self) -> dict[str, Any]:
+        """Tell rank 0 where this rank runs and with which versions, and read what it made of those of all ranks."""
+        own = {
+            "host": socket.gethostname(),
+            "place": f"{get_host_id()} {os.path.realpath(cache_root())}",
+            "software": read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()},
+            "pid": os.getpid(),
+            "pid_namespace": get_pid_namespace(),
+        }
+        set_value(self._store, f"hello/{self.rank}", own)
+        if self.rank == 0:
+            hellos = [_parse_hello(content) for content in self._store.multi_get(self._rank_keys("hello"))]
+            places, hosts = [hello["place"] for hello in hellos], [hello["host"] for hello in hellos]
+            first = dict(reversed([(place, rank) for rank, place in enumerate(places)]))
+            found = {
+                "hosts": (names := sorted(set(hosts))),
+                "host": [names.index(host) for host in hosts],
+                "first": [first[place] for place in places],
+                "fault": _find_version_fault(hellos),
+            }
+            set_value(self._store, "members", found)
+        found = get_value(self._store, "members", dict)
+        with foreign_values():
+            hosts = [one_line(found["hosts"][index]) for index in found["host"]]
+            self._first_with_cache = [int(first) for first in found["first"]]
+            if not len(hosts) == len(self._first_with_cache) == self.size:
+                raise ValueError(len(hosts))
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        peers = [
+            decode(content, dict) for content in self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
+        ]
+        with foreign_values():
+            pids = {
+                rank: int(peer["pid"])
+                for rank, peer in zip(here, peers, strict=True)
+                if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
+            }
+        members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
+        self.liveness = Liveness(self._store, self.rank, members, self._timeout)
+        self.liveness.start()
+        return {"fault": one_line(str(found["fault"]))}
+
+    @contextlib.contextmanager
+    def _named_port_owner(self) -> Iterator[None]:
+        """Context that names the process that holds rank 0's port, if it is taken."""
         try:
-            return rendezvous_over_store(self._timeout, info, Path(place) if place else None)
+            yield
         except PeerFailureError as error:
             port = os.environ.get("MASTER_PORT", "")
             if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
@@ -110,20 +157,6 @@ class Rendezvous:
                 raise PeerFailureError(error.phase, what, fix) from error
             raise
 
-    def _check_versions(self) -> None:
-        """Raise UsageError, the same on every rank, if a rank on another host has other versions than rank 0."""
-        first = self._members[0]
-        for rank, member in enumerate(self._members):
-            # Ranks of one host share an installation; another host may have an older one.
-            if member["host"] != first["host"] and (
-                differ := [*iter_version_diffs(first["software"], member["software"])]
-            ):
-                name, wanted, found = differ[0]
-                raise UsageError(
-                    f"{self._describe_rank(rank)} has {name} {found}, and {self._describe_rank(0)} has {wanted}; "
-                    "install the same versions on every host"
-                )
-
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -131,16 +164,15 @@ class Rendezvous:
             return
         try:
             if exc is not None:
-                self._report_failure(exc)
-                return
+                raise exc
             with self._translate_store_errors():
-                self._store.add(_store_key("ready"), 1)
-                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.size)
+                self._store.add(store_key("ready"), 1)
+                self._wait_until(lambda: self._store.add(store_key("ready"), 0) >= self.size)
         except BaseException as cause:
             self._report_failure(cause)
-            raise
-        finally:
-            self._stop_event.set()
+            self.liveness.close()
+            if cause is not exc:
+                raise
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -149,21 +181,19 @@ class Rendezvous:
             with check_once():
                 yield
             return
-        places = [member["place"] for member in self._members]
-        # The lowest rank of those with the same host and cache.
-        first = places.index(places[self.rank])
+        first = self._first_with_cache[self.rank]
         known: list[str] = []
         if first != self.rank:
             with self._translate_store_errors():
-                self._wait_until(lambda: self._store.check([_store_key(f"data/{first}")]))
-                known = _decode(self._store.get(_store_key(f"data/{first}")), list)
-                with _foreign_values():
+                self._wait_until(lambda: self._store.check([store_key(f"data/{first}")]))
+                known = get_value(self._store, f"data/{first}", list)
+                with foreign_values():
                     known = [os.fspath(folder) for folder in known]
         with check_once(known) as checked:
             yield
         if first == self.rank:
             with self._translate_store_errors():
-                self._set_value(f"data/{self.rank}", sorted(checked))
+                set_value(self._store, f"data/{self.rank}", sorted(checked))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank, on every rank. Collective.
@@ -172,101 +202,73 @@ class Rendezvous:
         """
         if self._store is None:
             return [value]
-        kind, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
+        name, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
         with self._translate_store_errors():
-            self._set_value(f"{kind}/{self.rank}", value)
-            self._wait_until(lambda: self._store.check(self._rank_keys(kind)))
-            return [_decode(content) for content in self._store.multi_get(self._rank_keys(kind))]
-
-    def _send_heartbeats(self) -> None:
-        """Send heartbeats and listen for the failure of another rank. Runs in a thread."""
-        count = 0
-        while not self._stop_event.is_set():
-            count += 1
-            try:
-                self._store.set(_store_key(f"beat/{self.rank}"), str(count))
-                if self._failure is None and self._store.add(_store_key("failures"), 0):
-                    self._failure = _read_failure(self._store.get(_store_key("failed")))
-                    self._store.add(_store_key("heard"), 1)
-            except RuntimeError:  # rank 0 has ended, and the store with it: the main thread raises on its next request
-                return
-            self._stop_event.wait(self._heartbeat_interval())
-
-    def _heartbeat_interval(self) -> float:
-        return min(HEARTBEAT_SECONDS, self._timeout.total_seconds() / 10)
+            set_value(self._store, f"{name}/{self.rank}", value)
+            self._store.add(store_key(f"{name}/count"), 1)
+            if self.rank == 0:
+                self._wait_until(lambda: self._store.add(store_key(f"{name}/count"), 0) >= self.size)
+                set_value(
+                    self._store, name, [decode(content) for content in self._store.multi_get(self._rank_keys(name))]
+                )
+            self._wait_until(lambda: self._store.check([store_key(name)]))
+            values: list[Any] = get_value(self._store, name, list)
+        with foreign_values():
+            if len(values) != self.size:
+                raise ValueError(len(values))
+        return values
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait for `is_done`. Raises if another rank failed or stopped sending heartbeats."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [(b"", time.monotonic())] * self.size
+        watched = range(self.size) if self.rank == 0 else [0]
+        seen = [(b"", time.monotonic())] * len(watched)
+        # Polled, not waited for with `store.wait`: that would not notice a failure of another rank.
+        pause = max(min(POLL_SECONDS, limit / 20), self.size / POLLS_PER_SECOND)
         while not is_done():
-            if self._failure is not None:
-                raise self._to_exception(self._failure)
+            if self.liveness.failure is not None:
+                raise self._to_exception(self.liveness.failure)
             if (now := time.monotonic()) >= look_at:
                 if now - look_at > limit / 2:  # this process was suspended, and maybe the others with it
                     seen = [(beat, now) for beat, _ in seen]
-                look_at = now + self._heartbeat_interval()
-                beats = self._read_heartbeats()
+                look_at = now + self.liveness.interval
+                beats = self.liveness.read_heartbeats(watched)
                 # Only this host's clock is used: a rank is alive while its count changes.
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
-                silent = [self._describe_rank(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
+                silent = [rank for rank, (_, since) in zip(watched, seen, strict=True) if now - since > limit]
                 if silent:
-                    names = first_names(silent, 8)
+                    names = first_names([self.liveness.describe_rank(rank) for rank in silent], 8)
                     raise PeerFailureError(
                         ACTION, f"{names} sent no heartbeat for {limit:g} s (timeout_minutes)", FIX_HINT
                     )
-            # Polled, not waited for with `store.wait`: that would not notice a failure of another rank.
-            time.sleep(min(POLL_SECONDS, limit / 20))
-
-    def _read_heartbeats(self) -> list[bytes]:
-        """Return every rank's heartbeat; empty for a rank that has sent none, since `get` would block on it."""
-        keys = self._rank_keys("beat")
-        if self._store.check(keys):
-            return list(self._store.multi_get(keys))
-        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+            time.sleep(pause)
 
     def _report_failure(self, error: BaseException) -> None:
         """Publish why this rank ends, and give the others time to read it. Never raises."""
-        if self._failure is not None:  # all ranks know of a failure already
-            return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
-        failure = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
         if isinstance(error, PeerFailureError):
-            failure["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
-        if isinstance(error, StoppedBySignal):
-            failure["stopped"] = error.signal_name
-
-        def publish() -> None:
-            self._failure = failure
-            self._set_value("failed", failure | {"lost": isinstance(error, PeerFailureError)})
-            self._store.add(_store_key("failures"), 1)
-            while not self._stop_event.is_set():
-                if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:
-                    return
-                time.sleep(0.05)
-
-        call_with_timeout(publish, None, FAILURE_WAIT_SECONDS)
-
-    def _to_exception(self, failure: Mapping[str, Any]) -> BaseException:
-        """Return the failure of another rank as an exception with the same exit code."""
-        if failure.get("stopped"):
-            return StoppedBySignal(failure["stopped"])
-        what = (
-            failure["error"]
-            if failure.get("lost")
-            else f"{self._describe_rank(failure['rank'])} failed: {failure['error']}"
+            text = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
+        self.liveness.report_failure(
+            Failure(
+                rank=self.rank,
+                error=text[:4000],
+                exit_code=getattr(error, "exit_code", EXIT_FAILED),
+                stop_signal=error.signal_name if isinstance(error, StoppedBySignal) else "",
+                is_peer_lost=isinstance(error, PeerFailureError),
+            )
         )
-        return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
-    def _describe_rank(self, rank: int) -> str:
-        return f"rank {rank} on {self._members[rank]['host']}" if 0 <= rank < self.size else f"rank {rank}"
+    def _to_exception(self, failure: Failure) -> BaseException:
+        """Return the failure of another rank as an exception with the same exit code."""
+        if failure.stop_signal:
+            return StoppedBySignal(failure.stop_signal)
+        who = "" if failure.is_peer_lost else f"{self.liveness.describe_rank(failure.rank)} failed: "
+        what = f"{who}{failure.error}"
+        return UsageError(what) if failure.exit_code == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _rank_keys(self, kind: str) -> list[str]:
-        return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
-
-    def _set_value(self, name: str, value: Any) -> None:
-        self._store.set(_store_key(name), sign(json.dumps(value).encode()))
+        return [store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
     @contextlib.contextmanager
     def _translate_store_errors(self) -> Iterator[None]:
@@ -274,51 +276,31 @@ class Rendezvous:
         try:
             yield
         except RuntimeError as error:
-            if self._failure is not None:  # read before rank 0 ended, and the store with it
-                raise self._to_exception(self._failure) from error
+            if self.liveness.failure is not None:  # read before rank 0 ended, and the store with it
+                raise self._to_exception(self.liveness.failure) from error
             if (why := find_connection_error(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
             raise PeerFailureError(ACTION, f"rank 0 at {at} does not answer ({why}); see its log", FIX_HINT) from error
 
 
-def _decode(content: bytes, kind: type = object) -> Any:
-    """Return the JSON value, of type `kind`, of a rank. Raises RunError: the store has no authentication."""
-    content = verify(content)
-    with _foreign_values():
-        if not isinstance(value := json.loads(content), kind):
-            raise TypeError(type(value).__name__)
-        return value
-
-
-@contextlib.contextmanager
-def _foreign_values() -> Iterator[None]:
-    """Raise PeerFailureError for a value that no rank can have written: without a key, everyone can sign."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as fault:
-        problem = "the rendezvous store holds a value that no rank wrote"
-        raise PeerFailureError(ACTION, problem, "see docs/launch.md, Trust") from fault
-
-
-def _parse_member(word: str) -> dict[str, Any]:
+def _parse_hello(content: bytes) -> dict[str, Any]:
     """Return {"host", "place", "software"} of a rank."""
-    with _foreign_values():
-        found = json.loads(word)
+    found = decode(content, dict)
+    with foreign_values():
         software = {str(name): one_line(version) for name, version in found["software"].items()}
         return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
 
 
-def _read_failure(content: bytes) -> dict[str, Any]:
-    """Return {"rank", "exit", "error", ...} of a rank's failure."""
-    try:
-        found = _decode(content, dict)
-        with _foreign_values():
-            texts = {name: escape_controls(found[name]) for name in ("error", "stopped") if name in found}
-            return {**found, **texts, "rank": int(found["rank"]), "exit": int(found["exit"]), "error": texts["error"]}
-    except RunError as fault:
-        return {"rank": 0, "exit": EXIT_FAILED, "error": str(fault), "lost": True}
-
-
-def _store_key(name: str) -> str:
-    return f"dstrain/preparing/{name}"
+def _find_version_fault(hellos: list[dict[str, Any]]) -> str:
+    """Return the message on the first rank of another host that has other versions than rank 0; '' if there is none."""
+    first = hellos[0]
+    for rank, hello in enumerate(hellos):
+        # Ranks of one host share an installation; another host may have an older one.
+        differs: Mapping[str, str] = hello["software"] if hello["host"] != first["host"] else first["software"]
+        for name, wanted, found in iter_version_diffs(first["software"], differs):
+            return (
+                f"rank {rank} on {hello['host']} has {name} {found}, and rank 0 on {first['host']} has {wanted}; "
+                "install the same versions on every host"
+            )
+    return ""

@@ -63,7 +63,7 @@ def main(folder: Path, fault: str) -> int:
             (folder / f"ended-{rank}").write_text(str(time.time()))
         with (
             joined_world(torch.device("cpu"), TIMEOUT, together.store) as world,
-            peer_watchdog(folder, world, TIMEOUT),
+            peer_watchdog(together.liveness, folder, world, TIMEOUT),
         ):
             interrupt.begin_training()
             return 0 if world.sum([1.0]) == [size] else 1

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from dstrain.distributed.world import World, joined_world
+from dstrain.launch.topology import Worker
 from dstrain.launch.worker import run_worker
 from dstrain.train.health.signals import SignalHandler, run_with_signals
 from dstrain.train.health.watchdog import peer_watchdog
+from dstrain.train.rendezvous import Rendezvous
 
 STEPS = 3
 """Before anything happens."""
@@ -76,7 +78,13 @@ def main(folder: Path, fault: str) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
         if ON_GPU:
             torch.cuda.set_device(device)
-        with joined_world(device, TIMEOUT) as world, peer_watchdog(folder, world, TIMEOUT):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with Rendezvous(Worker(rank, rank, size, "tests", size), TIMEOUT) as together:
+            pass
+        with (
+            joined_world(device, TIMEOUT, together.store) as world,
+            peer_watchdog(together.liveness, folder, world, TIMEOUT),
+        ):
             if fault == "early":
                 return load(world)
             interrupt.begin_training()

@@ -25,7 +25,7 @@ from dstrain.commands.selftest import _raise_on_all_ranks
 from dstrain.config import read_recipe
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import read_column
-from dstrain.distributed.store import rendezvous_over_store
+from dstrain.distributed.store import connect_store
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import (
     DstrainError,
@@ -97,7 +97,7 @@ def three_bad_steps(folder: Path) -> None:
 
 
 def nobody_answers(folder: Path) -> None:
-    rendezvous_over_store(timedelta(seconds=1), "info")
+    connect_store(timedelta(seconds=1))
 
 
 def no_memory(folder: Path) -> None:

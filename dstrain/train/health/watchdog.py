@@ -1,4 +1,4 @@
-"""Watchdog thread of each rank: answers status requests and reports a stalled run."""
+"""Watchdog thread of each rank: it reports a stalled run; and the error of a rank that lost another one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import IO, Self
 
 from dstrain.distributed.collective_log import CollectiveLog
-from dstrain.distributed.store import find_connection_error, unknown_peer_message
+from dstrain.distributed.store import find_connection_error
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
-from dstrain.train.health.diagnosis import STATUS_TIMEOUT_SECONDS, Diagnosis, RankStatusBoard
+from dstrain.train.health.liveness import STATUS_TIMEOUT_SECONDS, Failure, Liveness
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
@@ -27,16 +27,15 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 
 
 class Watchdog:
-    """Context manager that answers status requests and watches the phase named by
-    `world.log.phase`.
+    """Context manager that watches the phase named by `liveness.log.phase`.
 
     Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
     faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
     while it runs, so that the C timer fires only if no Python code runs any more.
     """
 
-    def __init__(self, status_board: RankStatusBoard, run_dir: Path, timeout: timedelta) -> None:
-        self._status_board, self._run_dir, self._timeout = status_board, run_dir, timeout.total_seconds()
+    def __init__(self, liveness: Liveness, run_dir: Path, timeout: timedelta) -> None:
+        self._liveness, self._run_dir, self._timeout = liveness, run_dir, timeout.total_seconds()
         self._max_idle_seconds = STALL_FRACTION * self._timeout
         self._poll_seconds = min(1.0, self._timeout / 20)
         self._has_reported = False
@@ -46,7 +45,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._poll_until_stopped, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self._stacks_file = _open_stacks_file(self._run_dir, self._status_board.rank)
+        self._stacks_file = _open_stacks_file(self._run_dir, self._liveness.rank)
         self._reset_faulthandler()
         self._thread.start()
         return self
@@ -61,7 +60,7 @@ class Watchdog:
         if self._stacks_file is not None and not self._thread.is_alive():
             self._stacks_file.close()
             with contextlib.suppress(OSError):
-                _remove_if_empty(stacks_path(self._run_dir, self._status_board.rank))
+                _remove_if_empty(stacks_path(self._run_dir, self._liveness.rank))
 
     def _poll_until_stopped(self) -> None:
         while not self._stop_event.wait(self._poll_seconds):
@@ -69,11 +68,9 @@ class Watchdog:
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        log = self._status_board.log
+        log = self._liveness.log
         idle = log.idle_seconds()
         self._reset_faulthandler()
-        if idle > 2 * self._poll_seconds:
-            self._status_board.answer_request()
         if not log.phase or idle < self._max_idle_seconds:
             self._has_reported = False
         elif not self._has_reported:
@@ -88,10 +85,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout, file=self._stacks_file)
 
     def _report_idle(self, idle_seconds: float) -> None:
-        """Write this rank's stacks; on the lowest rank that answers also print a line and log an
-        event.
-        """
-        log = self._status_board.log
+        """Write this rank's stacks; the rank that reports for all also prints a line and logs an event."""
+        log = self._liveness.log
         doing, step = log.phase, log.step
         if self._stacks_file is not None:
             with contextlib.suppress(OSError):
@@ -100,14 +95,8 @@ class Watchdog:
                 )
                 self._stacks_file.flush()
                 faulthandler.dump_traceback(self._stacks_file, all_threads=True)
-        diagnosis = self._status_board.request_diagnosis(
-            "", timeout=min(STATUS_TIMEOUT_SECONDS, 4 * self._poll_seconds)
-        )
-        if (
-            not self._status_board.is_lowest_alive(diagnosis.ranks)
-            or self._stop_event.is_set()
-            or log.idle_seconds() < self._max_idle_seconds
-        ):
+        diagnosis = self._liveness.diagnose_stall(min(STATUS_TIMEOUT_SECONDS, 4 * self._poll_seconds))
+        if diagnosis is None or self._stop_event.is_set() or log.idle_seconds() < self._max_idle_seconds:
             return
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
         with contextlib.suppress(OSError, ValueError):
@@ -157,43 +146,52 @@ def _format_last_collectives(log: CollectiveLog) -> str:
 
 @contextlib.contextmanager
 def peer_watchdog(
-    run_dir: Path | None, world: World, timeout: timedelta, phase: str = "starting", fix: str = RESTART_HINT
+    liveness: Liveness,
+    run_dir: Path | None,
+    world: World,
+    timeout: timedelta,
+    phase: str = "starting",
+    fix: str = RESTART_HINT,
 ) -> Iterator[None]:
     """Replace torch's connection errors inside by a PeerFailureError that names the failed rank.
 
-    Raises StoppedBySignal instead if a signal stopped the other rank before the first step. All
-    ranks share `run_dir`; with None no rank can be named. `phase` is used while
-    `world.log.phase` is empty; `fix` is the last part of the message. Collective.
+    Raises StoppedBySignal instead if a signal stopped the other rank before the first step. `run_dir` is for the stacks
+    of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the last
+    part of the message. Ends the heartbeats. Collective.
     """
-    status_board = None
+    liveness.log = world.log
     try:
-        if run_dir is None:
+        with Watchdog(liveness, run_dir, timeout) if run_dir else contextlib.nullcontext():
             yield
-            return
-        status_board = RankStatusBoard(run_dir, world)
-        with Watchdog(status_board, run_dir, timeout):
-            yield
-        status_board.write_final_status("done")
+        liveness.write_last_status("done")
+        liveness.close()
+        # The store ends with rank 0: no rank may use it any more by then.
+        with contextlib.suppress(RuntimeError):
+            world.barrier()
     except StoppedBySignal as stop:
-        if status_board is not None:
-            status_board.write_final_status("stopped", stop.signal_name)
+        liveness.write_last_status("stopped", stop.signal_name)
+        liveness.report_failure(Failure(rank=world.rank, error=str(stop), stop_signal=stop.signal_name))
         raise
     except Exception as error:
         reason = find_connection_error(error)
         if reason is None:
-            if status_board is not None:
-                status_board.write_final_status("failed", _summarize(error))
+            liveness.write_last_status("failed", _summarize(error))
+            liveness.report_failure(Failure(rank=world.rank, error=_summarize(error)))
             raise
-        known = (
-            error
-            if isinstance(error, PeerFailureError)
-            else PeerFailureError(world.log.phase or phase, unknown_peer_message(reason), fix)
-        )
-        if run_dir is None or status_board is None:
-            raise known from error
-        _log_error(error, known.phase, status_board, run_dir)
-        raise _name_failed_peer(known, status_board.request_diagnosis(reason)) from error
+        known = error if isinstance(error, PeerFailureError) else None
+        phase = known.phase if known else world.log.phase or phase
+        _log_error(error, phase, liveness, run_dir)
+        failure = liveness.diagnose_failure(reason)
+        if failure.stop_signal:
+            raise StoppedBySignal(failure.stop_signal) from error
+        if failure.table:
+            with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
+                log_stderr(failure.table)
+        who = "" if failure.is_peer_lost else f"{liveness.describe_rank(failure.rank)} failed: "
+        log = "" if failure.is_peer_lost else f"; see logs/rank-{failure.rank:05d}.log"
+        raise PeerFailureError(phase, f"{who}{failure.error}{log}", known.fix if known else fix) from error
     finally:
+        liveness.close()
         # Without a phase nothing is reported as stalled.
         world.log.record_progress("")
 
@@ -205,23 +203,13 @@ def _summarize(error: Exception) -> str:
     )
 
 
-def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:
-    """Print the status of all ranks, and return the error that names the failed one."""
-    if diagnosis.stop_signal:
-        return StoppedBySignal(diagnosis.stop_signal)
-    if diagnosis.table:
-        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
-            log_stderr(diagnosis.table)
-    return PeerFailureError(known.phase, diagnosis.message, known.fix)
-
-
-def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_dir: Path) -> None:
+def _log_error(error: Exception, phase: str, liveness: Liveness, run_dir: Path | None) -> None:
     """Print torch's message, and append its traceback to the stacks file."""
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
-        log_stderr(f"rank {status_board.rank}: {type(cause).__name__}: {cause}")
-        if (stacks := _open_stacks_file(run_dir, status_board.rank)) is not None:
-            last = _format_last_collectives(status_board.log)
+        log_stderr(f"rank {liveness.rank}: {type(cause).__name__}: {cause}")
+        if run_dir and (stacks := _open_stacks_file(run_dir, liveness.rank)) is not None:
+            last = _format_last_collectives(liveness.log)
             stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)
             stacks.close()

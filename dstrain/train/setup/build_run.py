@@ -34,6 +34,7 @@ from dstrain.train.health.watchdog import peer_watchdog
 from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
 from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.train.profiler import StepProfiler
+from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.resume import (
     StartDecision,
     check_fingerprints,
@@ -84,15 +85,17 @@ if TYPE_CHECKING:
 COMPILING = "building the engine; at the first start DeepSpeed compiles kernels, which can take minutes"
 
 
-def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalHandler, store: Any = None) -> int:
+def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalHandler, rendezvous: Rendezvous) -> int:
     """Join the process group, train, and leave it. Returns the exit code. Collective.
 
-    `terminal` is that of rank 0, None on other ranks and without a terminal. `store` is
-    `Rendezvous.store`. Raises PeerFailureError if another process ends or stops responding,
-    StoppedBySignal for a signal before the first step.
+    `terminal` is that of rank 0, None on other ranks and without a terminal. Raises PeerFailureError if another process
+    ends or stops responding, StoppedBySignal for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    with joined_world(plan.device, timeout, store) as world, peer_watchdog(plan.run_dir, world, timeout):
+    with (
+        joined_world(plan.device, timeout, rendezvous.store) as world,
+        peer_watchdog(rendezvous.liveness, plan.run_dir, world, timeout),
+    ):
         memory = make_memory_monitor(plan, world)
         with memory.explain():
             return _run_and_close(plan, memory, terminal, signal_handler)

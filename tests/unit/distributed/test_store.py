@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import socket
@@ -12,15 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from dstrain.distributed import world
-from dstrain.distributed.store import RANK_KEY_ENV, _listen_on_master_address, rendezvous_over_store, sign
-from dstrain.errors import EXIT_FAILED, RunError
+from dstrain.distributed.store import RANK_KEY_ENV, _listen_on_master_address, connect_store
+from dstrain.errors import RunError
 from dstrain.launch.command import LocalLaunch
 from dstrain.launch.spawn import make_local_group
-from dstrain.launch.topology import Worker
-from dstrain.train.rendezvous import Rendezvous, _read_failure
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -46,8 +42,7 @@ def test_the_store_listens_on_one_address_alone(
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     place = tmp_path / "port" if with_port_file else None
-    store, messages = rendezvous_over_store(timedelta(seconds=20), "{}", place)
-    assert messages == ["{}"]
+    store = connect_store(timedelta(seconds=20), place)
     assert listening_addresses(store.port) == {address}
 
 
@@ -81,32 +76,6 @@ def test_a_value_that_no_rank_signed_is_not_unpickled(tmp_path: Path, monkeypatc
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[", b"[]", b'{"rank": "x"}', b'{"rank": 0, "exit": 1, "error": 5}', b"7", b'{"rank": 1e999, "exit": 1}'],
-)
-def test_a_failure_that_no_rank_wrote_is_named(content: bytes) -> None:
-    found = _read_failure(sign(content))
-    assert found["exit"] == EXIT_FAILED
-    assert "the rendezvous store holds a value that no rank wrote" in found["error"]
-    assert "is not signed with this run's DSTRAIN_RANK_KEY" in _read_failure(content)["error"]
-
-
-@pytest.mark.parametrize("rank", [-999, 2])
-def test_a_failure_of_a_rank_that_does_not_exist_is_told(rank: int) -> None:
-    together = Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1))
-    together._members = [{"host": "h0"}, {"host": "h1"}]
-    assert f"rank {rank} failed: x" in str(together._to_exception({"rank": rank, "exit": 1, "error": "x"}))
-
-
-def test_a_first_message_without_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed.TCPStore, "multi_get", lambda *_: [b"{}"])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RunError, match=f"is not signed with this run's {RANK_KEY_ENV}"):
-        rendezvous_over_store(timedelta(seconds=20), "{}", tmp_path / "port")
-
-
 @pytest.mark.parametrize(("address", "port"), [("localhost", "99999"), ("a" * 64 + ".example", "29500")])
 def test_an_impossible_master_address_is_left_to_torch(
     address: str, port: str, monkeypatch: pytest.MonkeyPatch
@@ -114,11 +83,6 @@ def test_an_impossible_master_address_is_left_to_torch(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     assert _listen_on_master_address(timedelta(seconds=5)) is None
-
-
-def test_control_characters_of_a_failure_are_escaped() -> None:
-    content = json.dumps({"rank": 1, "exit": 2, "error": "\x1b]0;pwned\x07 disk full"}).encode()
-    assert _read_failure(sign(content))["error"] == "\\x1b]0;pwned\\x07 disk full"
 
 
 @pytest.mark.parametrize(("local_ranks", "own_key"), [(None, True), (range(2), False)])

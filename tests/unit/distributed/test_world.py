@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dstrain.distributed import store, world
-from dstrain.distributed.store import rendezvous_errors, rendezvous_over_store
+from dstrain.distributed.store import connect_store, rendezvous_errors
 from dstrain.distributed.world import SingleProcessWorld, joined_world
 from dstrain.errors import PeerFailureError, RunError
 from dstrain.launch.command import PORT_FILE_ENV
@@ -68,11 +68,10 @@ def test_a_group_that_is_there_is_joined_as_it_is() -> None:
         world.destroy_process_groups()
 
 
-def test_rank_0_writes_its_port_and_removes_it_when_all_have_read_it(tmp_path: Path) -> None:
-    found, messages = rendezvous_over_store(TIMEOUT, "hello", tmp_path / "ports" / "port")
-    assert messages == ["hello"]
+def test_rank_0_writes_its_port(tmp_path: Path) -> None:
+    found = connect_store(TIMEOUT, tmp_path / "ports" / "port")
+    assert (tmp_path / "ports" / "port").read_text() == str(found.port)
     assert found.port > 1
-    assert [*(tmp_path / "ports").iterdir()] == []
 
 
 def test_another_rank_reads_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +79,7 @@ def test_another_rank_reads_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "port").write_text(str(server.port))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _, rank, size = store._open_local_store(tmp_path / "port", TIMEOUT)
-    assert (rank, size) == (1, 2)
+    assert store._open_local_store(tmp_path / "port", TIMEOUT).port == server.port
     assert store.os.environ["MASTER_PORT"] == str(server.port)
 
 
@@ -176,7 +174,7 @@ def test_rank_0_that_never_listens_is_not_waited_for(tmp_path, monkeypatch):
     for name, value in environment(1, 2, 1).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PeerFailureError, match=r"not all came within 0\.3 s \(rank 0 did not listen\)"):
-        rendezvous_over_store(timedelta(seconds=0.3), "word", Path(tmp_path / "port-1"))
+        connect_store(timedelta(seconds=0.3), Path(tmp_path / "port-1"))
 
 
 def test_one_process_alone_needs_no_port(taken):

@@ -17,7 +17,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from dstrain.cli import main
 from dstrain.cli.command_group import UNSUPPORTED_COMMANDS
 from dstrain.cli.options import LAUNCH_OPTION_NAMES
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES
+from dstrain.config.aliases import KEY_ALIASES
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options
 from dstrain.tasks.common.task import Option
@@ -140,13 +140,10 @@ def find_block(node: Node, defs: Mapping[str, Node]) -> Node | None:
 def iter_blocks(name: str, block: Node, defs: Mapping[str, Node]) -> Iterator[tuple[str, str, list[list[str]]]]:
     """Yield (dotted name, its description, rows of its keys) of a block and of the blocks in it."""
     rows, nested = [], []
-    refused = {key: fix for key, _, fix in UNSUPPORTED_VALUES}
     for key, node in block["properties"].items():
         dotted = f"{name}.{key}" if name else key
         inner = find_block(node, defs)
         effect = escape_cell(str(node.get("description") or (inner or {}).get("description", "")))
-        if dotted in refused:
-            effect += f" **Not supported yet**: {escape_cell(refused[dotted])}."
         default = describe_default(node, defs, key in block.get("required", ()))
         kind = SHORT_FORMS.get(dotted) or describe_type(node, defs)
         rows.append([f"`{key}`", escape_cell(kind), escape_cell(default), effect])

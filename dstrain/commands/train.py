@@ -16,10 +16,11 @@ from dstrain.commands.preflight import check_data, check_launch
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, dump_recipe, resolve_batch
-from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
+from dstrain.launch.slurm import SlurmLaunch, plan_slurm, submit
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
@@ -31,6 +32,8 @@ from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.run_dir import check_run_dir_writable
 from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
+
+Launch = LocalLaunch | MultiHostLaunch | SlurmLaunch
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
@@ -48,22 +51,25 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         launch = _plan_request(request, recipe, run_dir, launch_options)
     written_recipe = recipe
     recipe = apply_reduced_batch(written_recipe, run_dir, launch.world_size, request.resume)
-    if line := cpu_overload_warning(launch):
+    if not isinstance(launch, SlurmLaunch) and (line := cpu_overload_warning(launch)):
         log_stderr(f"warning: {line}")
     resume = ResumeOptions(request.resume, request.allowed_changes)
     ds_config = check_launch(recipe, run_dir, resume, launch.world_size, detect_device(launch))
     # Before any process starts: a fault costs seconds here, minutes on a cluster.
     check_data(recipe.config, run_dir, resume)
-    if not isinstance(launch, MultiHostLaunch):  # on other hosts each rank checks its own folders
+    if isinstance(launch, LocalLaunch):  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
         log_stdout(show_dry_run(recipe, ds_config, launch, run_dir))
         return 0
+    if isinstance(launch, SlurmLaunch):
+        return submit_job(launch)
     code, restart = _launch_training(launch, recipe, run_dir, resume)
     while restart:
         # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
         request = resume_own_run(request, run_dir)
         launch = _plan_request(request, recipe, run_dir, launch_options)
+        assert not isinstance(launch, SlurmLaunch)
         reduced = apply_reduced_batch(written_recipe, run_dir, launch.world_size, request.resume)
         if reduced.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
             return code
@@ -74,11 +80,30 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     return code
 
 
-def _plan_request(
-    request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]
-) -> LocalLaunch | MultiHostLaunch:
+def _plan_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]) -> Launch:
     """Return the launch of a request."""
-    return plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
+    options, arguments = LaunchOptions(**launch_options), request.to_argv(run_dir)
+    if options.launcher == "slurm":
+        return plan_slurm(options, arguments, os.environ, recipe.config.launch, run_dir, recipe.name)
+    return plan_launch(options, arguments, os.environ, recipe.config.launch)
+
+
+def submit_job(launch: SlurmLaunch) -> int:
+    """Submit the batch script of a run to Slurm. Returns the exit code."""
+    run_dir = launch.path.parent
+    is_new = not run_dir.exists()
+    check_run_dir_writable(run_dir)
+    try:
+        job = submit(launch)
+    except UsageError:
+        if is_new:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    log_stdout(
+        f"job {job}: {launch.path}, {launch.world_size} tasks on {launch.num_nodes} nodes; "
+        f"output: {run_dir}/logs/slurm-{job}.out; stop and save: scancel --signal=TERM {job}; end: scancel {job}"
+    )
+    return 0
 
 
 def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
@@ -88,9 +113,7 @@ def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
     return request
 
 
-def resolve_auto_request(
-    request: TrainRequest, recipe: Recipe, run_dir: Path, launch: LocalLaunch | MultiHostLaunch
-) -> TrainRequest:
+def resolve_auto_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch: Launch) -> TrainRequest:
     """Return the request with the preset and micro-batch that `ds_config: auto` means here; print them.
 
     They become options, so that all processes of the launch take the same, and the run folder's recipe names them.
@@ -100,6 +123,8 @@ def resolve_auto_request(
     devices: tuple[str, ...] = ()
     if isinstance(launch, MultiHostLaunch):
         per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
+    elif isinstance(launch, SlurmLaunch):
+        per_node, nodes = launch.tasks_per_node, launch.num_nodes
     else:
         per_node, devices = len(launch.ranks), launch.devices
         nodes = max(1, launch.world_size // per_node)
@@ -172,13 +197,12 @@ def has_progress(run_dir: Path) -> bool:
     return bool(list_checkpoint_names(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def show_dry_run(
-    recipe: Recipe, ds_config: Mapping[str, Any], launch: LocalLaunch | MultiHostLaunch, run_dir: Path
-) -> str:
+def show_dry_run(recipe: Recipe, ds_config: Mapping[str, Any], launch: Launch, run_dir: Path) -> str:
     """Return the resolved recipe, DeepSpeed JSON, batch and launch command."""
     return (
         f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
-        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n{show_launch(launch)}"
+        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n"
+        f"{launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)}"
     )
 
 
@@ -197,7 +221,7 @@ def show_batch(recipe: Recipe, world_size: int) -> str:
     return "\n".join([*lines, *warnings])
 
 
-def detect_device(launch: LocalLaunch | MultiHostLaunch) -> Device:
+def detect_device(launch: Launch) -> Device:
     """Return the device of the ranks, as far as this host knows."""
     return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
 

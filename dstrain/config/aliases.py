@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 KEY_ALIASES: dict[str, str] = {
     # HF Trainer and TRL
     "per_device_train_batch_size": "batch.micro",
@@ -110,11 +107,3 @@ KEY_ALIASES: dict[str, str] = {
     "scheduler": "optim.schedule",
 }
 """Name in another framework -> the recipe key for it."""
-
-UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
-    ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
-    ("launch.slurm.time", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
-    ("launch.slurm.setup", bool, "write the lines into your sbatch file"),
-)
-"""(key, condition on its value, fix): values of features that do not exist yet."""

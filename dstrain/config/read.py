@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES
+from dstrain.config.aliases import KEY_ALIASES
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig, hide_secret
 from dstrain.errors import URL_PASSWORD, Fault, RecipeError, describe_decode_error, one_line, suggest_name
@@ -212,10 +212,9 @@ def read_recipe(
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
         faults = list(_schema_faults(error, source))
-        raise RecipeError(faults + _unsupported_faults(source.values, source)) from None
+        raise RecipeError(faults) from None
     # pydantic takes true for 1, also where a number is meant.
     faults = list(_bool_faults(source.values, config.model_dump(), (), source))
-    faults += _unsupported_faults(config.model_dump(), source)
     faults += [Fault(source.get_location(key), problem, fix) for key, problem, fix in check_cross_fields(config)]
     faults += list(_password_faults(config.model_dump(mode="json"), (), source))
     if faults:
@@ -405,16 +404,6 @@ def _password_faults(value: Any, key: KeyPath, source: SourceMap) -> Iterator[Fa
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _password_faults(inner, (*key, index), source)
-
-
-def _unsupported_faults(values: Mapping[str, Any], source: SourceMap) -> list[Fault]:
-    faults = []
-    for dotted, asks, fix in UNSUPPORTED_VALUES:
-        key = tuple(dotted.split("."))
-        value = lookup(values, key)
-        if value is not None and asks(value):
-            faults.append(Fault(source.get_location(key), f"{value!r} is not supported yet", fix))
-    return faults
 
 
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, KeyPath], ...] = (

@@ -375,16 +375,16 @@ class ProfileConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Slurm job."""
+    """The batch script of `--launcher slurm`."""
 
     partition: str | None = None
-    """Slurm partition."""
+    """`--partition` of sbatch."""
     account: str | None = None
-    """Slurm account."""
+    """`--account` of sbatch."""
     time: str | None = None
-    """Time limit in sbatch's format."""
+    """`--time` of sbatch, in quotes: "24:00:00"."""
     setup: list[str] = []
-    """Shell commands to run before training."""
+    """Lines of shell before srun, such as `module load cuda`; a command that fails ends the job."""
 
 
 class LaunchConfig(Section):
@@ -397,7 +397,7 @@ class LaunchConfig(Section):
     heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
     """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
-    """Settings of the Slurm launcher."""
+    """Settings of `--launcher slurm`."""
 
 
 class RunConfig(Section):

@@ -16,7 +16,6 @@ from dstrain.process_setup import count_available_cores
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
 """Path of a file in which rank 0 announces the port it listens on to the other ranks of its
 host."""
-LAUNCHERS = ("ssh", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class LaunchOptions:
     no_ssh: bool = False
     """The user starts the command on every host; none is reached over ssh."""
     launcher: str = "ssh"
-    """How the hosts of a hostfile are reached: ssh or slurm."""
+    """How hosts are reached: ssh, those of a hostfile; slurm, by a batch job."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,9 @@ def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
 
 
 def check_launcher(options: LaunchOptions) -> None:
-    """Raise UsageError for an unknown launcher, and for options that need a hostfile."""
-    if options.launcher not in LAUNCHERS:
-        raise UsageError(
-            f"--launcher {options.launcher} is unknown; choose ssh or slurm, or start the ranks with "
-            "`deepspeed --module dstrain.cli train …`, torchrun, srun or mpirun (docs/launch.md)"
-        )
+    """Raise UsageError for a launcher of trainings alone, and for options that need a hostfile."""
     if options.launcher == "slurm":
-        raise UsageError("--launcher slurm is not supported yet; use `sbatch launchers/slurm.sbatch RECIPE`")
+        raise UsageError("--launcher slurm submits trainings alone; start this command without it, inside a job")
     given = {
         "--num-nodes": options.num_nodes not in (None, 1),
         "--node-rank": options.node_rank not in (None, 0),

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from dstrain.batch import Progress
 from dstrain.cli import main
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.config.aliases import UNSUPPORTED_VALUES
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
@@ -319,21 +318,6 @@ def test_bad_input_is_named_with_its_mend(wrong: str, folder: Path, monkeypatch:
         assert part in output, output
     assert "; " in output or "Usage: " in output, output
     assert files_in(folder) == before
-
-
-VALUES = {
-    "model.lora": "{rank: 4}", "batch.on_oom": "shrink",
-    "optim.name": "muon", "save.background": "true", "save.prune_when_full": "true",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("key", [key for key, _, _ in UNSUPPORTED_VALUES])
-def test_what_comes_later_is_refused_never_ignored(key: str, folder: Path) -> None:
-    mend = next(text for name, _, text in UNSUPPORTED_VALUES if name == key)
-    code, output = run(RECIPE, "--set", f"{key}={VALUES.get(key, '[x]' if key.endswith('setup') else 'x')}")
-    assert code == 2
-    for words in (key, "is not supported yet", mend):
-        assert words in output, output
 
 
 def test_all_faults_are_told_at_once(folder: Path) -> None:

@@ -157,7 +157,7 @@ class GracePeriod:
             f"a stop by a signal would not finish in time: a checkpoint takes {seconds:.1f} s and a step "
             f"{self._median_step_seconds():.1f} s, but SIGKILL follows SIGTERM after {self._seconds:g} s "
             f"(launch.grace_seconds); raise the scheduler's grace period (Kubernetes: "
-            f"terminationGracePeriodSeconds; Slurm: KillWait, or --signal=USR1@120) and the key, or save faster"
+            f"terminationGracePeriodSeconds; Slurm: KillWait, or --signal=B:USR1@120) and the key, or save faster"
         )
         self._log_event("warning", what=what)
         if self._has_terminal:

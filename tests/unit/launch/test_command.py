@@ -83,11 +83,9 @@ def test_several_hosts_need_a_hostfile(options):
         plan_launch(LaunchOptions(**options), ["train"], {}, LaunchConfig())
 
 
-def test_unknown_launchers_and_slurm_are_refused():
-    with pytest.raises(UsageError, match="choose ssh or slurm, or start the ranks with `deepspeed --module"):
-        plan_launch(LaunchOptions(launcher="pdsh"), ["train"], {}, LaunchConfig())
-    with pytest.raises(UsageError, match=r"launchers/slurm\.sbatch"):
-        plan_launch(LaunchOptions(launcher="slurm"), ["train"], {}, LaunchConfig())
+def test_slurm_is_refused_for_what_is_no_training():
+    with pytest.raises(UsageError, match="--launcher slurm submits trainings alone"):
+        plan_launch(LaunchOptions(launcher="slurm"), ["generate"], {}, LaunchConfig())
 
 
 def test_a_taken_port_names_its_holder():

@@ -22,7 +22,7 @@ from dstrain.resources import find_resource_dir
 from tests.workers import ROOT
 
 LAUNCHERS = ROOT / "launchers"
-SCRIPTS = [path for path in sorted(LAUNCHERS.iterdir()) if path.suffix in (".sh", ".sbatch")]
+SCRIPTS = [path for path in sorted(LAUNCHERS.iterdir()) if path.suffix == ".sh"]
 STUB = """#!/bin/sh
 case " $* " in
     *visible_gpus*) echo 8 ;;
@@ -37,7 +37,7 @@ esac
 @pytest.fixture
 def stubs(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs that launchers start are stubs that say their words."""
-    for name in ("python", "dstrain", "deepspeed", "srun", "scontrol"):
+    for name in ("python", "dstrain", "deepspeed"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
     return {"PATH": f"{tmp_path}:/usr/bin:/bin", "LAUNCHERS": str(LAUNCHERS), "SEEN": str(tmp_path / "seen")}
@@ -153,21 +153,6 @@ def test_torchrun_sh_gives_torchrun_options_that_it_has(stubs: dict[str, str]) -
     asked = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True)
     given = {word for _, place in WAYS.values() for word in place.split() if word.startswith("--")}
     assert given <= set(re.findall(r"--[a-z-]+", asked.stdout))
-
-
-def test_slurm_sbatch_starts_a_task_for_each_rank(stubs: dict[str, str]) -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
-    said = launched("slurm.sbatch", "r.yaml --run-dir /shared/runs/one", stubs, **job)
-    assert said == ("srun --wait=60 --cpus-per-task=8 python -u -m dstrain.cli train r.yaml --run-dir /shared/runs/one")
-
-
-@pytest.mark.parametrize(("code", "again"), [("75", True), ("1", False), ("2", False)])
-def test_slurm_sbatch_queues_a_job_that_stopped_with_a_checkpoint_again(
-    code: str, again: bool, stubs: dict[str, str]
-) -> None:
-    done = start([str(LAUNCHERS / "slurm.sbatch"), "r.yaml"], stubs, SLURM_JOB_ID="7", CODE=code)
-    assert done.returncode == int(code)
-    assert ("scontrol\nrequeue\n7\n" in done.stdout) == again
 
 
 def test_the_hostfile_in_the_folder_is_one() -> None:

@@ -151,7 +151,7 @@ def test_a_save_that_takes_longer_than_is_given_is_warned_of_once(capsys: pytest
     (event,) = told(30.0, 2.0, [5.0, 28.5, 29.0])
     assert event["event"] == "warning"
     assert "a checkpoint takes 28.5 s and a step 2.0 s, but SIGKILL follows SIGTERM after 30 s" in event["what"]
-    for mend in ("terminationGracePeriodSeconds", "--signal=USR1@120", "KillWait", "launch.grace_seconds"):
+    for mend in ("terminationGracePeriodSeconds", "--signal=B:USR1@120", "KillWait", "launch.grace_seconds"):
         assert mend in event["what"]
     assert capsys.readouterr().out == event["what"] + "\n"
 

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from dstrain.cli import main
-from dstrain.cli.command_group import UNSUPPORTED_COMMANDS
 from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.config.aliases import KEY_ALIASES
 from dstrain.config.schema import RunConfig
@@ -253,9 +252,6 @@ def render_cli() -> str:
         "## Launch options\n\nProcesses and hosts; [launch.md](launch.md) explains them.\n\n"
         + render_table(("option", "default", "effect"), rows)
     )
-    if UNSUPPORTED_COMMANDS:
-        later = [[f"`dstrain {name}`", fix] for name, fix in sorted(UNSUPPORTED_COMMANDS.items())]
-        parts.append("## Not yet\n\n" + render_table(("command", "until then"), later))
     return "\n".join(parts)
 
 

@@ -401,6 +401,36 @@ def status(run: Path, as_json: bool) -> None:
     echo(json.dumps(found) if as_json else show_status(found))
 
 
+@main.command()
+@click.option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8; default: this host.")
+@click.option(
+    "--run-dir",
+    "--run_dir",
+    type=PathArgument(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Folder of the runs, which all hosts must share.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--phase", type=click.Choice(["all-reduce"]), hidden=True, help="Set by dstrain for its processes.")
+@with_options([SCRATCH_OPTION])
+def doctor(hostfile: str | None, run_dir: Path, as_json: bool, phase: str | None, scratch: Path | None) -> None:
+    """Find what would stop a run, here or on all hosts.
+
+    Versions, GPUs, memory, disks, limits, compilers and kernels of each host; with --hostfile also
+    ssh, clocks, the shared folder and the network, and an all-reduce over all ranks. Each problem has
+    its fix. Exit code 1 if one would stop a run.
+    """
+    from dstrain.commands.doctor import AllReduceJob, findings_as_json, run_doctor, show_findings
+    from dstrain.commands.run_job import run_job
+
+    if phase is not None:
+        sys.exit(run_job(AllReduceJob(), {}, scratch).exit_code)
+    findings = run_doctor(hostfile, run_dir.absolute())
+    echo(findings_as_json(findings) if as_json else show_findings(findings))
+    sys.exit(EXIT_FAILED if any(finding.state == "fault" for finding in findings) else EXIT_DONE)
+
+
 SELFTEST_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 
 
@@ -450,17 +480,11 @@ def _run_phase(
 
 def _run_all(presets: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
     """Run the selftest and print its report. Returns the exit code."""
-    from dstrain.commands.selftest import (
-        describe_environment,
-        report_as_json,
-        run_selftest,
-        show_environment,
-        show_report,
-        work_folder,
-    )
+    from dstrain.commands.environment import collect_lines, show_environment
+    from dstrain.commands.selftest import report_as_json, run_selftest, show_report, work_folder
 
     with work_folder(keep) as folder:
-        environment = describe_environment(folder)
+        environment = collect_lines(folder)
         if not as_json:
             click.echo(f"{show_environment(environment)}\n")
         report = run_selftest(presets, folder, lambda line: click.echo(f"selftest: {line}", err=True))

@@ -27,11 +27,6 @@ from dstrain.errors import (
 )
 from dstrain.process_setup import discard_closed_output, prepare_process
 
-UNSUPPORTED_COMMANDS = {
-    "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
-}
-"""Planned commands, and what to use until they exist."""
-
 
 class GroupedCommand(click.Command):
     """Command whose help lists the launch options under a separate heading."""
@@ -74,11 +69,6 @@ class CommandGroup(SubcommandGroup):
                 raise
             echo(f"error: {known}", err=True)
             sys.exit(known.exit_code)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] in UNSUPPORTED_COMMANDS:
-            raise UsageError(f"dstrain {args[0]}: not supported yet; {UNSUPPORTED_COMMANDS[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -192,6 +182,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "dstrain tasks": ("dstrain tasks", "dstrain tasks dpo"),
     "dstrain recipes": ("dstrain recipes", "dstrain recipes lowmem-24gb > mine.yaml"),
+    "dstrain doctor": (
+        "dstrain doctor",
+        "dstrain doctor --hostfile hosts --run-dir /shared/runs --json",
+    ),
     "dstrain selftest": (
         "dstrain selftest",
         "dstrain selftest --preset zero3_offload --keep selftest",

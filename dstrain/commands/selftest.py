@@ -6,22 +6,19 @@ import contextlib
 import gc
 import json
 import os
-import platform
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata, util
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
 from dstrain.commands.run_job import SINGLE_WORKER, make_scratch, make_scratch_path
@@ -29,13 +26,9 @@ from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, PeerFailureError, SelftestError, UsageError
 from dstrain.files import atomic_write
-from dstrain.launch.command import check_loopback, free_port
 from dstrain.launch.topology import visible_gpus, worker_from_env
-from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.preset import Device, preset_names, read_preset
-from dstrain.process_setup import count_available_cores
 from dstrain.report.run_log import read_rows
-from dstrain.units import format_bytes
 
 if TYPE_CHECKING:
     from dstrain.distributed.world import World
@@ -364,134 +357,6 @@ def suggest_fix(check: str, preset: str) -> str:
     return FIXES[check].replace("PRESET", preset)
 
 
-MIN_DISK_BYTES, MIN_SHM_BYTES = 1 << 30, 1 << 30
-SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class EnvironmentLine:
-    """A property of this machine, and what is wrong with it."""
-
-    name: str
-    value: str
-    warning: str = ""
-    """Problem and fix; empty where all is well."""
-
-
-def collect_lines(folder: Path) -> list[EnvironmentLine]:
-    """Return the lines of this machine; `folder` is where the runs are written. Imports no torch."""
-    gpus = visible_gpus(os.environ)
-    lines: Sequence[Callable[[], EnvironmentLine]] = (
-        lambda: EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
-        _libraries,
-        lambda: _devices(gpus),
-        lambda: _cuda(gpus),
-        lambda: _compiler(gpus),
-        lambda: _shared_memory(gpus),
-        lambda: _disk(folder),
-        _ports,
-    )
-    return [line() for line in lines]
-
-
-def _libraries() -> EnvironmentLine:
-    names = ("torch", "deepspeed", "transformers", "peft", "accelerate")
-    found = {name: _version(name) for name in names}
-    missing = [name for name, version in found.items() if version is None]
-    warning = f"{', '.join(missing)} not installed; run `pip install dstrain` again" if missing else ""
-    return EnvironmentLine("libraries", ", ".join(f"{name} {found[name] or 'missing'}" for name in names), warning)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _devices(gpus: int) -> EnvironmentLine:
-    cores = f"{count_available_cores()} cores, {format_bytes(host_bytes())} of host memory free"
-    if not gpus:
-        return EnvironmentLine("devices", f"no GPU; {cores}")
-    free = ", ".join(format_bytes(size) for size in detect_gpu_bytes(os.environ)[0])
-    return EnvironmentLine("devices", f"{gpus} GPU{'s' * (gpus > 1)} ({free or 'unknown memory'} free); {cores}")
-
-
-def _cuda(gpus: int) -> EnvironmentLine:
-    built, nccl = _torch_cuda_version(), next(filter(None, map(_version, _nccl_packages())), None)
-    value = f"torch built for CUDA {built}, NCCL {nccl or 'as built into torch'}" if built else "torch built for CPUs"
-    warning = ""
-    if gpus and not built:
-        warning = "there are GPUs, but this torch cannot use them; install torch for CUDA (docs/quickstart.md)"
-    return EnvironmentLine("CUDA", value, warning)
-
-
-def _nccl_packages() -> list[str]:
-    return [f"nvidia-nccl-cu{version}" for version in (13, 12)]
-
-
-def _torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for, read from its file: importing torch takes seconds."""
-    spec = util.find_spec("torch")
-    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
-    if file is None or not file.is_file():
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else None
-
-
-def _compiler(gpus: int) -> EnvironmentLine:
-    compiler = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
-    nvcc = shutil.which("nvcc")
-    value = f"{_first_line(compiler) if compiler else 'no C++ compiler'}{f'; nvcc: {nvcc}' if nvcc else ''}"
-    needs = [name for name, found in (("g++", compiler), ("nvcc of the CUDA toolkit", nvcc or not gpus)) if not found]
-    warning = f"presets that offload compile a kernel and need {' and '.join(needs)}; install it" if needs else ""
-    return EnvironmentLine("compiler", value, warning)
-
-
-def _first_line(program: str) -> str:
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return program
-    return (done.stdout.splitlines() or [program])[0]
-
-
-def _shared_memory(gpus: int) -> EnvironmentLine:
-    try:
-        free = shutil.disk_usage(SHM).free
-    except OSError:
-        return EnvironmentLine("shared memory", "none", f"there is no {SHM}, which NCCL needs; mount a tmpfs there")
-    small = gpus > 1 and free < MIN_SHM_BYTES
-    warning = (
-        f"NCCL may fail below {format_bytes(MIN_SHM_BYTES)}; start the container with --shm-size=8g" if small else ""
-    )
-    return EnvironmentLine("shared memory", f"{format_bytes(free)} free in {SHM}", warning)
-
-
-def _disk(folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(folder).free
-    small = free < MIN_DISK_BYTES
-    warning = f"the selftest needs {format_bytes(MIN_DISK_BYTES)}; set TMPDIR to a larger disk" if small else ""
-    return EnvironmentLine("free disk", f"{format_bytes(free)} in {folder}", warning)
-
-
-def _ports() -> EnvironmentLine:
-    """Return whether processes of this host can connect to each other."""
-    host = socket.gethostname()
-    try:
-        check_loopback()
-        port = free_port()
-    except (OSError, UsageError) as error:
-        return EnvironmentLine("ports", "unusable", str(error))
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        fix = "add it to /etc/hosts; launches over several hosts need it"
-        return EnvironmentLine("ports", f"port {port} is free", f"this host's name, {host}, has no address; {fix}")
-    return EnvironmentLine("ports", f"port {port} is free; {host} has an address")
-
-
 WIDTH = 100
 COLUMNS = tuple(check for checks in CHECKS.values() for check in checks)
 
@@ -510,15 +375,6 @@ class SelftestReport:
     def passed(self) -> bool:
         """True if every check passed."""
         return bool(self.results) and all(result.state == "ok" for result in self.results)
-
-
-def show_environment(lines: Sequence[EnvironmentLine]) -> str:
-    """Return a line per property, and its warning below."""
-    shown = []
-    for line in lines:
-        shown.append(f"{line.name:14} {line.value}")
-        shown += [f"{'':14} warning: {line.warning}"] if line.warning else []
-    return "\n".join(shown)
 
 
 def show_report(report: SelftestReport) -> str:
@@ -654,11 +510,6 @@ def run_selftest(presets: Sequence[str], folder: Path, report_line: Callable[[st
         results=sorted(results, key=lambda row: order[row.preset]),
         seconds=time.monotonic() - start,
     )
-
-
-def describe_environment(folder: Path) -> list[EnvironmentLine]:
-    """Return the lines on this machine, which are printed before the first launch."""
-    return collect_lines(folder)
 
 
 def _check_request(presets: Sequence[str]) -> None:

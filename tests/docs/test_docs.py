@@ -12,10 +12,8 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from dstrain.cli import main
-from dstrain.cli.command_group import UNSUPPORTED_COMMANDS
 from dstrain.config import read_recipe
 from tests.workers import ROOT
 
@@ -54,18 +52,9 @@ def test_a_command_in_the_docs_exists(page: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_command_that_is_named_exists_or_is_refused_with_a_sentence(page: Path) -> None:
+def test_a_command_that_is_named_exists(page: Path) -> None:
     named = set(re.findall(r"(?:`|^)dstrain ([a-z]+)", page.read_text(), flags=re.M))
-    assert named <= set(main.commands) | set(UNSUPPORTED_COMMANDS), page
-
-
-@pytest.mark.parametrize("command", UNSUPPORTED_COMMANDS)
-def test_a_command_that_comes_later_says_so(command: str) -> None:
-    result = CliRunner().invoke(main, [command, "recipe.yaml", "--json"])
-    assert result.exit_code == 2
-    assert f"dstrain {command}: not supported yet; " in result.output
-    readme = (ROOT / "README.md").read_text().split("## Not yet")[1]
-    assert f"`{command}`" in readme, "README says what is not there yet"
+    assert named <= set(main.commands), page
 
 
 @pytest.mark.parametrize(("page", "text"), RECIPES)

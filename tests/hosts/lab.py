@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Literal
 
 from dstrain.process_setup import set_parent_death_signal
-from dstrain.train.setup.plan import get_extensions_dir
+from dstrain.resources import get_extensions_dir
 from tests.workers import ROOT
 
 TOOLS = ("unshare", "nsenter", "mount", "ip", "iptables", "sshd", "ssh", "ssh-keygen", "pdsh", "mpirun", "pgrep")

@@ -44,10 +44,15 @@ class Agent:
         self._group: LocalWorkerGroup | None = None
         self._sent: set[int] = set()
         self._is_done = False
-        self._handlers: Mapping[str, Callable[[Any], None]] = {
-            "hello": lambda request: channel.send(host_info=collect_host_info(**request)),
-            "open": lambda request: channel.send(opened=self._reserved_port.bind(**request)),
-            "reach": lambda request: channel.send(reachability=try_connect(**request)),
+        self._handlers = self.make_handlers()
+
+    def make_handlers(self) -> Mapping[str, Callable[[Any], None]]:
+        """Return the handler of each request."""
+        send = self._channel.send
+        return {
+            "hello": lambda request: send(host_info=collect_host_info(**request)),
+            "open": lambda request: send(opened=self._reserved_port.bind(**request)),
+            "reach": lambda request: send(reachability=try_connect(**request)),
             "start": self.start_ranks,
             "signal": self.send_signal,
             "end": lambda _: self._kill_and_report(),
@@ -124,8 +129,8 @@ class Agent:
             self._channel.send(ended=[rank, code, None if record is None else asdict(record)])
 
 
-def main() -> int:
-    """Serve the channel on stdin and stdout; what anything else prints goes to stderr."""
+def serve(make_agent: Callable[[Channel], Agent]) -> int:
+    """Serve the channel on stdin and stdout with the arguments of this process; what anything else prints goes to stderr."""
     with contextlib.suppress(PermissionError):  # it leads a session, and so a group
         os.setpgid(0, 0)
     raise_open_files_limit()
@@ -133,7 +138,7 @@ def main() -> int:
     os.dup2(2, 1)
     # Orphans of the ranks become its children, where they are found and killed.
     set_child_subreaper(True)
-    agent = Agent(Channel(0, write_fd, float(sys.argv[1]), sys.argv[2]))
+    agent = make_agent(Channel(0, write_fd, float(sys.argv[1]), sys.argv[2]))
 
     def kill_and_exit(*_: object) -> None:
         agent.kill_all()
@@ -167,4 +172,4 @@ def _list_group(group: int) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    sys.exit(kill_agent(int(sys.argv[2]), *sys.argv[3:5]) if sys.argv[1] == "kill" else main())
+    sys.exit(kill_agent(int(sys.argv[2]), *sys.argv[3:5]) if sys.argv[1] == "kill" else serve(Agent))

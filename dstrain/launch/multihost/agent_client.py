@@ -19,6 +19,8 @@ from dstrain.process_setup import set_parent_death_signal
 
 REQUEST_TIMEOUT_SECONDS = 60.0
 """Limit for a host to answer before the launch: Python may be on a slow disk."""
+SECONDS_PER_HOST = 0.25
+"""Added to that limit for each host."""
 KILL_TIMEOUT_SECONDS = 12.0
 """Limit for a host to kill its processes: it tries for 10 s."""
 _SSH_MESSAGE = re.compile(
@@ -169,10 +171,22 @@ def request(
 
     Raises UsageError that names all hosts without a reply.
     """
+    asked = list(clients)
+    replies = request_replies(asked, make_message, reply_key)
+    if faults := [client.connection_fault() for client in asked if client not in replies]:
+        raise UsageError(faults)
+    return replies
+
+
+def request_replies(
+    clients: Iterable[AgentClient], make_message: Callable[[AgentClient], Mapping[str, Any]], reply_key: str
+) -> dict[AgentClient, Any]:
+    """Send each client its message and return the replies of those that answer in time."""
     waiting, replies = list(clients), {}
     for client in waiting:
         client.channel.send(**make_message(client))
-    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
+    # Pythons of many hosts may start from one disk.
+    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS + len(waiting) * SECONDS_PER_HOST
     while waiting and time.monotonic() < deadline:
         wait_readable([client.channel.read_fd for client in waiting if not client.channel.closed], 0.2)
         for client in list(waiting):
@@ -184,8 +198,6 @@ def request(
                 waiting.remove(client)
         if all(client.channel.closed for client in waiting):
             break
-    if waiting:
-        raise UsageError([client.connection_fault() for client in waiting])
     return replies
 
 

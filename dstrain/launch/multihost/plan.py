@@ -27,7 +27,7 @@ from dstrain.launch.command import (
     host_environment,
     plan_local_launch,
 )
-from dstrain.launch.multihost.agent_client import AgentClient, request
+from dstrain.launch.multihost.agent_client import AgentClient, request, request_replies
 from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
 from dstrain.launch.multihost.probe import find_route_interface, find_source_diff, hash_source_files, iter_version_diffs
 from dstrain.launch.spawn import rank_command
@@ -289,20 +289,12 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
 
     Raises UsageError with the faults of all hosts.
     """
-    # A new name each time: an NFS client may remember that an earlier one was absent.
-    token = get_workers_dir(run_dir) / f"seen-{secrets.token_hex(8)}"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.write_bytes(b"")
-    try:
-        answers = request(
-            clients, lambda _: {"hello": {"token": str(token), "cwd": os.getcwd(), "cpu": launch.use_cpu}}, "host_info"
-        )
-    finally:
-        token.unlink(missing_ok=True)
+    request_host_info(clients, get_workers_dir(run_dir), launch.use_cpu)
+    if faults := [client.connection_fault() for client in clients if not client.host_info]:
+        raise UsageError(faults)
     for client in clients:
-        client.host_info = answers[client]
         client.use_heartbeat_timeout()
-    if faults := list(_iter_host_faults(clients, run_dir)):
+    if faults := list(iter_host_faults(clients, run_dir)):
         raise UsageError(faults)
     if not any(client.host_info["gpus"] for client in clients):
         for client in clients:
@@ -310,7 +302,22 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
                 log_stderr(f"warning: {line}")
 
 
-def _iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fault]:
+def request_host_info(clients: list[AgentClient], shared_dir: Path, use_cpu: bool) -> None:
+    """Fill in `host_info` of the hosts that answer. They look for a file in `shared_dir`, which is created."""
+    # A new name each time: an NFS client may remember that an earlier one was absent.
+    token = shared_dir / f"seen-{secrets.token_hex(8)}"
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.write_bytes(b"")
+    hello = {"token": str(token), "cwd": os.getcwd(), "cpu": use_cpu}
+    try:
+        for client, info in request_replies(clients, lambda _: {"hello": hello}, "host_info").items():
+            client.host_info = info
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fault]:
+    """Yield what keeps the hosts that have answered from a common run."""
     first: dict[str, str] = {}
     with_gpus = any(client.host_info["gpus"] for client in clients)
     for client in clients:

@@ -29,6 +29,7 @@ from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_ke
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.process_setup import count_available_cores, log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
+from dstrain.resources import get_extensions_dir
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
@@ -299,14 +300,6 @@ STALE_LOCK_SECONDS = 15 * 60
 LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "apfs", "ntfs"}
 """File systems that only this host writes to, so that /proc shows every holder of a lock.
 (Containers of one host should not share the folder.)"""
-
-
-def get_extensions_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder for kernels that torch compiles."""
-    if folder := environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(folder).expanduser()
-    # As torch does: for a user without a home folder `~` stays as it is, without an error.
-    return Path(os.path.expanduser(environment.get("XDG_CACHE_HOME") or "~/.cache")) / "torch_extensions"
 
 
 def remove_stale_locks(folder: Path) -> Iterator[str]:

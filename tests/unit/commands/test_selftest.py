@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dstrain.commands import selftest
+from dstrain.commands.environment import EnvironmentLine, show_environment
 from dstrain.commands.selftest import (
     CHECKS,
     COLUMNS,
     TOLERANCE,
     CheckResult,
-    EnvironmentLine,
     LaunchSequence,
     Phase,
     Processes,
     SelftestReport,
-    collect_lines,
     compare_losses,
     error_path,
     plan_processes,
@@ -37,7 +33,6 @@ from dstrain.commands.selftest import (
     result_path,
     run_name,
     run_selftest,
-    show_environment,
     show_report,
     skip,
     work_folder,
@@ -193,12 +188,6 @@ def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pyt
     assert "zero1, train: the processes ended with exit code 1: they have printed nothing" in done.stdout
 
 
-def test_the_environment_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from dstrain.commands.selftest import collect_lines; "
-    code += "collect_lines(Path('.')); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
 # Losses are compared row by row, and what differs is named.
 
 
@@ -242,85 +231,6 @@ def test_results_are_read_as_written(tmp_path: Path) -> None:
 def test_a_json_file_is_named_without_its_folder() -> None:
     assert run_name("presets/mine.json") == "mine"
     assert run_name("zero2") == "zero2"
-
-
-# What would stop a run on this machine is a warning with its fix.
-
-
-def line(name: str) -> EnvironmentLine:
-    return next(found for found in collect_lines(Path("/")) if found.name == name)
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
-
-
-def test_every_property_has_a_line() -> None:
-    names = [found.name for found in collect_lines(Path("/"))]
-    assert names == ["system", "libraries", "devices", "CUDA", "compiler", "shared memory", "free disk", "ports"]
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = selftest._version
-    monkeypatch.setattr(selftest, "_version", lambda name: None if name == "peft" else known(name))
-    assert line("libraries").warning.startswith("peft not installed")
-
-
-def test_gpus_without_a_torch_for_them_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 2)
-    monkeypatch.setattr(selftest, "detect_gpu_bytes", lambda env: ([24 << 30, 24 << 30], "pynvml"))
-    monkeypatch.setattr(selftest, "_torch_cuda_version", lambda: None)
-    assert line("devices").value.startswith("2 GPUs (24.0 GiB, 24.0 GiB free)")
-    assert "this torch cannot use them" in line("CUDA").warning
-    monkeypatch.setattr(selftest, "_torch_cuda_version", lambda: "12.8")
-    assert line("CUDA").value.startswith("torch built for CUDA 12.8, NCCL ")
-    assert not line("CUDA").warning
-
-
-def test_the_cuda_version_is_read_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "__init__.py").write_text("")
-    (tmp_path / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
-    monkeypatch.setattr(selftest.util, "find_spec", lambda name: SimpleNamespace(origin=f"{tmp_path}/__init__.py"))
-    assert selftest._torch_cuda_version() == "13.0"
-    (tmp_path / "version.py").unlink()
-    assert selftest._torch_cuda_version() is None
-
-
-def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest.shutil, "which", lambda name: None)
-    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 1)
-    assert "need g++ and nvcc of the CUDA toolkit" in line("compiler").warning
-
-
-def test_a_compiler_that_does_not_answer_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest.shutil, "which", lambda name: "/no/such/compiler")
-    assert line("compiler").value.startswith("/no/such/compiler")
-
-
-def test_little_shared_memory_matters_to_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    monkeypatch.setattr(selftest, "visible_gpus", lambda env: 2)
-    assert "--shm-size=8g" in line("shared memory").warning
-    assert "set TMPDIR to a larger disk" in line("free disk").warning
-
-
-def test_no_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "SHM", Path("/no/such/folder"))
-    assert "mount a tmpfs there" in line("shared memory").warning
-
-
-def test_ports_that_cannot_be_used_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "check_loopback", raising(UsageError("loopback is down; start it")))
-    assert line("ports") == EnvironmentLine("ports", "unusable", "loopback is down; start it")
-
-
-def test_a_host_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "check_loopback", lambda: None)
-    monkeypatch.setattr(selftest.socket, "getaddrinfo", raising(OSError("unknown")))
-    assert "/etc/hosts" in line("ports").warning
 
 
 # The table has a row per preset, and a failure says why and what to do.
@@ -371,7 +281,9 @@ def test_the_json_holds_all_that_the_table_shows() -> None:
     assert values["passed"] is False
     assert [row["state"] for row in values["results"]].count("skipped") == 4
     assert {row["fix"] for row in values["results"] if row["state"] == "failed"} == {"check the disk"}
-    assert values["environment"] == [{"name": "ports", "value": "unusable", "warning": "no loopback; fix it"}]
+    assert values["environment"] == [
+        {"name": "ports", "value": "unusable", "warning": "no loopback; fix it", "is_fault": False}
+    ]
 
 
 def test_a_warning_stands_below_its_line() -> None:

@@ -12,13 +12,13 @@ import yaml
 
 from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
+from dstrain.resources import get_extensions_dir
 from dstrain.tasks import find_task
 from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
     _remove_if_unchanged,
-    get_extensions_dir,
     make_plan,
     remove_stale_locks,
 )

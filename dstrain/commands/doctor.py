@@ -1,0 +1,298 @@
+"""dstrain doctor: what would stop a run, on this host or on those of a hostfile, each with its fix."""
+
+# On another host: `python -m dstrain.commands.doctor TIMEOUT NONCE`, an agent that also reports the host's environment.
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrain.commands.environment import EnvironmentLine, collect_host_lines
+from dstrain.commands.run_job import run_job
+from dstrain.config import RunConfig
+from dstrain.errors import DstrainError, Fault
+from dstrain.launch.multihost.agent import Agent, serve
+from dstrain.launch.multihost.agent_client import AgentClient, open_agents, request_replies
+from dstrain.launch.multihost.hostfile import Host, read_hostfile
+from dstrain.launch.multihost.plan import iter_host_faults, remote_command, request_host_info
+from dstrain.launch.topology import is_cpu_requested, visible_gpus
+from dstrain.preset import Device
+from dstrain.process_setup import log_stderr
+from dstrain.units import format_bytes
+
+if TYPE_CHECKING:
+    from dstrain.distributed.world import World
+
+State = Literal["ok", "warning", "fault"]
+HEARTBEAT_SECONDS = 30.0
+MAX_CLOCK_SECONDS = 60.0
+"""Largest difference of the clocks of two hosts without a warning."""
+ALL_REDUCE_BYTES, ALL_REDUCE_ROUNDS = 64 << 20, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Result of one check on one host."""
+
+    host: str
+    check: str
+    state: State
+    value: str = ""
+    """What was found."""
+    problem: str = ""
+    """Problem and fix; empty where all is well."""
+
+
+def run_doctor(hostfile: str | None, run_dir: Path) -> list[Finding]:
+    """Check this host, or all hosts of a hostfile at the same time. Raises UsageError for the hostfile."""
+    if hostfile is None:
+        name = socket.gethostname()
+        findings = _judge_lines(name, collect_host_lines(run_dir, several_hosts=False))
+        processes = visible_gpus(os.environ)
+    else:
+        hosts = read_hostfile(hostfile)
+        with _shared_folder(run_dir) as folder:
+            findings = check_hosts(hosts, run_dir, folder)
+        processes = sum(len(host.slots) for host in hosts)
+    if processes < 2:
+        return findings
+    if faults := sum(finding.state == "fault" for finding in findings):
+        skipped = Finding(host="all", check="all-reduce", state="ok", value=f"not tried: {faults} faults above")
+        return [*findings, skipped]
+    return [*findings, check_all_reduce(hostfile, run_dir)]
+
+
+def check_hosts(hosts: Sequence[Host], run_dir: Path, folder: Path) -> list[Finding]:
+    """Check the hosts of a hostfile: each by itself, and each with the others. `folder` is one that they should share."""
+    findings: list[Finding] = []
+
+    def make_command(host: Host, nonce: str) -> list[str]:
+        return remote_command(
+            host, ["dstrain.commands.doctor", f"{HEARTBEAT_SECONDS:g}", nonce], HEARTBEAT_SECONDS, os.environ
+        )
+
+    with (
+        tempfile.TemporaryDirectory(prefix="dstrain-doctor-") as logs,
+        open_agents(hosts, make_command, Path(logs), HEARTBEAT_SECONDS) as clients,
+    ):
+        request_host_info(clients, folder, is_cpu_requested(os.environ))
+        for client in clients:
+            name = client.host.name
+            if client.host_info:
+                findings.append(Finding(host=name, check="ssh", state="ok", value="answers without a prompt"))
+            else:
+                findings.append(_make_finding("ssh", client.connection_fault(), name))
+        answering = [client for client in clients if client.host_info]
+        by_place = {f"{client.host.location} {client.host.name}": client.host.name for client in answering}
+        if answering:
+            faults = list(iter_host_faults(answering, run_dir))
+            findings += [_make_finding(_name_check(fault), fault, by_place[fault.where]) for fault in faults]
+            findings += _check_clocks(answering)
+            findings += _check_network(answering)
+            # Its own last, and long: another process imports torch.
+            replies = request_replies(answering, lambda _: {"health": str(run_dir)}, "lines")
+            for client in answering:
+                lines = [EnvironmentLine(**line) for line in replies.get(client, [])]
+                findings += _judge_lines(client.host.name, lines)
+                if not lines:
+                    findings.append(_make_finding("ssh", client.connection_fault(), client.host.name))
+    order = [host.name for host in hosts]
+    return sorted(findings, key=lambda finding: order.index(finding.host))
+
+
+def _make_finding(check: str, fault: Fault, host: str) -> Finding:
+    return Finding(host=host, check=check, state="fault", problem=f"{fault.problem}; {fault.fix}")
+
+
+def _name_check(fault: Fault) -> str:
+    """Return the name of the check of `iter_host_faults` that found a fault."""
+    words = {
+        "same machine": "machine",
+        "does not see": "run folder",
+        "has no folder": "folder",
+        "GPUs, but slot": "GPUs",
+    }
+    return next((name for text, name in words.items() if text in fault.problem), "versions")
+
+
+def _judge_lines(host: str, lines: Sequence[EnvironmentLine]) -> list[Finding]:
+    def judge(line: EnvironmentLine) -> State:
+        return "fault" if line.is_fault else "warning" if line.warning else "ok"
+
+    return [
+        Finding(host=host, check=line.name, state=judge(line), value=line.value, problem=line.warning) for line in lines
+    ]
+
+
+def _check_clocks(clients: Sequence[AgentClient]) -> Iterator[Finding]:
+    """Compare the hosts' clocks with this host's."""
+    asked_at = time.time()
+    for client, theirs in request_replies(clients, lambda _: {"clock": True}, "clock").items():
+        # Between the request and now.
+        ahead = theirs - min(max(theirs, asked_at), time.time())
+        problem = ""
+        if abs(ahead) > MAX_CLOCK_SECONDS:
+            problem = (
+                f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's: logs and metrics show "
+                "wrong times, and Slurm and TLS may refuse it; start a time service there (chrony, systemd-timesyncd)"
+            )
+        state: State = "warning" if problem else "ok"
+        yield Finding(host=client.host.name, check="clock", state=state, value=f"{ahead:+.0f} s", problem=problem)
+
+
+def _check_network(clients: Sequence[AgentClient]) -> Iterator[Finding]:
+    """Connect from every host to a free port of the first one, and from the first one to every other."""
+    first, others = clients[0], clients[1:]
+    if not others:
+        return
+    ports: dict[AgentClient, Mapping[str, Any]] = {}
+    addresses = {
+        client: client.host_info["reached_at"] or next(iter(client.host_info["addresses"]), "") for client in clients
+    }
+    for client, opened in request_replies(
+        clients, lambda client: {"open": {"address": addresses[client], "port": 0}}, "opened"
+    ).items():
+        ports[client] = opened
+    ways = [(other, first) for other in others] + [(first, other) for other in others]
+    for source, target in ways:
+        # One after another: a host answers one request at a time.
+        place = {"address": addresses[target], "port": ports.get(target, {}).get("port", 0)}
+        reply = request_replies([source], lambda _, place=place: {"reach": place}, "reachability").get(source, {})  # type: ignore[misc]
+        fault = reply.get("fault", "" if reply else "no answer")
+        value = (
+            f"reaches {target.host.name} at {place['address']} over {reply.get('interface') or 'an unknown interface'}"
+        )
+        if fault:
+            problem = f"does not reach {target.host.name} at {place['address']}, port {place['port']} ({fault})"
+            fix = "open all ports between the hosts in their firewalls: ranks connect to each other at any of them"
+            yield Finding(host=source.host.name, check="network", state="fault", problem=f"{problem}; {fix}")
+        else:
+            yield Finding(host=source.host.name, check="network", state="ok", value=value)
+
+
+@contextlib.contextmanager
+def _shared_folder(run_dir: Path) -> Iterator[Path]:
+    """Yield a new folder where the runs will be written, and remove it."""
+    nearest = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    folder = nearest / f".dstrain-doctor-{secrets.token_hex(4)}"
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class PreparedAllReduce:
+    """Nothing is prepared."""
+
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AllReduceJob:
+    """A job of all ranks that measures an all-reduce."""
+
+    is_parallel = True
+    trains = True
+
+    def to_argv(self) -> list[str]:
+        return ["doctor", "--phase", "all-reduce"]
+
+    def check_recipe(self) -> RunConfig:
+        return RunConfig(timeout_minutes=1)
+
+    def prepare(self, world_size: int, device: Device) -> PreparedAllReduce:
+        return PreparedAllReduce()
+
+    def cache_weight_hashes(self, prepared: PreparedAllReduce) -> None:
+        """Do nothing: there is no model."""
+
+    def run(self, prepared: PreparedAllReduce, world: World) -> dict[str, float]:
+        """Return the number of ranks and the seconds of the fastest of some all-reduces. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        values = torch.ones(ALL_REDUCE_BYTES // 4, device=world.device)
+        seconds = []
+        for _ in range(ALL_REDUCE_ROUNDS + 1):  # the first one connects
+            world.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(values)
+            values[0].item()  # waits for a GPU
+            seconds.append(time.perf_counter() - start)
+        return {"ranks": world.size, "seconds": min(seconds[1:])}
+
+
+def check_all_reduce(hostfile: str | None, run_dir: Path) -> Finding:
+    """Run an all-reduce of ALL_REDUCE_BYTES on all ranks of a launch, and report its bandwidth."""
+    log_stderr(f"doctor: an all-reduce of {format_bytes(ALL_REDUCE_BYTES)} on all ranks")
+    before = os.environ.get("TMPDIR")
+    try:
+        with _shared_folder(run_dir) as folder:
+            folder.mkdir()
+            os.environ["TMPDIR"] = str(folder)  # where the ranks write their logs: all hosts must see it
+            tempfile.tempdir = None
+            result = run_job(AllReduceJob(), {"hostfile": hostfile} if hostfile else {}, None)
+    except DstrainError as error:
+        return Finding(host="all", check="all-reduce", state="fault", problem=str(error))
+    finally:
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
+    if result.exit_code:
+        problem = (
+            "the ranks could not exchange data (their messages are above); check NCCL_SOCKET_IFNAME and the firewalls"
+        )
+        return Finding(host="all", check="all-reduce", state="fault", problem=problem)
+    ranks, seconds = int(result.value["ranks"]), result.value["seconds"]
+    # Of a ring: each rank sends and receives 2 (n - 1) / n of the data.
+    bandwidth = 2 * (ranks - 1) / ranks * ALL_REDUCE_BYTES / seconds
+    value = f"{format_bytes(ALL_REDUCE_BYTES)} on {ranks} ranks in {seconds:.3f} s: {format_bytes(int(bandwidth))}/s per rank"
+    return Finding(host="all", check="all-reduce", state="ok", value=value)
+
+
+def show_findings(findings: Sequence[Finding]) -> str:
+    """Return a line per check, grouped by host, problems below their check, and a summary."""
+    lines: list[str] = []
+    for host in dict.fromkeys(finding.host for finding in findings):
+        lines.append(f"{host}:")
+        for finding in (finding for finding in findings if finding.host == host):
+            lines.append(f"  {finding.check:14} {finding.value or finding.state}")
+            lines += [f"  {'':14} {finding.state}: {finding.problem}"] if finding.problem else []
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("fault", "warning")}
+    lines.append("")
+    lines.append(f"doctor: {len(findings)} checks, {counts['fault']} faults, {counts['warning']} warnings")
+    return "\n".join(lines)
+
+
+def findings_as_json(findings: Sequence[Finding]) -> str:
+    """Return the findings as JSON: {"ok": true if nothing stops a run, "checks": [...]}."""
+    checks = [asdict(finding) for finding in findings]
+    return json.dumps({"ok": not any(finding.state == "fault" for finding in findings), "checks": checks}, indent=2)
+
+
+class DoctorAgent(Agent):
+    """Agent that also tells the host's clock and environment."""
+
+    def make_handlers(self) -> Mapping[str, Callable[[Any], None]]:
+        return {
+            **super().make_handlers(),
+            "clock": lambda _: self._channel.send(clock=time.time()),
+            "health": lambda run_dir: self._channel.send(
+                lines=[asdict(line) for line in collect_host_lines(Path(run_dir), several_hosts=True)]
+            ),
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(serve(DoctorAgent))

@@ -1,0 +1,308 @@
+"""What this machine offers to a run, a line per property with its problem and fix: for selftest and doctor."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from dstrain.cache import cache_root
+from dstrain.errors import UsageError, one_line
+from dstrain.host_memory import get_available_memory
+from dstrain.launch.command import check_loopback, free_port
+from dstrain.launch.multihost.probe import find_route_interface
+from dstrain.launch.topology import gpus_support_bf16, visible_gpus
+from dstrain.planner.workload import detect_gpu_bytes, host_bytes
+from dstrain.process_setup import count_available_cores
+from dstrain.resources import get_extensions_dir
+from dstrain.units import format_bytes
+
+MIN_DISK_BYTES, MIN_SHM_BYTES = 1 << 30, 1 << 30
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class EnvironmentLine:
+    """A property of this machine, and what is wrong with it."""
+
+    name: str
+    value: str
+    warning: str = ""
+    """Problem and fix; empty where all is well."""
+    is_fault: bool = False
+    """True if the problem stops a run."""
+
+
+def collect_lines(folder: Path) -> list[EnvironmentLine]:
+    """Return the lines of this machine that `selftest` and `doctor` share; `folder` is on the disk of the runs.
+
+    Imports no torch.
+    """
+    gpus = visible_gpus(os.environ)
+    lines: Sequence[Callable[[], EnvironmentLine]] = (
+        lambda: EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
+        _libraries,
+        lambda: _devices(gpus),
+        lambda: _cuda(gpus),
+        lambda: _compiler(gpus),
+        lambda: _shared_memory(gpus),
+        lambda: _disk(folder),
+        _ports,
+    )
+    return [line() for line in lines]
+
+
+def _libraries() -> EnvironmentLine:
+    names = ("torch", "deepspeed", "transformers", "peft", "accelerate")
+    found = {name: _version(name) for name in names}
+    missing = [name for name, version in found.items() if version is None]
+    warning = f"{', '.join(missing)} not installed; run `pip install dstrain` again" if missing else ""
+    return EnvironmentLine("libraries", ", ".join(f"{name} {found[name] or 'missing'}" for name in names), warning)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(gpus: int) -> EnvironmentLine:
+    cores = f"{count_available_cores()} cores, {format_bytes(host_bytes())} of host memory free"
+    if not gpus:
+        return EnvironmentLine("devices", f"no GPU; {cores}")
+    free = ", ".join(format_bytes(size) for size in detect_gpu_bytes(os.environ)[0])
+    return EnvironmentLine("devices", f"{gpus} GPU{'s' * (gpus > 1)} ({free or 'unknown memory'} free); {cores}")
+
+
+def _cuda(gpus: int) -> EnvironmentLine:
+    built, nccl = _torch_cuda_version(), next(filter(None, map(_version, _nccl_packages())), None)
+    value = f"torch built for CUDA {built}, NCCL {nccl or 'as built into torch'}" if built else "torch built for CPUs"
+    warning = ""
+    if gpus and not built:
+        warning = "there are GPUs, but this torch cannot use them; install torch for CUDA (docs/quickstart.md)"
+    return EnvironmentLine("CUDA", value, warning)
+
+
+def _nccl_packages() -> list[str]:
+    return [f"nvidia-nccl-cu{version}" for version in (13, 12)]
+
+
+def _torch_cuda_version() -> str | None:
+    """Return the CUDA version that torch was built for, read from its file: importing torch takes seconds."""
+    spec = util.find_spec("torch")
+    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _compiler(gpus: int) -> EnvironmentLine:
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    nvcc = shutil.which("nvcc")
+    value = f"{_first_line(compiler) if compiler else 'no C++ compiler'}{f'; nvcc: {nvcc}' if nvcc else ''}"
+    needs = [name for name, found in (("g++", compiler), ("nvcc of the CUDA toolkit", nvcc or not gpus)) if not found]
+    warning = f"presets that offload compile a kernel and need {' and '.join(needs)}; install it" if needs else ""
+    return EnvironmentLine("compiler", value, warning)
+
+
+def _first_line(program: str) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return program
+    return (done.stdout.splitlines() or [program])[0]
+
+
+def _shared_memory(gpus: int) -> EnvironmentLine:
+    try:
+        free = shutil.disk_usage(SHM).free
+    except OSError:
+        return EnvironmentLine("shared memory", "none", f"there is no {SHM}, which NCCL needs; mount a tmpfs there")
+    small = gpus > 1 and free < MIN_SHM_BYTES
+    warning = (
+        f"NCCL may fail below {format_bytes(MIN_SHM_BYTES)}; start the container with --shm-size=8g" if small else ""
+    )
+    return EnvironmentLine("shared memory", f"{format_bytes(free)} free in {SHM}", warning)
+
+
+def _disk(folder: Path) -> EnvironmentLine:
+    free = shutil.disk_usage(folder).free
+    small = free < MIN_DISK_BYTES
+    warning = f"less than {format_bytes(MIN_DISK_BYTES)}; free some, or set TMPDIR to a larger disk" if small else ""
+    return EnvironmentLine("free disk", f"{format_bytes(free)} in {folder}", warning)
+
+
+def _ports() -> EnvironmentLine:
+    """Return whether processes of this host can connect to each other."""
+    host = socket.gethostname()
+    try:
+        check_loopback()
+        port = free_port()
+    except (OSError, UsageError) as error:
+        return EnvironmentLine("ports", "unusable", str(error))
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        fix = "add it to /etc/hosts; launches over several hosts need it"
+        return EnvironmentLine("ports", f"port {port} is free", f"this host's name, {host}, has no address; {fix}")
+    return EnvironmentLine("ports", f"port {port} is free; {host} has an address")
+
+
+def show_environment(lines: Sequence[EnvironmentLine]) -> str:
+    """Return a line per property, and its warning below."""
+    shown = []
+    for line in lines:
+        shown.append(f"{line.name:14} {line.value}")
+        shown += [f"{'':14} warning: {line.warning}"] if line.warning else []
+    return "\n".join(shown)
+
+
+MIN_MEMORY_BYTES, MIN_OPEN_FILES, MIN_PROCESSES = 4 << 30, 4096, 1024
+_IMPORT_TIMEOUT_SECONDS = 50.0
+_IMPORTS = (
+    "import torch, deepspeed, transformers, peft; print('found', torch.cuda.is_available(), torch.cuda.device_count())"
+)
+
+
+def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLine]:
+    """Return the lines of `collect_lines`, and those that only `doctor` looks at; `folder` is where runs are written.
+
+    Takes some seconds: another process imports torch and DeepSpeed.
+    """
+    gpus = visible_gpus(os.environ)
+    return [
+        *collect_lines(_nearest_folder(folder)),
+        _imports(gpus),
+        _precision(gpus),
+        _memory(),
+        _limits(gpus),
+        _kernels(),
+        _run_folder(folder),
+        *(
+            _small_disk(name, path)
+            for name, path in (("cache", cache_root()), ("temporary", Path(tempfile.gettempdir())))
+        ),
+        *([_host_name()] if several_hosts else []),
+    ]
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """Return the folder, or the nearest one above that exists."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _imports(gpus: int) -> EnvironmentLine:
+    """Return whether the libraries can be imported, and torch sees the GPUs."""
+    env: Mapping[str, str] = os.environ if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _IMPORTS],
+            capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, check=False, env=env,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        slow = f"importing torch and DeepSpeed took more than {_IMPORT_TIMEOUT_SECONDS:g} s; install Python on a local disk"
+        return EnvironmentLine("imports", "slow", slow)
+    words = next((line.split() for line in done.stdout.splitlines() if line.startswith("found ")), [])
+    if not words:
+        last = one_line((done.stderr.strip().splitlines() or ["no message"])[-1])
+        fix = "run `pip install dstrain` again in this environment"
+        return EnvironmentLine("imports", "failed", f"{last}; {fix}", is_fault=True)
+    if gpus and words[1] != "True":
+        problem = "torch sees no GPU: the driver is too old for it, or torch was built for CPUs (docs/gpu-hosts.md)"
+        return EnvironmentLine(
+            "imports", "no GPU", f"{problem}; update the driver, or install another torch", is_fault=True
+        )
+    return EnvironmentLine("imports", "torch, deepspeed, transformers and peft can be imported")
+
+
+def _precision(gpus: int) -> EnvironmentLine:
+    supports = gpus_support_bf16() if gpus else True
+    fix = "a GPU here has no bf16; `precision: auto` uses fp16 (docs/memory.md)" if supports is False else ""
+    return EnvironmentLine("precision", "fp16" if supports is False else "bf16", fix)
+
+
+def _memory() -> EnvironmentLine:
+    free = get_available_memory()
+    fix = "end other processes, or raise the memory limit of the container or job"
+    small = f"less than {format_bytes(MIN_MEMORY_BYTES)}; {fix}" if free < MIN_MEMORY_BYTES else ""
+    return EnvironmentLine("host memory", f"{format_bytes(free)} free", small)
+
+
+def _limits(gpus: int) -> EnvironmentLine:
+    """Return the hard limits of open files, processes and locked memory; dstrain raises the soft limit of files."""
+    files, processes, locked = (
+        resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    )
+    problems = []
+    if 0 <= files < MIN_OPEN_FILES:
+        problems.append(f"ulimit -Hn is below {MIN_OPEN_FILES}: many ranks and hosts need more open files")
+    if 0 <= processes < MIN_PROCESSES:
+        problems.append(f"ulimit -Hu is below {MIN_PROCESSES}: threads count too")
+    if locked >= 0 and gpus and Path("/dev/infiniband").is_dir():
+        problems.append("ulimit -Hl is limited: InfiniBand needs locked memory")
+    shown = [str(value) if value >= 0 else "unlimited" for value in (files, processes, locked)]
+    fix = (
+        "; raise it in /etc/security/limits.conf, or in the service that starts sshd or the container"
+        if problems
+        else ""
+    )
+    value = f"{shown[0]} open files, {shown[1]} processes, {shown[2]} bytes of locked memory"
+    return EnvironmentLine("limits", value, "; ".join(problems) + fix)
+
+
+def _kernels() -> EnvironmentLine:
+    built = sorted({path.parent.name for path in get_extensions_dir(os.environ).glob("**/*.so")})
+    has_libaio = ctypes.util.find_library("aio") is not None or Path("/usr/include/libaio.h").exists()
+    warning = "" if has_libaio else "libaio is missing, which zero3_nvme needs; install it (apt install libaio-dev)"
+    return EnvironmentLine("kernels", f"built: {', '.join(built) or 'none'}", warning)
+
+
+def _run_folder(folder: Path) -> EnvironmentLine:
+    """Return whether this host can write where runs are written."""
+    nearest = _nearest_folder(folder)
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".dstrain-doctor-"):
+            return EnvironmentLine("run folder", f"{nearest} can be written")
+    except OSError as error:
+        problem = f"{nearest} cannot be written ({error.strerror})"
+        return EnvironmentLine(
+            "run folder", "unusable", f"{problem}; give another --run-dir, or the permission", is_fault=True
+        )
+
+
+def _small_disk(name: str, folder: Path) -> EnvironmentLine:
+    free = shutil.disk_usage(_nearest_folder(folder)).free
+    variable = "DSTRAIN_CACHE" if name == "cache" else "TMPDIR"
+    fix = f"free some, or set {variable} to a larger disk"
+    small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
+    return EnvironmentLine(f"{name} disk", f"{format_bytes(free)} free in {folder}", small)
+
+
+def _host_name() -> EnvironmentLine:
+    """Return to which address this host's own name leads: gloo would listen there, so that no other host reaches it."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = ""
+    if address and not address.startswith("127."):
+        return EnvironmentLine("host name", f"{name} is {address}")
+    interface = find_route_interface(name)
+    shown = f"{name} is {address or 'unknown'}"
+    if interface:
+        return EnvironmentLine("host name", f"{shown}; gloo uses {interface}, as dstrain tells it")
+    fix = f"write its real address into /etc/hosts, or set GLOO_SOCKET_IFNAME on {name}"
+    return EnvironmentLine("host name", shown, f"other hosts cannot reach that address; {fix}")

@@ -16,15 +16,68 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError, one_line
 from dstrain.files import atomic_write
 from dstrain.launch.command import LaunchOptions
-from dstrain.launch.topology import count_gpus, is_cpu_requested
+from dstrain.launch.topology import is_cpu_requested
 
-CPUS_PER_GPU = 8
-"""Cores of a task with a GPU, for data workers; Slurm gives one if none are asked for."""
-SECONDS_TO_SAVE = 120
-"""Time before the job's limit at which the ranks are asked for a checkpoint; Slurm may send the signal a minute earlier."""
-MAX_RETRIES = 3
-"""Times that a job is queued again after a failure that followed a new checkpoint."""
 _SUBMIT_TIMEOUT_SECONDS = 120.0
+
+SCRIPT = """\
+#!/bin/bash
+# Written by `dstrain train --launcher slurm`. Edit it where needed, and submit it again:
+#     sbatch {path}
+{directives}
+#SBATCH --open-mode=append
+# One job of this name at a time: a second one waits for the end of the first.
+#SBATCH --dependency=singleton
+# When a node fails, Slurm queues the job again, and the run resumes.
+#SBATCH --requeue
+# 120 s before the time limit this script gets USR1. More, if a checkpoint takes longer.
+#SBATCH --signal=B:USR1@120
+
+run_dir={run_dir}
+python={python}
+max_retries=3  # after failures that followed a new checkpoint
+{setup}{variables}
+# Values that the ranks exchange are signed with it.
+DSTRAIN_RANK_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+export DSTRAIN_RANK_KEY
+
+newest_checkpoint() {{
+    find "$run_dir/checkpoints" -maxdepth 1 -name 'step-*[0-9]' 2>/dev/null | sort | tail -n 1
+}}
+before=$(newest_checkpoint)
+
+# Ahead of the time limit: the ranks finish their step, write a checkpoint and end with 75.
+is_time_up=
+trap 'is_time_up=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
+# One task per GPU; dstrain reads rank and world size from Slurm's variables.
+# --wait, not --kill-on-bad-exit: a rank that ends with 75 must not cause the others to be killed.
+# --cpus-per-task is repeated: since Slurm 22.05 srun does not inherit it from sbatch.
+srun --wait=60 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
+    "$python" -u -m dstrain.cli {arguments} &
+srun=$!
+wait "$srun"
+code=$?
+while [ "$code" -eq $((128 + $(kill -l USR1))) ]; do  # the signal ended the wait, not srun
+    wait "$srun"
+    code=$?
+done
+
+# 75: stopped after a complete checkpoint. 2: the recipe or the data must be changed first.
+if [ "$code" -eq 75 ] && [ -n "$is_time_up" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 75 ] && [ "$(newest_checkpoint)" != "$before" ]; then
+    retries_file="$run_dir/.workers/slurm-$SLURM_JOB_ID.retries"
+    retries=$(cat "$retries_file" 2>/dev/null || echo 0)
+    if [ "$retries" -lt "$max_retries" ]; then
+        echo $((retries + 1)) >"$retries_file"
+        echo "slurm.sbatch: ended with $code after a new checkpoint; restart $((retries + 1)) of $max_retries"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$code"
+"""
+"""The batch script. Python's braces are doubled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,114 +118,77 @@ def plan_slurm(
         )
     if unset := [entry for entry in config.env if "=" not in entry and entry not in env]:
         raise UsageError(f"launch.env: {unset[0]} is not set here; set it, write {unset[0]}=value, or remove it")
-    use_cpu = is_cpu_requested(env)
-    num_gpus = options.num_gpus or (1 if use_cpu else count_gpus())
     num_nodes = 1 if options.num_nodes is None else options.num_nodes
-    if not num_gpus:
+    for option, count in (("--num-nodes", options.num_nodes), ("--num-gpus", options.num_gpus)):
+        if count is not None and count < 1:
+            raise UsageError(f"{option} {count} starts no process; give 1 or more")
+    use_cpu = is_cpu_requested(env)
+    nodes = list_nodes(env.get("SBATCH_PARTITION") or config.slurm.partition)
+    known_gpus = min((gpus for _, gpus in nodes if gpus), default=0)
+    tasks_per_node = options.num_gpus or (1 if use_cpu else known_gpus)
+    if not tasks_per_node:
         raise UsageError(
-            "--launcher slurm: this host has no GPU, so the number per node is not known; give --num-gpus N, "
+            "--launcher slurm: sinfo does not tell how many GPUs a node has; give --num-gpus N, "
             "or set DS_ACCELERATOR=cpu for a job on CPUs"
         )
-    if num_nodes < 1:
-        raise UsageError(f"--num-nodes {num_nodes} starts no process; give 1 or more")
+    # Of a node's cores, the share of its GPUs; a task without them gets what sbatch gives.
+    shares = [cores // gpus for cores, gpus in nodes if gpus >= tasks_per_node]
+    cpus_per_task = 0 if use_cpu or not shares else max(1, min(shares))
     path = run_dir / "slurm.sbatch"
     script = make_script(
-        path=path,
-        name=name,
-        num_nodes=num_nodes,
-        tasks_per_node=num_gpus,
-        use_cpu=use_cpu,
-        arguments=arguments,
-        config=config,
-    )
-    return SlurmLaunch(path=path, script=script, num_nodes=num_nodes, tasks_per_node=num_gpus, use_cpu=use_cpu)
+        path=path, name=name, num_nodes=num_nodes, tasks_per_node=tasks_per_node, cpus_per_task=cpus_per_task,
+        use_cpu=use_cpu, arguments=arguments, config=config,
+    )  # fmt: skip
+    return SlurmLaunch(path=path, script=script, num_nodes=num_nodes, tasks_per_node=tasks_per_node, use_cpu=use_cpu)
+
+
+def list_nodes(partition: str | None) -> list[tuple[int, int]]:
+    """Return (cores, GPUs) of the kinds of nodes in a partition, None for the default one; none if sinfo does not tell."""
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--exact", "--format=%P %c %G"],
+            capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    nodes = []
+    for line in done.stdout.splitlines():
+        name, cores, resources = line.split(maxsplit=2)
+        is_wanted = name.endswith("*") if partition is None else name.removesuffix("*") in partition.split(",")
+        if is_wanted and cores.isdecimal():
+            nodes.append((int(cores), sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", resources)))))
+    return nodes
 
 
 def make_script(
-    *,
-    path: Path,
-    name: str,
-    num_nodes: int,
-    tasks_per_node: int,
-    use_cpu: bool,
-    arguments: list[str],
-    config: LaunchConfig,
-) -> str:
-    """Return the batch script. Raises UsageError for a value that a line of it cannot hold."""
+    *, path: Path, name: str, num_nodes: int, tasks_per_node: int, cpus_per_task: int, use_cpu: bool,
+    arguments: list[str], config: LaunchConfig,
+) -> str:  # fmt: skip
+    """Return the batch script. Raises UsageError for a value that a line of it cannot hold.
+
+    `cpus_per_task` 0: what sbatch gives.
+    """
     run_dir, slurm = path.parent, config.slurm
-    # Jobs of one run folder have one name, which no job of another folder has.
-    job_name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
-    gpus = {} if use_cpu else {"gpus-per-node": str(tasks_per_node), "cpus-per-task": str(CPUS_PER_GPU)}
-    own = {"partition": slurm.partition, "account": slurm.account, "time": slurm.time}
-    directives = {
-        "job-name": job_name, "nodes": str(num_nodes), "ntasks-per-node": str(tasks_per_node), **gpus,
-        **{key: value for key, value in own.items() if value}, "chdir": os.getcwd(),
-        "output": f"{str(run_dir / 'logs').replace('%', '%%')}/slurm-%j.out", "open-mode": "append",
+    values = {
+        # Jobs of one run folder have one name, which no job of another folder has.
+        "job-name": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}",
+        "partition": slurm.partition, "account": slurm.account, "time": slurm.time,
+        "nodes": str(num_nodes), "ntasks-per-node": str(tasks_per_node),
+        "gpus-per-node": "" if use_cpu else str(tasks_per_node), "cpus-per-task": str(cpus_per_task or ""),
+        "chdir": os.getcwd(), "output": f"{str(run_dir / 'logs').replace('%', '%%')}/slurm-%j.out",
     }  # fmt: skip
     exports = [entry.partition("=") for entry in config.env if "=" in entry]
-    setup = ["# launch.slurm.setup", "set -e", *slurm.setup, "set +e", ""] if slurm.setup else []
-    variables = (
-        ["# launch.env", *(f"export {key}={shlex.quote(value)}" for key, _, value in exports), ""] if exports else []
+    return SCRIPT.format(
+        path=one_line(shlex.quote(str(path))),
+        directives="\n".join(
+            f"#SBATCH --{key}={_quote_directive(key, value)}" for key, value in values.items() if value
+        ),
+        run_dir=shlex.quote(str(run_dir)),
+        python=shlex.quote(sys.executable),
+        setup="\n".join(["", "set -e", *slurm.setup, "set +e", ""]) if slurm.setup else "",
+        variables="".join(f"\nexport {key}={shlex.quote(value)}" for key, _, value in exports),
+        arguments=shlex.join(arguments),
     )
-    return "\n".join([
-        "#!/bin/bash",
-        "# Written by `dstrain train --launcher slurm`. Edit it where needed, and submit it again:",
-        f"#     sbatch {one_line(shlex.quote(str(path)))}",
-        *(f"#SBATCH --{key}={_quote_directive(key, value)}" for key, value in directives.items()),
-        "# One job of this name at a time: a second one waits for the end of the first.",
-        "#SBATCH --dependency=singleton",
-        "# When a node fails, Slurm queues the job again, and the run resumes.",
-        "#SBATCH --requeue",
-        f"# {SECONDS_TO_SAVE} s before the time limit this script gets USR1.",
-        f"#SBATCH --signal=B:USR1@{SECONDS_TO_SAVE}",
-        "",
-        f"run_dir={shlex.quote(str(run_dir))}",
-        f"python={shlex.quote(sys.executable)}",
-        f"max_retries={MAX_RETRIES}  # after failures that followed a new checkpoint",
-        "",
-        *setup,
-        *variables,
-        "# Values that the ranks exchange are signed with it.",
-        "DSTRAIN_RANK_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
-        "export DSTRAIN_RANK_KEY",
-        "",
-        "newest_checkpoint() {",
-        "    find \"$run_dir/checkpoints\" -maxdepth 1 -name 'step-*[0-9]' 2>/dev/null | sort | tail -n 1",
-        "}",
-        "before=$(newest_checkpoint)",
-        "",
-        "# Ahead of the time limit: the ranks finish their step, write a checkpoint and end with 75.",
-        "is_time_up=",
-        "trap 'is_time_up=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
-        "",
-        "# One task per GPU; dstrain reads rank and world size from Slurm's variables.",
-        "# --wait, not --kill-on-bad-exit: a rank that ends with 75 must not cause the others to be killed.",
-        "# --cpus-per-task is repeated: since Slurm 22.05 srun does not inherit it from sbatch.",
-        'srun --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \\',
-        f'    "$python" -u -m dstrain.cli {shlex.join(arguments)} &',
-        "srun=$!",
-        'wait "$srun"',
-        "code=$?",
-        'while [ "$code" -eq $((128 + $(kill -l USR1))) ]; do  # the signal ended the wait, not srun',
-        '    wait "$srun"',
-        "    code=$?",
-        "done",
-        "",
-        "# 75: stopped after a complete checkpoint. 2: the recipe or the data must be changed first.",
-        'if [ "$code" -eq 75 ] && [ -n "$is_time_up" ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
-        'elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 75 ] && [ "$(newest_checkpoint)" != "$before" ]; then',
-        '    retries_file="$run_dir/.workers/slurm-$SLURM_JOB_ID.retries"',
-        '    retries=$(cat "$retries_file" 2>/dev/null || echo 0)',
-        '    if [ "$retries" -lt "$max_retries" ]; then',
-        '        echo $((retries + 1)) >"$retries_file"',
-        '        echo "slurm.sbatch: ended with $code after a new checkpoint; restart $((retries + 1)) of $max_retries"',
-        '        scontrol requeue "$SLURM_JOB_ID"',
-        "    fi",
-        "fi",
-        'exit "$code"',
-        "",
-    ])  # fmt: skip
 
 
 def _quote_directive(key: str, value: str) -> str:

@@ -128,6 +128,8 @@ class StepSampler:
             order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
             # The sources were one after another: mix them.
             order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]
+            if sum(self.sizes) < 2**31:  # every process of a host has a copy
+                order = order.astype(np.int32)
             while len(self._epoch_orders) > 1:
                 self._epoch_orders.pop(next(iter(self._epoch_orders)))
             self._epoch_orders[epoch] = order
@@ -151,7 +153,7 @@ class StepSampler:
 
 def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     """Return a permutation fixed by the key."""
-    return make_random_state(key).permutation(size).astype(np.int64)
+    return make_random_state(key).permutation(size).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def real_share(plan: StepSampler, task: Any, examples: Any) -> float:
     """Return the share of tokens that are not padding, over the forward passes of an epoch."""
     real = taken = 0
     for samples in range(0, plan.samples_per_epoch, plan.samples_per_step):
-        for ids in filter(None, (ids for ids, _ in plan.micro_batches(samples, 0))):
+        for ids in filter(None, (ids for ids, _ in plan.micro_batches(plan.step_ids(samples), samples, 0))):
             batch = make_batch(examples, task.collate, ids, 0)
             real, taken = real + batch.tokens, taken + batch.tensors["input_ids"].numel()
     return real / taken
@@ -68,7 +68,10 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
     engine = TorchEngine(*made_model(made), made.recipe.optim, torch.device("cpu"))
     batches = {
         name: [
-            [make_batch(examples, made.collate, ids, 0) for ids, _ in plan.micro_batches(step * total, 0)]
+            [
+                make_batch(examples, made.collate, ids, 0)
+                for ids, _ in plan.micro_batches(plan.step_ids(step * total), step * total, 0)
+            ]
             for step in range(3)
         ]
         for name, plan in plans.items()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
+from dstrain.distributed.world import World
 from dstrain.models.params import unwrap_peft
 from dstrain.report.meter import Meter
 from dstrain.tasks import GenerationMetrics, Task
@@ -29,6 +30,8 @@ class Evaluation:
     """The metric that `best` compares."""
     batch: BatchConfig | None = None
     """The recipe's `batch`, where it is no longer the one that the task was made with."""
+    _shares: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of (rank, world size): the micro-batches of the first evaluation."""
 
     def run(self, engine: EvalEngine, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return loss and metrics: each is one sum over all ranks, divided once. Collective.
@@ -37,9 +40,7 @@ class Evaluation:
         tells every rank the same; where it is true before all answers are generated, the result is empty.
         """
         meter = Meter(engine.world)
-        costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
-        limits = make_limits(self.batch or self.task.recipe.batch, self.micro_batch_size, costs)
-        shares = eval_micro_batches(len(self.examples), limits, engine.world.size, engine.world.rank, costs)
+        shares = self._micro_batches(engine.world)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):
@@ -54,6 +55,15 @@ class Evaluation:
             return row
         scores = self._score_answers(engine, generation, should_stop)
         return {**row, **scores} if scores else {}
+
+    def _micro_batches(self, world: World) -> list[list[int]]:
+        """Return the ids of each of this rank's micro-batches, the same at every evaluation."""
+        ranks = world.rank, world.size
+        if ranks not in self._shares:
+            costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
+            limits = make_limits(self.batch or self.task.recipe.batch, self.micro_batch_size, costs)
+            self._shares[ranks] = eval_micro_batches(len(self.examples), limits, world.size, world.rank, costs)
+        return self._shares[ranks]
 
     def _score_answers(
         self, engine: EvalEngine, generation: GenerationMetrics, should_stop: Callable[[], bool]

@@ -128,16 +128,16 @@ class Run:
         """Return this rank's batches of each step after `progress`."""
         return self.loader.iter_steps(progress.samples)
 
-    def take_step(self, step: Step, progress: Progress) -> StepResult:
-        """Take one optimizer step. Collective."""
+    def take_step(self, step: Step, progress: Progress, weight: float | None) -> StepResult:
+        """Take one optimizer step; `weight` is that of all ranks' batches, None if it is not known. Collective."""
         # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
         self.monitors.begin(progress.step + 1)
         lr = self.schedule.lr(progress.step)
         if not self.memory.can_shrink:
-            return self.engine.step(step.batches, lr)
+            return self.engine.step(step.batches, lr, weight=weight)
         try:
-            return self.engine.step(step.batches, lr, step.make_filler)
+            return self.engine.step(step.batches, lr, step.make_filler, weight)
         except Exception as error:
             self._save_before_restart(error, progress)
             raise
@@ -188,12 +188,31 @@ class Run:
         self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
         if self.display is not None:
             self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
-        # Before the ranks agree on a stop: a failed background save ends the run with its own error.
-        self.saver.poll()
+
+    def sync(self, step: Step, progress: Progress) -> tuple[bool, float | None]:
+        """Return whether a signal asked any rank to stop, and the weight of the next step, after a step. Collective.
+
+        The weight is that of all ranks' batches, None where a rank has not made its own yet. Commits a background save
+        that all ranks have written; raises its error.
+        """
+        weight = step.next_weight()
+        # In one sum: messages pass through all ranks one after another, and the devices have nothing to do meanwhile.
+        total, missing, failed, writing, *counts = self.engine.world.sum(
+            [
+                *(weight or 0.0, weight is None, self.saver.has_failed, self.saver.is_writing),
+                *self.signal_handler.signal_flags(),
+            ]
+        )
+        # Before a stop: a failed background save ends the run with its own error.
+        self.saver.poll(failed, writing)
+        stop = self._log_stop(self.signal_handler.agree_on_signal(counts), progress)
+        return stop, None if missing else total
 
     def should_stop(self, progress: Progress) -> bool:
         """Return True if a signal asked any rank to stop, the same on every rank. Collective."""
-        signal_name = self.signal_handler.sync_signal(self.engine.world)
+        return self._log_stop(self.signal_handler.sync_signal(self.engine.world), progress)
+
+    def _log_stop(self, signal_name: str | None, progress: Progress) -> bool:
         if signal_name is not None and progress.step < self.total_steps:
             seconds = self.monitors.grace.expected_stop_seconds()
             self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)
@@ -265,16 +284,19 @@ def train(run: Run) -> Progress:
     """Train until all steps are taken or a signal asks for a stop; return where it ended. Collective."""
     progress = run.resume()
     steps, is_last = run.iter_steps(progress), progress.step >= run.total_steps
+    weight: float | None = None
     while not is_last:
         with run.phase("step", progress):
             step = next(steps)  # in the phase: a rank that waits for data keeps the others waiting
-            result = run.take_step(step, progress)
+            result = run.take_step(step, progress, weight)
             if result.out_of_memory:  # all ranks have dropped the step: take it again, in smaller passes
                 run, steps = run.shrink_micro_batch(result, progress, steps)
+                weight = None
                 continue
             progress = progress.advance(step.num_samples)
             run.end_step(result, progress)
-            due = run.due_after(progress, run.should_stop(progress))
+            stop, weight = run.sync(step, progress)
+            due = run.due_after(progress, stop)
             run.write_profile(progress, due.is_last)
             if due.log:
                 run.log_train_metrics(progress)

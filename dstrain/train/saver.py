@@ -193,22 +193,20 @@ class CheckpointSaver:
             flight.thread.join()
             self._finish_save(flight)
 
-    def poll(self) -> None:
-        """Commit a background save once every rank has written it. Collective while one is in flight.
+    def poll(self, failed: float, writing: float) -> None:
+        """Commit a background save once every rank has written it. Collective where it is committed.
 
-        Raises on every rank an error that kept any rank from writing it.
+        `failed`, `writing`: on how many ranks `has_failed`, `is_writing`. All ranks have to agree, since `wait` is
+        collective: a rank that still writes would hold up the others. Raises on every rank an error that kept any rank
+        from writing it.
         """
-        if self._async_save is None:  # the same on every rank: saves begin and end together
-            return
-        # Agreed by all ranks, since `wait` is collective: a rank that still writes would hold up the others.
-        failed, writing = self.engine.world.sum([self.has_failed, not self.is_finished])
-        if failed or not writing:
+        if self._async_save is not None and (failed or not writing):
             self.wait()
 
     @property
-    def is_finished(self) -> bool:
-        """True if an asynchronous save has ended, with or without an error."""
-        return self._async_save is not None and not self._async_save.thread.is_alive()
+    def is_writing(self) -> bool:
+        """True while an asynchronous save has not ended on this rank."""
+        return self._async_save is not None and self._async_save.thread.is_alive()
 
     @property
     def has_failed(self) -> bool:

@@ -84,11 +84,15 @@ class StepSampler:
         """Return the epochs completed after this many samples, with the fraction."""
         return consumed_samples / self.samples_per_epoch
 
+    def step_size(self, consumed_samples: int) -> int:
+        """Return the number of samples of the step after `consumed_samples`; 0 if the run is over."""
+        if self.total_samples is None:
+            return self.samples_per_step
+        return max(min(self.samples_per_step, self.total_samples - consumed_samples), 0)
+
     def step_ids(self, consumed_samples: int) -> np.ndarray:
         """Return the ids of the step after `consumed_samples`; empty if the run is over."""
-        stop = consumed_samples + self.samples_per_step
-        if self.total_samples is not None:
-            stop = max(min(stop, self.total_samples), consumed_samples)
+        stop = consumed_samples + self.step_size(consumed_samples)
         # np.concatenate needs a part, also when the run is over.
         parts = [np.zeros(0, dtype=np.int64)]
         # A step may begin in one epoch and end in the next.
@@ -98,13 +102,12 @@ class StepSampler:
             consumed_samples += len(parts[-1])
         return np.concatenate(parts)
 
-    def micro_batches(self, consumed_samples: int, rank: int) -> list[tuple[list[int], list[int]]]:
-        """Return (ids, positions) of each of this rank's micro-batches of a step.
+    def micro_batches(self, ids: np.ndarray, consumed_samples: int, rank: int) -> list[tuple[list[int], list[int]]]:
+        """Return (ids, positions) of each of this rank's micro-batches of the step with these `step_ids`.
 
         Every rank has the same number of them. Without a limit of tokens their sizes differ by at most one. A position
         is the sample's place in the run's order, the same for any world size.
         """
-        ids = self.step_ids(consumed_samples)
         share = of_rank(self._split_step(ids), self.world_size, rank)
         return [(ids[chunk].tolist(), (consumed_samples + chunk).tolist()) for chunk in share]
 
@@ -125,6 +128,8 @@ class StepSampler:
             order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
             # The sources were one after another: mix them.
             order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]
+            if sum(self.sizes) < 2**31:  # every process of a host has a copy
+                order = order.astype(np.int32)
             while len(self._epoch_orders) > 1:
                 self._epoch_orders.pop(next(iter(self._epoch_orders)))
             self._epoch_orders[epoch] = order
@@ -148,7 +153,7 @@ class StepSampler:
 
 def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     """Return a permutation fixed by the key."""
-    return make_random_state(key).permutation(size).astype(np.int64)
+    return make_random_state(key).permutation(size).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,17 @@ class Step:
     """Samples of the step over all ranks."""
     make_filler: Callable[[], Batch]
     """Make a batch of weight 0 with the step's first sample."""
+    next_weight: Callable[[], float | None] = lambda: None
+    """Return the weight of this rank's batches of the next step; None while they are not made, and at the end."""
+
+
+@dataclass(frozen=True)
+class _StartedStep:
+    """A step whose batches are being made."""
+
+    batches: list[Future[Batch]]
+    num_samples: int
+    filler_id: int
 
 
 @dataclass(kw_only=True)
@@ -192,38 +208,48 @@ class Loader:
         if not self.workers:
             while (ids := self.sampler.step_ids(consumed_samples)).size:
                 began = time.perf_counter()
-                batches = [
-                    self._make_batch(share, int(ids[0]), places)
-                    for share, places in self.sampler.micro_batches(consumed_samples, self.rank)
-                ]
+                shares = self.sampler.micro_batches(ids, consumed_samples, self.rank)
+                batches = [self._make_batch(share, int(ids[0]), places) for share, places in shares]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
                 yield Step(batches, len(ids), partial(self._make_batch, [], int(ids[0]), []))
             return
-        # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL.
+        # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL. Steps are
+        # divided over the ranks in a thread of its own, one after another: they share the order of an epoch.
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dstrain-loader")
+        divider = ThreadPoolExecutor(1, thread_name_prefix="dstrain-loader-sampler")
         try:
-            yield from self._prefetch_steps(pool, consumed_samples)
+            yield from self._prefetch_steps(pool, divider, consumed_samples)
         finally:
             # Batches that nobody will use are not made; those in the making end first.
+            divider.shutdown(wait=True, cancel_futures=True)
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
-        queue: deque[tuple[list[Future[Batch]], np.ndarray]] = deque()
+    def _prefetch_steps(
+        self, pool: ThreadPoolExecutor, divider: ThreadPoolExecutor, consumed_samples: int
+    ) -> Iterator[Step]:
+        queue: deque[Future[_StartedStep]] = deque()
         while True:
             began = time.perf_counter()
             # `prefetch` steps and the one that is yielded next.
-            while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
-                mine = self.sampler.micro_batches(consumed_samples, self.rank)
-                futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
-                queue.append((futures, ids))
-                consumed_samples += len(ids)
+            while len(queue) <= max(self.prefetch, 0) and (size := self.sampler.step_size(consumed_samples)):
+                queue.append(divider.submit(self._start_step, pool, consumed_samples))
+                consumed_samples += size
             if not queue:
                 return
-            futures, ids = queue.popleft()
-            batches = [future.result() for future in futures]
+            started = queue.popleft().result()
+            batches = [future.result() for future in started.batches]
             self._wait_seconds += time.perf_counter() - began
-            yield Step(batches, len(ids), partial(self._make_batch, [], int(ids[0]), []))
+            make_filler = partial(self._make_batch, [], started.filler_id, [])
+            yield Step(batches, started.num_samples, make_filler, partial(_weight_of_first, queue))
+
+    def _start_step(self, pool: ThreadPoolExecutor, consumed_samples: int) -> _StartedStep:
+        """Divide a step over the ranks, and let the threads of `pool` make this rank's batches."""
+        ids = self.sampler.step_ids(consumed_samples)
+        shares = self.sampler.micro_batches(ids, consumed_samples, self.rank)
+        filler_id = int(ids[0])
+        batches = [pool.submit(self._make_batch, share, filler_id, places) for share, places in shares]
+        return _StartedStep(batches, len(ids), filler_id)
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
         batch = make_batch(self.examples, self.collate, ids, filler_id, positions)
@@ -233,6 +259,18 @@ class Loader:
         """Return the seconds the consumer has waited for batches since the last call."""
         wait, self._wait_seconds = self._wait_seconds, 0.0
         return wait
+
+
+def _weight_of_first(queue: Sequence[Future[_StartedStep]]) -> float | None:
+    """Return the weight of this rank's batches of the first step; None without one, or before all are made."""
+    if not queue or not _has_result(queue[0]):
+        return None
+    batches = queue[0].result().batches
+    return sum(future.result().weight for future in batches) if all(map(_has_result, batches)) else None
+
+
+def _has_result(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is None
 
 
 def make_batch(

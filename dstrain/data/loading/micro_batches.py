@@ -115,7 +115,7 @@ def split_evenly(num_samples: int, num_micro_batches: int, costs: SampleCosts | 
     if not costs.is_packed:
         return np.array_split(order, num_micro_batches)
     least, larger = divmod(num_samples, num_micro_batches)
-    chunks = _balance(costs.tokens[order].tolist(), _Bins(num_micro_batches, least, larger))
+    chunks = _balance(costs.tokens[order], _Bins(num_micro_batches, least, larger))
     assert chunks is not None, "without a limit of tokens"
     return _largest_first([order[chunk] for chunk in chunks], costs)
 
@@ -180,14 +180,14 @@ def _split_padded(costs: SampleCosts, limits: MicroBatchLimits, world_size: int)
 def _split_packed(costs: SampleCosts, limits: MicroBatchLimits, world_size: int) -> list[np.ndarray]:
     """Return chunks of similar sums of tokens, as few as fit the limits."""
     order = sort_longest_first(costs.tokens)
-    tokens, most, limit = costs.tokens[order].tolist(), limits.samples or len(order), limits.tokens
+    tokens, most, limit = costs.tokens[order], limits.samples or len(order), limits.tokens
     assert limit is not None
 
-    def attempt(passes: int) -> list[list[int]] | None:
+    def attempt(passes: int) -> list[np.ndarray] | None:
         return _balance(tokens, _Bins(passes * world_size, most, 0, limit))
 
     # Two samples above half of the limit never share a micro-batch; one above the limit counts as one that fills it.
-    filled, halves = sum(min(one, limit) for one in tokens) / limit, sum(2 * one > limit for one in tokens)
+    filled, halves = int(tokens.clip(max=limit).sum()) / limit, int((2 * tokens > limit).sum())
     least = math.ceil(max(filled, halves, len(tokens) / most) / world_size)
     passes = _bisect(max(least, 1), -(-len(tokens) // world_size), lambda count: attempt(count) is not None)
     chunks = attempt(passes)
@@ -206,28 +206,34 @@ class _Bins:
     tokens: int | None = None
 
 
-def _balance(tokens: Sequence[int], bins: _Bins) -> list[list[int]] | None:
+def _balance(tokens: np.ndarray, bins: _Bins) -> list[np.ndarray] | None:
     """Return the indices of each bin, or None where they do not fit: each goes to the bin with the fewest tokens.
 
-    `tokens`: largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: longest processing time first).
+    `tokens`: (N,), largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: longest processing time
+    first). Of bins with equally many tokens the first is taken.
     """
-    found: list[list[int]] = [[] for _ in range(bins.count)]
-    heap, larger = [(0, at) for at in range(bins.count)], bins.num_larger
-    for index, size in enumerate(tokens):
-        while heap and len(found[heap[0][1]]) >= bins.most_samples:
-            if larger:
-                larger -= 1  # this bin has room for one more
-                break
-            heapq.heappop(heap)
-        if not heap or (bins.tokens is not None and heap[0][0] and heap[0][0] + size > bins.tokens):
+    chosen = np.empty(len(tokens), dtype=np.int64)  # the bin of each index
+    totals, counts = np.zeros((2, bins.count), dtype=np.int64)
+    larger, start = bins.num_larger, 0
+    while start < len(tokens):
+        free = np.flatnonzero(counts < bins.most_samples + (larger > 0))
+        # One sample for each bin, as long as no bin that just got one has the fewest tokens again.
+        emptiest = free[np.argsort(totals[free], kind="stable")][: len(tokens) - start]
+        if not len(emptiest):
             return None
-        total, at = heap[0]
-        found[at].append(index)
-        if len(found[at]) > bins.most_samples:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (total + size, at))
-    return found
+        before = totals[emptiest]
+        after = before + tokens[start : start + len(emptiest)]
+        becomes_larger = counts[emptiest] >= bins.most_samples
+        ends = (np.minimum.accumulate(after)[:-1] <= before[1:]) | (becomes_larger.cumsum()[1:] > larger)
+        stop = 1 + int(ends.argmax()) if ends.any() else len(emptiest)
+        emptiest, before, after = emptiest[:stop], before[:stop], after[:stop]
+        if bins.tokens is not None and ((before > 0) & (after > bins.tokens)).any():
+            return None
+        chosen[start : start + stop], totals[emptiest] = emptiest, after
+        counts[emptiest] += 1
+        larger -= int(becomes_larger[:stop].sum())
+        start += stop
+    return np.split(np.argsort(chosen, kind="stable"), counts.cumsum()[:-1])
 
 
 def _largest_first(chunks: list[np.ndarray], costs: SampleCosts) -> list[np.ndarray]:

@@ -46,11 +46,17 @@ class Engine(EvalEngine, Protocol):
 
     train_module: TrainModule
 
-    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        make_filler: MakeFiller | None = None,
+        weight: float | None = None,
+    ) -> StepResult:
         """Take one optimizer step over these micro-batches of this rank. Collective.
 
         With `make_filler`, a forward pass that runs out of memory where the step can still be dropped on all ranks
-        raises nothing: see `StepResult.out_of_memory`.
+        raises nothing: see `StepResult.out_of_memory`. `weight`: that of the batches of all ranks, where it is known.
         """
 
     def state_slices(self) -> Iterator[list[StateSlice]]:

@@ -98,7 +98,13 @@ class DeepSpeedEngine:
     def is_sharded(self) -> bool:
         return bool(self.engine.zero_optimization_partition_weights())
 
-    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        make_filler: MakeFiller | None = None,
+        weight: float | None = None,
+    ) -> StepResult:
         self.engine.train()
         recovery, counters = self._make_recovery(make_filler), self._read_counters()
         batches = with_scores(self.engine, batches, self.world)
@@ -107,7 +113,9 @@ class DeepSpeedEngine:
         # In every step: the optimizer is built with lr 0 (see make_optimizer).
         set_lr(self.engine.optimizer, self._lr_scales, lr)
         # DeepSpeed averages gradients over the ranks, and the step is a sum: hence the factor world.size.
-        scale = self.world.size / total_step_weight(batches, self.world, self.train_module.loss_inputs)
+        # Weights may follow from scores, which are known only now.
+        known = None if len(self.train_module.reward_models) else weight
+        scale = self.world.size / total_step_weight(batches, self.world, self.train_module.loss_inputs, known)
         sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):

@@ -263,14 +263,16 @@ def scale_loss_or_nan(loss: torch.Tensor, scale: float) -> torch.Tensor:
     return loss * torch.where(loss.detach().isfinite(), scale, torch.nan)
 
 
-def total_step_weight(batches: Sequence[Batch], world: World, loss_inputs: LossInputs) -> float:
+def total_step_weight(
+    batches: Sequence[Batch], world: World, loss_inputs: LossInputs, known: float | None = None
+) -> float:
     """Return the weight of all batches of the step on all ranks, by which the loss is divided. Collective.
 
-    Raises RunError unless it is finite and above 0. Where scores gave every sample the weight 0, the loss is 0, and
+    `known`: that weight, where the ranks have already summed it. Raises RunError unless it is finite and above 0. Where scores gave every sample the weight 0, the loss is 0, and
     this returns 1.
     """
     # Counted on the host and summed over gloo: reading it from a GPU would wait for the GPU.
-    weight = world.sum([sum(batch.weight for batch in batches)])[0]
+    weight = world.sum([sum(batch.weight for batch in batches)])[0] if known is None else known
     if weight == 0 and loss_inputs.update_weight is not None:
         return 1.0
     if weight > 0 and math.isfinite(weight):

@@ -56,12 +56,20 @@ class TorchEngine:
     def is_sharded(self) -> bool:
         return False
 
-    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        make_filler: MakeFiller | None = None,
+        weight: float | None = None,
+    ) -> StepResult:
         self.train_module.train()
         batches = with_scores(self.train_module, batches, self.world)
         # Before the losses, as in DeepSpeedEngine.
         batches = with_step_stats(self.train_module, self.train_module.loss_inputs, batches, self.world)
-        weight = total_step_weight(batches, self.world, self.train_module.loss_inputs)
+        # Weights may follow from scores, which are known only now.
+        known = None if len(self.train_module.reward_models) else weight
+        weight = total_step_weight(batches, self.world, self.train_module.loss_inputs, known)
         sums = StepAccumulator()
         parameters = self.train_module.model.parameters()
         recovery = ForwardRecovery(self.world, make_filler, parameters) if make_filler else None

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import FrameType, TracebackType
@@ -55,7 +55,14 @@ class SignalHandler:
 
     def sync_signal(self, world: World) -> str | None:
         """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
-        counts = world.sum([float(self.received_signal == number.name) for number in STOP_SIGNALS])
+        return self.agree_on_signal(world.sum(self.signal_flags()))
+
+    def signal_flags(self) -> list[float]:
+        """Return for each of STOP_SIGNALS 1 if this rank got it, else 0."""
+        return [float(self.received_signal == number.name) for number in STOP_SIGNALS]
+
+    def agree_on_signal(self, counts: Sequence[float]) -> str | None:
+        """Return the signal that any rank got, or None, from the sum of all ranks' `signal_flags`."""
         agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]
         if agreed:
             self.agreed_signal = agreed[0]

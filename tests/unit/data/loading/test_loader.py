@@ -51,7 +51,10 @@ def test_steps_come_in_the_plans_order_with_any_number_of_threads(workers):
 
     reader = loader(workers=workers, collate=slow)
     got = [[batch.samples for batch in step.batches] for step in reader.iter_steps(0)]
-    shares = [[ids for ids, _ in reader.sampler.micro_batches(samples, 0)] for samples in range(0, 30, 4)]
+    order = reader.sampler
+    shares = [
+        [ids for ids, _ in order.micro_batches(order.step_ids(samples), samples, 0)] for samples in range(0, 30, 4)
+    ]
     assert got == [[tuple(100 + i for i in chunk) for chunk in share] for share in shares]
     assert threads() == []
 
@@ -200,11 +203,11 @@ def plan(sizes=(10,), **settings) -> StepSampler:
 
 
 def ids_of(order: StepSampler, samples: int, rank: int) -> list[list[int]]:
-    return [ids for ids, _ in order.micro_batches(samples, rank)]
+    return [ids for ids, _ in order.micro_batches(order.step_ids(samples), samples, rank)]
 
 
 def positions_of(order: StepSampler, samples: int, rank: int) -> list[list[int]]:
-    return [positions for _, positions in order.micro_batches(samples, rank)]
+    return [positions for _, positions in order.micro_batches(order.step_ids(samples), samples, rank)]
 
 
 def stream(order: StepSampler, count: int, start: int = 0) -> list[int]:

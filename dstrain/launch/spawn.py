@@ -173,8 +173,7 @@ class LocalWorkerGroup:
                 stdout=self._spec.output,
                 stderr=self._spec.output and subprocess.STDOUT,
                 start_new_session=self._spec.new_sessions,
-                # A rank must not outlive this process.
-                preexec_fn=set_parent_death_signal,
+                preexec_fn=_prepare_rank,
             )
             self._children[rank] = child
             with contextlib.suppress(OSError, AttributeError):  # it has ended, or a kernel before 5.3
@@ -220,6 +219,12 @@ class LocalWorkerGroup:
 
     def find_output(self, rank: int | None) -> Path | None:
         return None
+
+
+def _prepare_rank() -> None:
+    """Tie a rank to the end of this process. SIGUSR1, which asks for a checkpoint, must not end a rank that starts."""
+    set_parent_death_signal()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def wait_readable(fds: Iterable[int], timeout: float) -> None:

@@ -25,7 +25,7 @@ from dstrain.launch.worker import (
 from dstrain.process_setup import log_stderr, set_child_subreaper
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Each of them asks a worker to write a checkpoint and stop."""
+"""Each of them asks a worker to write a checkpoint and stop; SIGUSR1 to write one and go on."""
 EXIT_GRACE_SECONDS = 0.5
 """Time for children of the ranks to end by themselves after all ranks have ended."""
 FAILURE_GRACE_SECONDS = 8.0
@@ -175,6 +175,9 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
             return
         stop_state.stop_requested_at = time.monotonic()
     reached = group.send_signal(signum)
+    if signum == signal.SIGUSR1:
+        print_error(f"dstrain: {name}: asked {reached} worker(s) to write a checkpoint; the run goes on")
+        return
     if not reached:
         stop_state.killed = True
         print_error(f"dstrain: {name}: no worker has started yet, so there is nothing to save")

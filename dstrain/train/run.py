@@ -21,7 +21,7 @@ from dstrain.schedule import Due, StepSchedule
 from dstrain.train.engine.base import Engine, seed_step
 from dstrain.train.engine.module import free_cached_memory
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.health.signals import GracePeriod, SignalHandler
+from dstrain.train.health.signals import SAVE_SIGNAL, GracePeriod, SignalHandler
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.memory.monitor import MemoryMonitor
 from dstrain.train.profiler import StepProfiler
@@ -189,8 +189,8 @@ class Run:
         if self.display is not None:
             self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
 
-    def sync(self, step: Step, progress: Progress) -> tuple[bool, float | None]:
-        """Return whether a signal asked any rank to stop, and the weight of the next step, after a step. Collective.
+    def sync(self, step: Step, progress: Progress) -> tuple[Due, float | None]:
+        """Return what is due after a step, where signals count, and the weight of the next step. Collective.
 
         The weight is that of all ranks' batches, None where a rank has not made its own yet. Commits a background save
         that all ranks have written; raises its error.
@@ -205,8 +205,12 @@ class Run:
         )
         # Before a stop: a failed background save ends the run with its own error.
         self.saver.poll(failed, writing)
-        stop = self._log_stop(self.signal_handler.agree_on_signal(counts), progress)
-        return stop, None if missing else total
+        signal_name, is_save_requested = self.signal_handler.agree(counts)
+        due = self.due_after(progress, self._log_stop(signal_name, progress))
+        if is_save_requested:
+            self.run_log.log_event("save_requested", step=progress.step, signal=SAVE_SIGNAL.name)
+            due = replace(due, save=True)
+        return due, None if missing else total
 
     def should_stop(self, progress: Progress) -> bool:
         """Return True if a signal asked any rank to stop, the same on every rank. Collective."""
@@ -295,8 +299,7 @@ def train(run: Run) -> Progress:
                 continue
             progress = progress.advance(step.num_samples)
             run.end_step(result, progress)
-            stop, weight = run.sync(step, progress)
-            due = run.due_after(progress, stop)
+            due, weight = run.sync(step, progress)
             run.write_profile(progress, due.is_last)
             if due.log:
                 run.log_train_metrics(progress)

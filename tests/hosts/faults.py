@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.lab import Command, Lab
+from tests.hosts.lab import Command, Lab, wait_for
 from tests.hosts.running import PACE, SAVE_EVERY, SILENCE, Run, start
 
 HARM_AT = 7
@@ -193,6 +193,12 @@ def _twice(scene: Scene) -> None:
     scene.job.signal(signal.SIGTERM)
 
 
+def _saved_on_request(scene: Scene) -> None:
+    scene.job.signal(signal.SIGUSR1)
+    wait_for(lambda: scene.run.saved() % SAVE_EVERY, 20, "no checkpoint between two that are due")
+    scene.run.pace(None)
+
+
 def _pulled_for_a_while(scene: Scene) -> None:
     scene.lab.link(2, False)
     time.sleep(5.0)
@@ -210,7 +216,7 @@ FAULTS = (
     Fault("SIGTERM", "host1", _signals(signal.SIGTERM), 75, ASKED, lost=0),
     Fault("SIGINT to the group: Ctrl-C", "host1", _signals(signal.SIGINT, group=True), 75, ASKED, lost=0),
     Fault("SIGHUP to the group: terminal closed", "host1", _signals(signal.SIGHUP, group=True), 75, ASKED, lost=0),
-    Fault("SIGUSR1", "host1", _signals(signal.SIGUSR1), 75, ASKED, lost=0),
+    Fault("SIGUSR1", "host1", _saved_on_request, 0, "^finished: ", within=60, lost=0),
     Fault("SIGTERM to a rank", "host2", lambda scene: scene.kill_rank(1, signal.SIGTERM), 75, "", lost=0),
     Fault("SIGTERM twice, the step takes 8 s", "host1", _twice, 1, "ended at once, as asked", within=6.0),
     Fault("ssh sessions cut", "host2", lambda scene: scene.lab.cut_ssh(2), 1, "^dstrain: .*host2"),

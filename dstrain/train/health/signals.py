@@ -20,9 +20,11 @@ from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS
 from dstrain.process_setup import log_stdout
 from dstrain.train.state.manifest import find_latest_complete
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAVE_SIGNAL = signal.SIGUSR1
+"""Asks for a checkpoint after the current step; the run goes on."""
 FORCED_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""A second one of these ends the process. Schedulers often send USR1 or HUP before a first SIGTERM."""
+"""A second one of these ends the process."""
 
 
 class StoppedBySignal(BaseException):
@@ -34,11 +36,11 @@ class StoppedBySignal(BaseException):
 
 
 class SignalHandler:
-    """Context in which signals ask for a stop.
+    """Context in which signals ask for a stop, or SAVE_SIGNAL for a checkpoint.
 
     Before `begin_training` a signal raises StoppedBySignal at once. Later it is recorded, and the loop
-    finishes the step and saves. A second SIGTERM or SIGINT ends the process immediately. Enter the
-    context in the main thread; entering it again inside has no effect.
+    finishes the step and saves. A second SIGTERM or SIGINT ends the process immediately. SAVE_SIGNAL is always recorded.
+    Enter the context in the main thread; entering it again inside has no effect.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,8 @@ class SignalHandler:
         """Signal that this rank got; the loop stops once any rank has one (`Run.should_stop`)."""
         self.agreed_signal: str | None = None
         """Signal that a rank got, known to all ranks."""
+        self.is_save_requested = False
+        """True if this rank got SAVE_SIGNAL since the ranks last agreed on a save."""
         self.is_done = False
         """True once the work is done: a signal must not end the process before its result is recorded."""
         self._first_signal_time: float | None = None
@@ -55,14 +59,24 @@ class SignalHandler:
 
     def sync_signal(self, world: World) -> str | None:
         """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
-        return self.agree_on_signal(world.sum(self.signal_flags()))
+        *flags, _ = self.signal_flags()
+        return self._agree_on_signal(world.sum(flags))
 
     def signal_flags(self) -> list[float]:
-        """Return for each of STOP_SIGNALS 1 if this rank got it, else 0."""
-        return [float(self.received_signal == number.name) for number in STOP_SIGNALS]
+        """Return 1 for each of STOP_SIGNALS that this rank got, and last for SAVE_SIGNAL; else 0."""
+        return [float(self.received_signal == number.name) for number in STOP_SIGNALS] + [float(self.is_save_requested)]
 
-    def agree_on_signal(self, counts: Sequence[float]) -> str | None:
-        """Return the signal that any rank got, or None, from the sum of all ranks' `signal_flags`."""
+    def agree(self, counts: Sequence[float]) -> tuple[str | None, bool]:
+        """Return the signal that any rank got, or None, and whether one got SAVE_SIGNAL.
+
+        `counts`: the sum of all ranks' `signal_flags`.
+        """
+        *stops, saves = counts
+        if saves:
+            self.is_save_requested = False
+        return self._agree_on_signal(stops), saves > 0
+
+    def _agree_on_signal(self, counts: Sequence[float]) -> str | None:
         agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]
         if agreed:
             self.agreed_signal = agreed[0]
@@ -78,7 +92,7 @@ class SignalHandler:
         self._depth += 1
         # Python allows signal handlers in the main thread only.
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in (*STOP_SIGNALS, SAVE_SIGNAL):
                 handler = signal.getsignal(number)
                 if number is signal.SIGHUP and handler is signal.SIG_IGN:
                     continue  # started by nohup: the terminal may be closed
@@ -96,6 +110,9 @@ class SignalHandler:
             self._previous_handlers = {}
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == SAVE_SIGNAL:
+            self.is_save_requested = True
+            return
         first, self.received_signal = self.received_signal is None, self.received_signal or signal.Signals(signum).name
         if signum in FORCED_STOP_SIGNALS:
             if (

@@ -207,7 +207,16 @@ def test_ranks_that_report_nothing_exit_1_with_their_exit_code(run):
     assert (code, "ended with code 3" in said) == (1, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_usr1_asks_for_a_checkpoint_and_the_ranks_go_on(run):
+    started = run("work(); tell('asked'); time.sleep(0.3); end(0)")
+    started.pids()
+    started.process.send_signal(signal.SIGUSR1)
+    code, said = started.end()
+    assert code == 0
+    assert "SIGUSR1: asked 2 worker(s) to write a checkpoint; the run goes on" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_workers_and_a_checkpoint_makes_75(run, number):
     started = run("""
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a data worker: not to be signalled

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RunError
 from dstrain.train.health import signals
 from dstrain.train.health.signals import STOP_SIGNALS, GracePeriod, SignalHandler, StoppedBySignal, run_with_signals
@@ -82,13 +83,26 @@ def test_the_same_request_twice_is_one() -> None:
         assert handler.received_signal == "SIGTERM"
 
 
-def test_a_term_after_usr1_or_hup_is_the_first() -> None:
-    """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
+def test_a_term_after_hup_is_the_first() -> None:
+    """A terminal closes, and the session's end follows; a save may be under way."""
     with SignalHandler() as handler, mock.patch.object(signals, "DUPLICATE_SIGNAL_SECONDS", 0.0):
         handler.begin_training()
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)
-        assert handler.received_signal == "SIGUSR1"
+        assert handler.received_signal == "SIGHUP"
+
+
+def test_usr1_asks_for_one_checkpoint_and_no_stop() -> None:
+    with SignalHandler() as handler:
+        send(signal.SIGUSR1)  # also before the first step
+        handler.begin_training()
+        world = SingleProcessWorld()
+        assert handler.sync_signal(world) is None
+        assert handler.agree(world.sum(handler.signal_flags())) == (None, True)
+        assert handler.agree(world.sum(handler.signal_flags())) == (None, False)
+        send(signal.SIGUSR1)
+        send(signal.SIGTERM)
+        assert handler.agree(world.sum(handler.signal_flags())) == ("SIGTERM", True)
 
 
 SECOND = """

@@ -135,7 +135,7 @@ class Run:
         self.monitors.begin(progress.step + 1)
         lr = self.schedule.lr(progress.step)
         if not self.memory.can_shrink:
-            return self.engine.step(step.batches, lr, weight=weight)
+            return self.engine.step(step.batches, lr, None, weight)
         try:
             return self.engine.step(step.batches, lr, step.make_filler, weight)
         except Exception as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.data.loading.loader import Loader, Step
 from dstrain.launch.topology import Worker
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume import ResumeOptions
@@ -31,10 +33,11 @@ class Crash(Exception):
     """Simulates kill -9: nothing is cleaned up."""
 
 
-def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None,
+def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None, save_at: int | None = None,
         resume: str = "auto", allowed: Sequence[str] = (), poison: Sequence[int] = (), full: bool = False,
         memory: int | None = None, limit: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """Train as a worker does. `crash_at`: die in that step. `stop_at`: a signal reaches rank 0 in that step.
+    `save_at`: SIGUSR1 does.
 
     `poison`: ids of samples whose loss becomes inf. `full`: rank 1 cannot write. `memory`: free bytes of the host.
     `limit`: arguments of `limit_micro_batch`.
@@ -66,6 +69,8 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
             raise Crash
         if number == stop_at and ranks.rank == 0:
             made.signal_handler.received_signal = "SIGTERM"
+        if number == save_at and ranks.rank == 0:
+            made.signal_handler.is_save_requested = True
         return take([_poisoned(batch) if set(batch.samples) & set(poison) else batch for batch in batches], lr, *more)
 
     made.engine.step = step  # type: ignore[method-assign]
@@ -82,6 +87,29 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
             sink.close()
     made.run_log.close()
     return {"code": code, "samples": seen}
+
+
+def count_sums(recipe: str, run_dir: str, sets: Sequence[str] = ()) -> list[int]:
+    """Train, each step when the data of the next is there; return the sums over all ranks from one step to the next."""
+    ranks = world()
+    counts = [0]
+    sum_values, iter_steps = type(ranks).sum, Loader.iter_steps
+
+    def count(*args: Any) -> list[float]:
+        counts[-1] += 1
+        return sum_values(*args)
+
+    def wait_for_next(loader: Loader, consumed: int) -> Iterator[Step]:
+        for step in iter_steps(loader, consumed):
+            consumed += step.num_samples
+            while loader.workers and loader.sampler.step_size(consumed) and step.next_weight() is None:
+                time.sleep(0.001)
+            counts.append(0)
+            yield step
+
+    with mock.patch.object(type(ranks), "sum", count), mock.patch.object(Loader, "iter_steps", wait_for_next):
+        run(recipe, run_dir, sets)
+    return counts[1:]
 
 
 def _no_room(*_: Any) -> Any:

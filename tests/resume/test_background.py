@@ -66,6 +66,25 @@ def test_where_one_rank_cannot_write_all_ranks_stop(
     assert [name for name in names if not name.endswith(".partial")] == ["step-00000002"]
 
 
+def test_a_step_takes_one_sum_over_the_ranks_and_the_same_losses(recipe: str, tmp_path: Path, two: Workers) -> None:
+    sets = ["log.every=9", "eval.every=9"]
+    counts = {
+        workers: two(
+            "tests.resume.cases:count_sums",
+            recipe=recipe,
+            run_dir=str(tmp_path / str(workers)),
+            sets=[*sets, f"data.workers={workers}"],
+        )
+        for workers in (0, 2)
+    }
+    assert counts[0][0] == counts[0][1]
+    assert counts[2][0] == counts[2][1]
+    assert counts[2][0][1:8] == [1] * 7, "with background saves too"
+    assert counts[2][0][0] == 2, "the weight of the first step is not known before"
+    assert counts[0][0][:8] == [2] * 8, "without threads the data of the next step is not there"
+    assert metric_rows(tmp_path / "0") == metric_rows(tmp_path / "2")
+
+
 def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:
     one(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=5"], memory=0)
     (why,) = read_events(tmp_path / "run", "async_save_unavailable")

@@ -84,6 +84,16 @@ def test_a_stopped_run_saves_at_once_and_goes_on_from_there(
     ]
 
 
+def test_a_checkpoint_that_was_asked_for_changes_nothing_else(
+    recipe: str, whole: Path, tmp_path: Path, two: Workers
+) -> None:
+    saved = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), save_at=3)
+    assert [result["code"] for result in saved] == [0, 0]
+    assert [event["step"] for event in read_events(tmp_path / "run", "save_requested")] == [3]
+    assert 3 in [event["step"] for event in read_events(tmp_path / "run", "saved")]
+    assert metric_rows(tmp_path / "run") == metric_rows(whole), "bit for bit"
+
+
 def test_a_finished_run_says_so_and_learns_nothing(recipe: str, tmp_path: Path, two: Workers) -> None:
     sets = ["steps=3"]
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dstrain.batch import Batch, StepResult
 from dstrain.data.dataset import as_dataset
+from dstrain.data.loading.loader import eval_micro_batches
 from dstrain.train.evaluate import Evaluation
 from tests.parity.cases import made
 
@@ -35,6 +37,21 @@ def test_an_evaluation_of_passes_of_tokens_has_the_same_metrics(task: str, monke
     assert found == pytest.approx(wanted, rel=1e-5)
     assert max(computed) <= LIMIT
     assert len({*computed}) > 1
+
+
+def test_an_evaluation_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[int] = []
+    monkeypatch.setattr(
+        "dstrain.train.evaluate.eval_micro_batches",
+        lambda count, *more: divided.append(count) or eval_micro_batches(count, *more),
+    )
+    run = made("rm", "torch", 1, {"batch": {"total": 8, "micro": 4}})
+    evaluation = Evaluation(run.task, as_dataset(run.examples), 4)
+    first, again = ({**evaluation.run(run.engine)} for _ in range(2))
+    assert all(first[name] == again[name] for name in first if not name.endswith("_per_second"))
+    assert divided == [len(run.examples)]
+    replace(evaluation, micro_batch_size=2).run(run.engine)
+    assert divided == [len(run.examples)] * 2, "batches of another shape"
 
 
 def test_reference_log_probs_keep_the_limit_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

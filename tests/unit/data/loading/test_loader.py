@@ -59,6 +59,65 @@ def test_steps_come_in_the_plans_order_with_any_number_of_threads(workers):
     assert threads() == []
 
 
+def test_steps_are_divided_in_a_thread_of_the_loader():
+    names = []
+
+    def costs(ids: np.ndarray) -> SampleCosts:
+        names.append(threading.current_thread().name)
+        return SampleCosts(ids + 1)
+
+    steps = list(loader(workers=2, costs=costs).iter_steps(0))
+    assert len(names) == len(steps) == 8, "each once"
+    assert all(name.startswith("dstrain-loader-sampler") for name in names)
+
+
+def test_a_fault_in_dividing_a_step_is_raised_where_the_step_is_taken():
+    def costs(ids: np.ndarray) -> SampleCosts:
+        raise ValueError("no lengths")
+
+    with pytest.raises(ValueError, match="no lengths"):
+        next(loader(workers=2, costs=costs).iter_steps(0))
+    assert threads() == []
+
+
+def test_a_steps_weight_is_known_once_its_batches_are_made():
+    may_go_on = threading.Event()
+    may_go_on.set()
+
+    def wait(examples):
+        assert may_go_on.wait(30)
+        return collate(examples)
+
+    steps = loader(workers=1, prefetch=1, total_samples=10, collate=wait).iter_steps(0)
+    first = next(steps)
+    while (weight := first.next_weight()) is None:
+        time.sleep(0.001)
+    assert weight == 4
+    may_go_on.clear()
+    second = next(steps)
+    assert second.next_weight() is None, "not made"
+    may_go_on.set()
+    while (weight := second.next_weight()) is None:
+        time.sleep(0.001)
+    assert weight == 2, "the last step is cut"
+    assert next(steps).next_weight() is None, "there is no other"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_weight_of_batches_that_cannot_be_made_is_not_known(workers):
+    def fail_later(examples):
+        return collate(examples if examples[0]["sample"] in of_first else 1 / 0)
+
+    order = loader().sampler
+    of_first = {100 + i for i in order.step_ids(0).tolist()}
+    steps = loader(workers=workers, collate=fail_later).iter_steps(0)
+    step = next(steps)
+    time.sleep(0.05)
+    assert step.next_weight() is None
+    with pytest.raises(RunError, match="ZeroDivisionError"):
+        next(steps)
+
+
 def test_a_run_goes_on_where_it_stopped():
     whole = [batch.samples for step in loader().iter_steps(0) for batch in step.batches]
     assert [batch.samples for step in loader(workers=2).iter_steps(8) for batch in step.batches] == whole[4:]

@@ -31,8 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 3), ("dpo, safe", 1),
          *((f"{task}, with images", 3) for task in ("vlm", "rm", "dpo")))  # fmt: skip
 """Cases and stages that stand for the others."""
-BY_TWO = ((1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3))
-"""Cells whose claim two processes make; one process with images is asked with vlm, one with adapters with rm."""
+BY_TWO = (
+    (1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3),
+    (2, "rm, with images", 3), (1, "kto", 3), (2, "sft", 0),
+)  # fmt: skip
+"""Cells that others stand for: two processes for one; with images vlm and dpo, with adapters rm, without shards dpo, safe."""
 PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
 

@@ -31,9 +31,9 @@ STARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 QUICK = [
-    *(("dpo, files in bf16", stage) for stage in range(4)),
+    *(("dpo, files in bf16", stage) for stage in (0, 3)),
     ("dpo, adapters", 3),
-    *((start, 2) for start in STARTS if start not in ("dpo, adapters", "dpo, files in fp32")),
+    *((start, 2) for start in STARTS if start not in ("dpo, adapters", "dpo, files in fp32", "dpo, files in bf16")),
 ]
 """Cells that stand for the others; files in fp32 are read for `sft, other weights to start from`."""
 

@@ -93,9 +93,10 @@ AT_STAGE_3 = (
 """Cases that stage 3, the harder one, stands for; stage 2: the other cases and test_step."""
 AT_STAGE_2 = (
     "dpo, safe, adapters switched off", "dpo, safe, images", "protein, hidden together", "temporal, classify",
-    "rm, DoRA",
+    "rm, DoRA", "kto, a reference in memory", "kto, a reference remembered", "temporal, align",
 )  # fmt: skip
-"""Cases that another cell stands for at stage 3; DoRA: resume/test_trained, safe with images: remembered answers."""
+"""Cases that another cell stands for at stage 3; DoRA: resume/test_trained, safe with images: remembered answers; kto's
+references: those of dpo, and kto with adapters; align: temporal."""
 
 
 def quick(case: str, stage: int) -> bool:

@@ -253,8 +253,10 @@ def test_a_rank_that_fails_ends_the_others_in_a_gather(prepared: Callable[..., l
     ],
 )
 def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
-    key: str, content: bytes, prepared: Callable[..., list[Any]]
+    key: str, content: bytes, prepared: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(liveness, "FAILURE_WAIT_SECONDS", 0.2)
+
     def act(rank: int, together: Rendezvous) -> None:
         if rank == 1:
             together.store.set(store_key(key), content)

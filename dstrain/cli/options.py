@@ -117,7 +117,7 @@ LAUNCH_OPTIONS = (
         "--num-nodes",
         "--num_nodes",
         type=COUNT,
-        help="Number of hosts: of the hostfile, from its top; or nodes of the Slurm job.",
+        help="Number of hosts, from the top of the hostfile or given by Slurm.",
     ),
     click.option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8"),
     click.option("--include", default="", show_default="all", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
@@ -134,7 +134,7 @@ LAUNCH_OPTIONS = (
         "--launcher",
         type=click.Choice(["ssh", "slurm"]),
         default="ssh",
-        help="How other hosts are started: over ssh, or by a batch job of Slurm.",
+        help="How other hosts are started: over ssh, or by a job that is submitted to Slurm (train only).",
     ),
 )
 """Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""

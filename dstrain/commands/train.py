@@ -20,7 +20,7 @@ from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
-from dstrain.launch.slurm import SlurmLaunch, plan_slurm, submit
+from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
@@ -63,7 +63,8 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         log_stdout(show_dry_run(recipe, ds_config, launch, run_dir))
         return 0
     if isinstance(launch, SlurmLaunch):
-        return submit_job(launch)
+        _submit_job(launch, run_dir)
+        return 0
     code, restart = _launch_training(launch, recipe, run_dir, resume)
     while restart:
         # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
@@ -84,26 +85,21 @@ def _plan_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch_o
     """Return the launch of a request."""
     options, arguments = LaunchOptions(**launch_options), request.to_argv(run_dir)
     if options.launcher == "slurm":
-        return plan_slurm(options, arguments, os.environ, recipe.config.launch, run_dir, recipe.name)
+        return plan_slurm_launch(options, arguments, os.environ, recipe.config.launch, run_dir)
     return plan_launch(options, arguments, os.environ, recipe.config.launch)
 
 
-def submit_job(launch: SlurmLaunch) -> int:
-    """Submit the batch script of a run to Slurm. Returns the exit code."""
-    run_dir = launch.path.parent
+def _submit_job(launch: SlurmLaunch, run_dir: Path) -> None:
+    """Submit the job and print where its output goes. Raises UsageError, and leaves no new run folder then."""
     is_new = not run_dir.exists()
-    check_run_dir_writable(run_dir)
     try:
+        check_run_dir_writable(run_dir)
         job = submit(launch)
     except UsageError:
         if is_new:
             shutil.rmtree(run_dir, ignore_errors=True)
         raise
-    log_stdout(
-        f"job {job}: {launch.path}, {launch.world_size} tasks on {launch.num_nodes} nodes; "
-        f"output: {run_dir}/logs/slurm-{job}.out; stop and save: scancel --signal=TERM {job}; end: scancel {job}"
-    )
-    return 0
+    log_stdout(f"submitted job {job}; its output goes to {run_dir / OUTPUT_FILE.format(job=job)}")
 
 
 def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
@@ -124,7 +120,7 @@ def resolve_auto_request(request: TrainRequest, recipe: Recipe, run_dir: Path, l
     if isinstance(launch, MultiHostLaunch):
         per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
     elif isinstance(launch, SlurmLaunch):
-        per_node, nodes = launch.tasks_per_node, launch.num_nodes
+        per_node, nodes = launch.tasks_per_node, launch.nodes
     else:
         per_node, devices = len(launch.ranks), launch.devices
         nodes = max(1, launch.world_size // per_node)
@@ -137,12 +133,14 @@ def resolve_auto_request(request: TrainRequest, recipe: Recipe, run_dir: Path, l
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:
-    """Return the request with `--resume never` changed to auto in a restarted process.
+    """Return the request that resumes what this run has saved, whatever --resume says, in a restarted process.
 
-    Ranks that torchrun restarts and requeued Slurm jobs must resume what this run has saved.
+    These are ranks that torchrun restarts, and requeued Slurm jobs.
     """
     again = any(env.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return replace(request, resume="auto") if request.resume == "never" and again else request
+    if request.resume == "never" and again:
+        return replace(request, resume="auto")
+    return resume_own_run(request, request.run_dir) if again and request.run_dir is not None else request
 
 
 def _launch_training(
@@ -198,11 +196,11 @@ def has_progress(run_dir: Path) -> bool:
 
 
 def show_dry_run(recipe: Recipe, ds_config: Mapping[str, Any], launch: Launch, run_dir: Path) -> str:
-    """Return the resolved recipe, DeepSpeed JSON, batch and launch command."""
+    """Return the resolved recipe, DeepSpeed JSON, batch and launch command or job script."""
+    command = launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)
     return (
         f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
-        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n"
-        f"{launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)}"
+        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n{command}"
     )
 
 

@@ -375,16 +375,16 @@ class ProfileConfig(Section):
 
 
 class SlurmConfig(Section):
-    """The batch script of `--launcher slurm`."""
+    """Job of `--launcher slurm`."""
 
     partition: str | None = None
-    """`--partition` of sbatch."""
+    """Partition; default: Slurm's."""
     account: str | None = None
-    """`--account` of sbatch."""
+    """Account; default: the user's."""
     time: str | None = None
-    """`--time` of sbatch, in quotes: "24:00:00"."""
+    """Time limit in sbatch's format, quoted in YAML: "24:00:00"; default: the partition's."""
     setup: list[str] = []
-    """Lines of shell before srun, such as `module load cuda`; a command that fails ends the job."""
+    """Shell lines of the job script before srun, such as `module load cuda`."""
 
 
 class LaunchConfig(Section):
@@ -397,7 +397,7 @@ class LaunchConfig(Section):
     heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
     """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
-    """Settings of `--launcher slurm`."""
+    """Options of the job of `--launcher slurm`."""
 
 
 class RunConfig(Section):

@@ -26,7 +26,7 @@ class LaunchOptions:
     """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs,
     or one process."""
     num_nodes: int | None = None
-    """Hosts to take from the top of the hostfile."""
+    """Hosts to take from the top of the hostfile; nodes of a Slurm job."""
     hostfile: str | None = None
     """File of `host slots=8` lines."""
     include: str = ""
@@ -42,7 +42,7 @@ class LaunchOptions:
     no_ssh: bool = False
     """The user starts the command on every host; none is reached over ssh."""
     launcher: str = "ssh"
-    """How hosts are reached: ssh, those of a hostfile; slurm, by a batch job."""
+    """ssh, for the hosts of a hostfile, or slurm: submit a job."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
 
 
 def check_launcher(options: LaunchOptions) -> None:
-    """Raise UsageError for a launcher of trainings alone, and for options that need a hostfile."""
+    """Raise UsageError for Slurm, which runs only `dstrain train`, and for options that need a hostfile."""
     if options.launcher == "slurm":
-        raise UsageError("--launcher slurm submits trainings alone; start this command without it, inside a job")
+        raise UsageError("--launcher slurm: works only with `dstrain train`; in an allocation start this with srun")
     given = {
         "--num-nodes": options.num_nodes not in (None, 1),
         "--node-rank": options.node_rank not in (None, 0),

@@ -1,238 +1,360 @@
-"""Real Slurm on the hosts of a lab, and what happens to its jobs as a Markdown table: `python -m tests.hosts.slurm`."""
+"""Slurm on two hosts, and what becomes of a job, as a Markdown table: `python -m tests.hosts.slurm [NAME...]`."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.lab import PATH, Lab, wait_for
-from tests.hosts.lab import missing as missing_hosts
-from tests.hosts.running import Run, dstrain, unbroken
+from dstrain.launch.worker import log_path
+from tests.hosts.faults import HARM_AT
+from tests.hosts.lab import PATH, Lab, missing, wait_for
+from tests.hosts.running import START_SECONDS, Run, dstrain, unbroken
 
-DAEMONS = ("slurmctld", "slurmd", "sbatch", "munged")
-CONF = """ClusterName=lab
+SLURM_TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+SLURM_CONF = """ClusterName=lab
 SlurmctldHost=host1
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=5
+CredType=cred/munge
+MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 PropagateResourceLimits=NONE
-JobRequeue=1
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
-KillWait=10
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,requeue_delay=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir=/run/slurmd
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldPidFile=/run/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%h.log
-NodeName=host[1-{hosts}] CPUs=2 RealMemory=8000 State=UNKNOWN
-PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+SlurmctldLogFile={lab}/log/slurmctld
+SlurmdLogFile={lab}/log/slurmd.%h
+NodeName=host[1-{hosts}] CPUs={cpus} State=UNKNOWN
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=lab Nodes=ALL Default=YES GraceTime=20
+PartitionName=urgent Nodes=ALL PriorityTier=10
 """
-HARM_AT = 7
-JOB_SECONDS = 240.0
+SHORT_TIMES = """AuthInfo=cred_expire=5
+SlurmdTimeout=10
+SlurmctldTimeout=10
+KillWait=20
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0,requeue_delay=1
+"""
+DAEMONS = r"^\S*(munged|slurmctld|slurmd)\b|^: slurmscriptd"
 
 
-def missing() -> str | None:
-    """Why there can be no Slurm on this machine; None where there can."""
-    absent = [tool for tool in DAEMONS if shutil.which(tool, path=PATH) is None]
-    return f"not installed: {', '.join(absent)} (Slurm)" if absent else missing_hosts()
+def missing_slurm() -> str | None:
+    """Why no Slurm can run on hosts of this machine; None where it can."""
+    absent = [tool for tool in SLURM_TOOLS if shutil.which(tool, path=PATH) is None]
+    return missing() or (f"not installed: {', '.join(absent)}" if absent else None)
 
 
-class Slurm:
-    """Slurm on all hosts of a lab, with its controller on host1."""
+class SlurmLab(Lab):
+    """Hosts with munged and slurmd; slurmctld on host1."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab, self.folder = lab, lab.folder / "slurm"
-        (self.folder / "state").mkdir(parents=True)
-        self.env = {"SLURM_CONF": str(self.folder / "slurm.conf"), "DS_ACCELERATOR": "cpu"}
-        (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder, hosts=len(lab.numbers)))
-        key = self.folder / "munge.key"
+    def __init__(self, folder: Path, hosts: int = 2) -> None:
+        super().__init__(folder, hosts)
+        self._slurm = self.folder / "slurm"
+
+    def __enter__(self) -> SlurmLab:
+        self._slurm.mkdir(parents=True)
+        key = self._slurm / "munge.key"
+        key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        key.chmod(0o600)
-        for host in lab.numbers:
-            self.start(host)
+        conf = SLURM_CONF.format(folder=self._slurm, lab=self.folder, hosts=len(self.numbers), cpus=os.cpu_count())
+        (self._slurm / "slurm.conf").write_text(conf + SHORT_TIMES)
+        super().__enter__()
+        self.wait_for_nodes()
+        return self
+
+    def _boot(self, numbers: Iterable[int]) -> None:
+        super()._boot(numbers)
+        for number in numbers:
+            self._within_host(number, "mkdir", "-p", "/etc/slurm", "/run/munge", "/run/slurmd", f"{self._slurm}/state")
+            self._within_host(number, "mount", "--bind", str(self._slurm), "/etc/slurm")
+            words = [f"--{name}=/run/munge/{name}" for name in ("pid-file", "log-file", "seed-file")]
+            words += [f"--key-file={self._slurm}/munge.key", "--socket=/run/munge/munge.socket.2"]
+            self._within_host(number, "munged", "--force", *words)
+            if number == 1:
+                self._within_host(number, "slurmctld", "-c")
+            self._within_host(number, "slurmd", "-N", f"host{number}")
+
+    def _within_host(self, number: int, *words: str) -> None:
+        done = subprocess.run([*self._within(number), *words], env={"PATH": PATH}, capture_output=True, text=True)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+
+    def wait_for_nodes(self) -> None:
+        """Wait until Slurm would start a job on any of the hosts."""
         wait_for(
-            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(lab.numbers)), 30, "no idle nodes"
+            lambda: self.ask("sinfo", "-h", "-p", "lab", "-t", "idle", "-o", "%D") == str(len(self.numbers)),
+            60,
+            "no idle nodes",
         )
 
-    def start(self, host: int) -> None:
-        """Start the daemons of a host."""
-        munge = ["--foreground", "--force", f"--key-file={self.folder}/munge.key", "--pid-file=/run/munge/pid"]
-        munge += ["--log-file=/run/munge/log", "--seed-file=/run/munge/seed", "--socket=/run/munge/munge.socket.2"]
-        self.lab.run(host, ["mkdir", "-p", "-m", "755", "/run/munge", "/run/slurmd"])
-        self.lab.start(host, ["munged", *munge])
-        if host == 1:
-            self.lab.start(1, ["slurmctld", "-D", "-c"], env=self.env)
-        self.lab.start(host, ["slurmd", "-D", "-N", f"host{host}"], env=self.env)
-
     def ask(self, *words: str) -> str:
-        """What one of Slurm's commands says on host1."""
-        return self.lab.run(1, list(words), env=self.env)[1].strip()
+        """Return what a Slurm command on host1 prints."""
+        return self.run(1, words)[1].strip()
 
-    def submit(self, run: Run, *options: str) -> str:
-        """Submit a run on all hosts with `dstrain train`; the job's id."""
-        command = dstrain(run, "--launcher", "slurm", "--num-nodes", str(len(self.lab.numbers)), "--num-gpus", "1")
-        code, said = self.lab.run(1, [*command, *options], env=self.env, cwd=run.folder)
-        assert code == 0, said
-        (job,) = re.findall(r"^job (\d+): ", said, re.M)
-        return job
+    def state(self, job: str) -> str:
+        """Return the state of a job, such as RUNNING."""
+        return self._fact(job, "JobState")
 
-    def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` tells of a job."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", job)))
+    def restarts(self, job: str) -> int:
+        """Return how often a job was requeued."""
+        return int(self._fact(job, "Restarts") or 0)
 
-    def wait(self, job: str, states: str = "COMPLETED|FAILED|CANCELLED|TIMEOUT") -> dict[str, str]:
-        """Wait until a job is in one of these states."""
-        found: dict[str, str] = {}
+    def exit_code(self, job: str) -> str:
+        """Return the exit code of the job script, and the signal that ended it after a colon."""
+        return self._fact(job, "ExitCode")
 
-        def is_there() -> bool:
-            nonlocal found
-            time.sleep(0.3)
-            found = self.show(job)
-            return re.fullmatch(states, found.get("JobState", "")) is not None
-
-        wait_for(is_there, JOB_SECONDS, f"job {job} is not {states}")
-        return found
+    def _fact(self, job: str, name: str) -> str:
+        found = re.search(rf"\b{name}=(\S+)", self.ask("scontrol", "show", "job", job))
+        return found[1] if found else ""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a job ended."""
+class Row:
+    """What became of a job."""
 
-    state: str
-    restarts: int
+    what: str
     seconds: float
-    """From the harm to the end of the job."""
+    """From the harm, or the submission where there is none, to the end of the job."""
+    state: str
+    """Of the job at the end."""
+    code: int
+    """Exit code of the job script."""
+    restarts: int
+    resumed_at: list[int]
+    """Steps from which it went on."""
     wrong: tuple[str, ...] = ()
+    """What is not as promised."""
 
 
-Case = Callable[[Slurm, Run, str], None]
-"""Does harm to a job that has taken HARM_AT steps."""
+class Job:
+    """A submitted run."""
+
+    def __init__(self, lab: SlurmLab, folder: Path, env: Mapping[str, str] | None = None, **changes: Any) -> None:
+        """`changes`: keys of the recipe."""
+        self.lab, self.run = lab, Run(folder, **changes)
+        self.id = self.submit(env)
+        self.harmed_at = time.monotonic()
+
+    def submit(self, env: Mapping[str, str] | None = None) -> str:
+        """Submit two ranks on two nodes; return the job's id."""
+        words = dstrain(self.run, "--launcher", "slurm", "--num-nodes", "2", "--num-gpus", "1")
+        code, said = self.lab.run(1, words, env={"DS_ACCELERATOR": "cpu", **(env or {})}, cwd=self.run.folder)
+        found = re.search(r"^submitted job (\d+); its output goes to (.*)$", said, re.M)
+        assert found, f"{code}: {said}"
+        self.output = Path(found[2])
+        return found[1]
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the step is logged, however often the job is requeued."""
+
+        def is_there() -> bool:
+            assert self.lab.state(self.id) in ("PENDING", "RUNNING", "COMPLETING"), self.said()
+            return self.run.step() >= step
+
+        wait_for(is_there, START_SECONDS, f"no step {step}: {self.said()}")
+        self.harmed_at = time.monotonic()
+
+    def kill_rank(self) -> None:
+        """SIGKILL rank 1."""
+        host, pid = self.run.rank(1)
+        assert self.lab.kill(host, pid)
+
+    def go_on(self, restarts: int) -> None:
+        """Wait until the job was requeued; its steps take no time from then on."""
+        requeued = lambda: self.lab.restarts(self.id) == restarts  # noqa: E731
+        wait_for(requeued, START_SECONDS, f"the job is not requeued: {self.said()}")
+        self.run.pace(None)
+
+    def said(self) -> str:
+        """The end of the job's output and of rank 0's log."""
+        logs = [self.output, log_path(self.run.run_dir, 0)]
+        return "\n".join(path.read_text()[-3000:] for path in logs if path.exists())
+
+    def row(self, what: str, state: str, code: int, restarts: int, losses: Sequence[Any] | None) -> Row:
+        """Wait until the job has ended; compare the outcome, and the losses where given, with what is promised."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        wait_for(lambda: self.lab.state(self.id) in ended, 2 * START_SECONDS, f"the job does not end: {self.said()}")
+        seconds = time.monotonic() - self.harmed_at
+        found = self.lab.state(self.id), self.lab.exit_code(self.id), self.lab.restarts(self.id)
+        events = self.run.run_dir / "events.jsonl"
+        rows = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        left = self.lab.left(within=5, but=DAEMONS)
+        wrong = [f"{found}, not {(state, code, restarts)}"] if found != (state, f"{code}:0", restarts) else []
+        wrong += [f"left: {left}"] if left else []
+        wrong += ["other losses than those of one host"] if losses is not None and self.run.losses() != losses else []
+        resumed = [event["step"] for event in rows if event["event"] == "resumed"]
+        told = [self.said()] if wrong else []
+        return Row(what, round(seconds, 1), found[0], code, found[2], resumed, (*wrong, *told))
 
 
-def nothing(slurm: Slurm, run: Run, job: str) -> None:
-    """Let it go on."""
+def two_nodes(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """Two ranks on two nodes give the losses of two ranks on one host."""
+    job = Job(lab, folder)
+    job.run.pace(None)
+    row = job.row("two nodes, one task each", "COMPLETED", 0, 0, losses)
+    hosts = [job.run.rank(rank)[0] for rank in (0, 1)]
+    return row if hosts == [1, 2] else replace(row, wrong=(*row.wrong, f"ranks on hosts {hosts}"))
 
 
-def time_is_nearly_up(slurm: Slurm, run: Run, job: str) -> None:
-    """Send the signal that Slurm sends ahead of the time limit."""
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+def signal_ahead(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """What Slurm sends to the job script ahead of the limit, sent by hand."""
+    job = Job(lab, folder)
+    job.wait_for_step(HARM_AT)
+    lab.ask("scancel", "--batch", "--signal=USR1", job.id)
+    job.go_on(restarts=1)
+    return job.row("SIGUSR1 to the job script", "COMPLETED", 0, 1, losses)
 
 
-def node_fails(slurm: Slurm, run: Run, job: str) -> None:
-    """Power a host off, and on again once Slurm has noticed."""
-    slurm.lab.poweroff(2)
-    wait_for(lambda: "down" in slurm.ask("sinfo", "-h", "-n", "host2", "-o", "%T"), 90, "host2 is not down")
-    slurm.lab.boot(2)
-    slurm.start(2)
+def time_limit(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """Slurm's own signal, which comes up to a minute earlier than asked for."""
+    job = Job(lab, folder, {"SBATCH_SIGNAL": "B:USR1@20"}, launch={"slurm": {"time": "2"}})
+    job.run.pace(3.0)
+    job.wait_for_step(1)
+    job.go_on(restarts=1)
+    return job.row("time limit of 2 min, SIGUSR1 20 s ahead", "COMPLETED", 0, 1, losses)
 
 
-def rank_is_killed(slurm: Slurm, run: Run, job: str) -> None:
-    """Kill a rank after the first checkpoint."""
-    slurm.lab.kill(2, r"-m dstrain\.cli train")
+def rank_killed(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """The attempt has written a checkpoint: the job is requeued."""
+    job = Job(lab, folder)
+    job.wait_for_step(HARM_AT)
+    job.kill_rank()
+    job.go_on(restarts=1)
+    return job.row("SIGKILL of a rank, with a new checkpoint", "COMPLETED", 0, 1, losses)
 
 
-def job_is_cancelled(slurm: Slurm, run: Run, job: str) -> None:
-    """End it for good."""
-    slurm.ask("scancel", job)
+def rank_killed_early(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """The attempt has written no checkpoint: another one would end in the same way."""
+    job = Job(lab, folder)
+    job.wait_for_step(1)
+    job.kill_rank()
+    row = job.row("SIGKILL of a rank, no new checkpoint", "FAILED", 137, 0, None)
+    return replace(row, wrong=(*row.wrong, *(["it had a checkpoint"] if job.run.saved() else [])))
 
 
-def stop_is_asked_for(slurm: Slurm, run: Run, job: str) -> None:
-    """Ask for a checkpoint and an end; nobody said that time is up."""
-    slurm.ask("scancel", "--signal=TERM", job)
+def node_failure(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """A node loses its power, and has it again after Slurm has noticed."""
+    job = Job(lab, folder)
+    job.wait_for_step(HARM_AT)
+    lab.poweroff(2)
+    wait_for(lambda: lab.restarts(job.id) == 1, 90, f"the job is not requeued: {job.said()}")
+    job.run.pace(None)
+    lab.boot(2)
+    return job.row("a node powered off, later on again", "COMPLETED", 0, 1, losses)
 
 
-CASES: dict[str, tuple[Case, str, int, bool]] = {
-    "two nodes, no harm": (nothing, "COMPLETED", 0, True),
-    "USR1 ahead of the time limit": (time_is_nearly_up, "COMPLETED", 1, True),
-    "a node fails": (node_fails, "COMPLETED", 1, True),
-    "SIGKILL of a rank after a checkpoint": (rank_is_killed, "COMPLETED", 1, True),
-    "scancel": (job_is_cancelled, "CANCELLED", 0, False),
-    "scancel --signal=TERM": (stop_is_asked_for, "FAILED", 0, False),
-}
-"""Name -> harm, state of the job in the end, its restarts, whether the run reaches its last step."""
+def cancelled(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """The ranks save; the job is not requeued; another job of the run folder goes on."""
+    job = Job(lab, folder)
+    job.wait_for_step(HARM_AT)
+    lab.ask("scancel", job.id)
+    row = job.row("scancel", "CANCELLED", 75, 0, None)
+    step, saved = job.run.step(), job.run.saved()
+    job.run.pace(None)
+    job.id = job.submit()
+    again = job.row("the same command again", "COMPLETED", 0, 0, losses)
+    lost = [f"step {step} was taken, {saved} is the newest checkpoint"] if step != saved else []
+    return replace(row, resumed_at=again.resumed_at, wrong=(*row.wrong, *again.wrong, *lost))
 
 
-def suffer(name: str, lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
-    """Submit a run, do harm to its job, and judge how it ends; an unfinished run is submitted again."""
-    harm, state, restarts, is_finished = CASES[name]
-    slurm, run = Slurm(lab), Run(folder)
-    job = slurm.submit(run)
-    wait_for_step(slurm, run, job, HARM_AT)
-    began = time.monotonic()
-    harm(slurm, run, job)
-    run.pace(None)
-    found = slurm.wait(job)
-    seconds = time.monotonic() - began
-    wrong = [f"state {found['JobState']}"] * (found["JobState"] != state)
-    wrong += [f"{found['Restarts']} restarts"] * (int(found["Restarts"]) != restarts)
-    if not is_finished:
-        found = slurm.wait(slurm.submit(run))
-        wrong += [f"the next job: {found['JobState']}"] * (found["JobState"] != "COMPLETED")
-    rows = {row[:2]: row for row in run.losses()}  # a restart takes lost steps again
-    wrong += ["other losses than an unbroken run"] * (sorted(rows.values()) != sorted(losses))
-    left = [process.command for process in lab.left(3.0, but="munged|slurm|setsid")]
-    wrong += [f"left: {left}"] * bool(left)
-    if wrong:
-        wrong += [path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("slurm-*.out"))]
-    return Outcome(state, restarts, seconds, tuple(wrong))
+def preempted(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """A job of a partition with priority takes both nodes; Slurm sends SIGTERM and waits for GraceTime."""
+    job = Job(lab, folder)
+    job.wait_for_step(HARM_AT)
+    words = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
+    lab.ask("sbatch", *words)
+    job.go_on(restarts=1)
+    step, saved = job.run.step(), job.run.saved()
+    row = job.row("preempted, GraceTime of 20 s", "COMPLETED", 0, 1, losses)
+    lost = [f"step {step} was taken, {saved} is the newest checkpoint"] if step != saved else []
+    return replace(row, wrong=(*row.wrong, *lost))
 
 
-def wait_for_step(slurm: Slurm, run: Run, job: str, step: int) -> None:
-    """Wait until the run has logged a step. Raises AssertionError with the job's output where it ends before."""
+def bad_data(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """The ranks refuse the data."""
+    job = Job(lab, folder, data={"train": str(_write_bad_data(folder)), "max_length": 64})
+    return job.row("data that cannot be used", "FAILED", 2, 0, None)
 
-    def is_there() -> bool:
-        time.sleep(0.2)
-        state = slurm.show(job)["JobState"] if run.step() < step else "RUNNING"
-        output = "".join(path.read_text() for path in (run.run_dir / "logs").glob("slurm-*.out"))
-        assert state in ("RUNNING", "PENDING", "CONFIGURING"), f"job {state}:\n{output[-3000:]}"
-        return run.step() >= step
 
-    wait_for(is_there, JOB_SECONDS, f"no step {step}")
+def _write_bad_data(folder: Path) -> Path:
+    path = folder.with_name(f"{folder.name}-bad.jsonl")
+    path.write_text('{"no": "pair"}\n' * 8)
+    return path
+
+
+def second_job(lab: SlurmLab, folder: Path, losses: Sequence[Any]) -> Row:
+    """It waits for the end of the first one, and has nothing to do then."""
+    job = Job(lab, folder)
+    job.wait_for_step(1)
+    first, job.id = job.id, job.submit()
+    time.sleep(3)
+    waits = lab.ask("squeue", "--noheader", "--format=%T %r", f"--job={job.id}")
+    job.run.pace(None)
+    row = job.row("a second job of the run folder", "COMPLETED", 0, 0, losses)
+    held = waits == "PENDING Dependency" and lab.state(first) == "COMPLETED"
+    return row if held else replace(row, wrong=(*row.wrong, f"it was {waits}"))
+
+
+ROWS = (
+    two_nodes,
+    signal_ahead,
+    time_limit,
+    preempted,
+    rank_killed,
+    rank_killed_early,
+    node_failure,
+    cancelled,
+    bad_data,
+    second_job,
+)
 
 
 def main() -> None:
-    """A row for each case; what does not hold is told on stderr, and the others follow."""
-    if reason := missing():
+    """Print a row for each; what does not hold goes to stderr, and the others follow."""
+    if reason := missing_slurm():
         sys.exit(reason)
-    broken = 0
+    wanted, broken = sys.argv[1:], []
     with tempfile.TemporaryDirectory() as path:
-        losses = unbroken(Path(path) / "unbroken").losses()
-        print(
-            "| harm at step 7 | job ends as | restarts by Slurm | run finished | seconds until the job's end |\n"
-            + "|---" * 5
-            + "|"
-        )
-        for number, name in enumerate(CASES):
-            if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+        root = Path(path)
+        losses = unbroken(root / "unbroken").losses()
+        print("| harm | to the end s | state | exit code | restarts | resumed at step |\n|" + "---|" * 6)
+        for make in ROWS:
+            if wanted and make.__name__ not in wanted:
                 continue
-            with Lab(Path(path) / f"lab-{number}") as lab:
-                outcome = suffer(name, lab, Path(path) / f"job-{number}", losses)
-            for line in outcome.wrong:
-                print(f"{name}: {line}", file=sys.stderr, flush=True)
-            broken += bool(outcome.wrong)
-            finished = "yes" if CASES[name][3] else "by the next job"
-            print(f"| {name} | {outcome.state} | {outcome.restarts} | {finished} | {outcome.seconds:.0f} |", flush=True)
-    sys.exit(1 if broken else 0)
+            try:
+                with SlurmLab(root / f"lab-{make.__name__}") as lab:
+                    row = make(lab, root / make.__name__, losses)
+            except Exception as error:
+                broken.append(make.__name__)
+                print(f"{make.__name__}: {type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
+                continue
+            if row.wrong:
+                broken.append(make.__name__)
+                print(f"{row.what}: {'; '.join(row.wrong)}\n", file=sys.stderr, flush=True)
+            resumed = ", ".join(map(str, row.resumed_at))
+            cells = (row.what, row.seconds, row.state, row.code, row.restarts, resumed)
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print(f"\n{len(broken)} did not hold: {', '.join(broken) or 'none'}")
+    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
-from dstrain.commands import preflight
+from dstrain.commands import preflight, train
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
@@ -134,7 +134,18 @@ def test_resume_never_holds_for_the_first_start_of_a_job(name: str) -> None:
     assert resume_on_restart(wish, {name: "0"}).resume == "never"
     assert resume_on_restart(wish, {}).resume == "never"
     assert resume_on_restart(wish, {name: "1"}).resume == "auto"
-    assert resume_on_restart(TrainRequest(resume="runs/x"), {name: "1"}).resume == "runs/x"
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_resume_dir_holds_until_the_run_has_a_checkpoint_of_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish, own = TrainRequest(resume="runs/x", run_dir=tmp_path), tmp_path / "checkpoints"
+    monkeypatch.setattr(train, "find_latest_complete", lambda folder: True if folder == own and own.exists() else None)
+    assert resume_on_restart(wish, {name: "1"}).resume == "runs/x"
+    own.mkdir()
+    assert resume_on_restart(wish, {name: "1"}).resume == "auto"
+    assert resume_on_restart(wish, {}).resume == "runs/x"
 
 
 def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,9 @@ def test_several_hosts_need_a_hostfile(options):
         plan_launch(LaunchOptions(**options), ["train"], {}, LaunchConfig())
 
 
-def test_slurm_is_refused_for_what_is_no_training():
-    with pytest.raises(UsageError, match="--launcher slurm submits trainings alone"):
-        plan_launch(LaunchOptions(launcher="slurm"), ["generate"], {}, LaunchConfig())
+def test_slurm_launches_nothing_but_train():
+    with pytest.raises(UsageError, match="works only with `dstrain train`; in an allocation start this with srun"):
+        plan_launch(LaunchOptions(launcher="slurm"), ["evaluate"], {}, LaunchConfig())
 
 
 def test_a_taken_port_names_its_holder():

@@ -104,7 +104,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
     other = {"Python": "2.7", "torch": "1.13.1", "peft": ""}
     said = [
         str(fault)
-        for fault in plan._iter_host_faults([peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path)
+        for fault in plan.iter_host_faults([peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path)
     ]
     own = read_package_versions()
     assert said == [
@@ -116,7 +116,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
 
 def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file(tmp_path):
     code = {**hash_source_files(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
-    (said,) = [str(fault) for fault in plan._iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
+    (said,) = [str(fault) for fault in plan.iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
     assert said == (
         f"F:1 b: has other code of dstrain {__version__} than this host: launch/agent.py and 1 more; "
         "install the same build on every host, or share the folder"

@@ -76,7 +76,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
     peer.host_info = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
-    said = [str(fault) for fault in plan._iter_host_faults([peer], tmp_path)]
+    said = [str(fault) for fault in plan.iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
         "has 2 GPUs, but slot 3 is requested",

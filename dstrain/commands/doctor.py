@@ -63,6 +63,13 @@ def run_doctor(hostfile: str | None, run_dir: Path) -> list[Finding]:
     else:
         hosts = read_hostfile(hostfile)
         with _shared_folder(run_dir) as folder:
+            try:
+                folder.mkdir()  # the hosts look for a file there
+            except OSError as error:
+                problem = (
+                    f"{run_dir} cannot be written here ({error.strerror}); give another --run-dir, or the permission"
+                )
+                return [Finding(host=socket.gethostname(), check="run folder", state="fault", problem=problem)]
             findings = check_hosts(hosts, run_dir, folder)
         processes = sum(len(host.slots) for host in hosts)
     if processes < 2:

@@ -124,6 +124,17 @@ def test_a_hostfile_that_is_not_there_is_bad_usage() -> None:
     assert "--hostfile /no/such/file: cannot be read" in done.output
 
 
+def test_a_run_folder_that_cannot_be_written_here_ends_the_check_of_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
+    done = CliRunner().invoke(
+        main, ["doctor", "--hostfile", str(tmp_path / "hosts"), "--run-dir", "/proc/runs", "--json"]
+    )
+    assert done.exit_code == 1, done.output
+    (check,) = json.loads(done.stdout)["checks"]
+    assert (check["check"], check["state"]) == ("run folder", "fault")
+    assert check["problem"].startswith("/proc/runs cannot be written here")
+
+
 def test_an_all_reduce_follows_where_nothing_stops_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = [EnvironmentLine("imports", "fine")]
     monkeypatch.setattr(doctor, "collect_host_lines", lambda *_, **__: lines)

@@ -209,10 +209,10 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
             prepared = job.prepare(worker.world_size, get_preset_device(device))
         if worker.rank == 0:
             job.cache_weight_hashes(prepared)
-    if worker is SINGLE_WORKER:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     # DeepSpeed shards over a process group, also of one process.
     alone = worker.world_size == 1 and not job.trains and not is_zero3(prepared.ds_config)
+    if worker is SINGLE_WORKER and not alone:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     try:
         with (
             explain_out_of_memory(command),

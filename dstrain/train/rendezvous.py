@@ -110,6 +110,8 @@ class Rendezvous:
             "pid": os.getpid(),
             "pid_namespace": get_pid_namespace(),
         }
+        # Before the others may look for it: reading a key that is missing blocks.
+        self._store.set(store_key(f"beat/{self.rank}"), "0")
         set_value(self._store, f"hello/{self.rank}", own)
         if self.rank == 0:
             hellos = [_parse_hello(content) for content in self._store.multi_get(self._rank_keys("hello"))]

@@ -295,6 +295,27 @@ def test_a_first_message_without_the_key_is_refused(monkeypatch: pytest.MonkeyPa
         pytest.fail("it prepares")
 
 
+def test_a_rank_that_ends_before_its_first_heartbeat_keeps_nobody_from_a_failure(
+    prepared: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a key that is missing blocks, and with it what listens for failures."""
+    start = Liveness.start
+    monkeypatch.setattr(Liveness, "start", lambda own: None if own.rank == 1 else start(own))
+    monkeypatch.setattr(liveness, "FAILURE_WAIT_SECONDS", 0.5)
+
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 2:
+            time.sleep(0.5)
+            raise DataError("train.jsonl:7: is bad; mend it")
+        if rank == 1:
+            raise SystemExit
+
+    began = time.monotonic()
+    errors = prepared(3, act, timeout=8.0)
+    assert str(errors[0]).startswith("preparing the data: rank 1 on h1 failed")
+    assert time.monotonic() - began < 7
+
+
 def test_host_names_and_versions_of_other_ranks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     other = {"host": "h1\x1b]0;x\x07", "place": "p", "software": {"torch": "1\x1b"}, "pid": 1, "pid_namespace": ""}
@@ -320,7 +341,7 @@ def test_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, monk
     with together:
         together.gather(1)
         store.inner.add(store_key("ready"), size - 1)
-    assert (store.num_requests, store.num_keys) == (9, 11)
+    assert (store.num_requests, store.num_keys) == (10, 12)
 
 
 def test_rank_0_reads_each_key_of_a_gather_once(monkeypatch: pytest.MonkeyPatch) -> None:

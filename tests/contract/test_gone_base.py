@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path:
         assert answer["tokens"] >= 1
     if task != "dpo":
         row = run_in_process(EvaluateJob(selector=choice, data=str(tmp_path / "it/eval.jsonl")), SINGLE_WORKER, None)
+        assert "RANK" not in os.environ, "the next command of this process would take itself for a rank"
         assert row["loss"] > 0
         return
     said = invoke("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))

@@ -251,8 +251,8 @@ def submit(launch: SlurmLaunch) -> str:
         raise UsageError(f"--run-dir {launch.run_dir}: cannot be written ({error.strerror}); {fix}") from None
     if done.returncode:
         raise UsageError(
-            f"sbatch refused the job ({one_line(done.stderr.strip())}); correct launch.slurm, --num-nodes, --num-gpus "
-            "or the SBATCH_* variables"
+            f"--launcher slurm: sbatch refused the job ({one_line(' '.join(done.stderr.split()))}); "
+            "correct launch.slurm, --num-nodes, --num-gpus or the SBATCH_* variables"
         )
     return done.stdout.strip().partition(";")[0]
 

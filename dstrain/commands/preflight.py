@@ -17,6 +17,7 @@ from dstrain.preset import Device, read_preset
 from dstrain.tasks import builtin_tasks, make_task
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
+from dstrain.train.copies import open_filesystem
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.resume import (
     ResumeOptions,
@@ -43,6 +44,8 @@ def check_launch(
     config = recipe.config
     task = make_task(config)
     task.checks.required_keys()
+    if config.save.copy_to is not None:
+        open_filesystem(config.save.copy_to)
     preset = read_preset(config.ds_config)
     start = find_compatible_candidate(run_dir, resume, config)
     # The total of a resumed run stays, also with another number of processes.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from dstrain.errors import SECRET_NAME, URL_PASSWORD
 
@@ -363,6 +364,18 @@ class SaveConfig(Section):
     """Write checkpoints in the background from a copy in host memory, so that training waits only for the copy. Not available with NVMe offload."""
     prune_when_full: bool = False
     """If the disk has no space for another checkpoint, delete older ones first, but never the newest complete one."""
+    copy_to: str | None = None
+    """Absolute path or URL (`s3://bucket/runs`, `sftp://host/runs`: fsspec) of a folder for a second copy of the run's checkpoints, `COPY_TO/NAME OF THE RUN FOLDER`. They are copied in the background, and a run folder without a checkpoint continues from there."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _check_copy_to(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value and not Path(value).expanduser().is_absolute():
+            raise ValueError(
+                f"{value} is neither an absolute path nor a URL; write one such as /mnt/backup/runs, s3://bucket/runs or "
+                "sftp://host/runs"
+            )
+        return value
 
 
 class ProfileConfig(Section):

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -208,6 +208,8 @@ class CheckpointStore:
     """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
     check_owner: Callable[[], None] | None = None
     """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
+    in_use: Callable[[], Collection[str]] = tuple
+    """Names of checkpoints that are not pruned yet, since they are being copied."""
     _is_best_checked: bool = field(default=False, init=False, repr=False, compare=False)
     """True once all metrics were compared, after which `best` follows this run's metric."""
 
@@ -342,7 +344,7 @@ class CheckpointStore:
         for name in list_checkpoint_names(self.folder):
             step = parse_step(name)
             multiple = self.keep_every is not None and step % self.keep_every == 0
-            if step < oldest and not multiple and name != best and step != current_step:
+            if step < oldest and not multiple and name not in (best, *self.in_use()) and step != current_step:
                 remove_checkpoint(self.folder / name)
         for path in list_old_versions(self.folder):
             if parse_step(path.name) <= current_step:  # the run has reached this step again

@@ -18,7 +18,9 @@ import torch
 from dstrain.batch import Progress
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.errors import CheckpointError
+from dstrain.process_setup import log_stdout
 from dstrain.train.checkpoints import CheckpointStore, list_old_versions, read_best_name, remove_checkpoint
+from dstrain.train.copies import RunCopy
 from dstrain.train.engine.base import Engine
 from dstrain.train.health.signals import GracePeriod
 from dstrain.train.state.files import StateFile, write_state
@@ -133,6 +135,7 @@ def get_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+COPY_POLL_SECONDS = 0.2
 HOST_MEMORY_FRACTION = 0.9
 """Fraction of free host memory that copies may take."""
 
@@ -158,6 +161,8 @@ class CheckpointSaver:
     """Ranks of this host, which share its memory."""
     grace: GracePeriod = field(default_factory=lambda: GracePeriod(None))
     """Gets the duration of each save."""
+    copy: RunCopy | None = None
+    """`save.copy_to`, on rank 0."""
     saved_step: int | None = field(default=None, init=False)
     """Step of the newest checkpoint that this process has written."""
     _async_save: _AsyncSave | None = field(default=None, init=False)
@@ -202,6 +207,24 @@ class CheckpointSaver:
         """
         if self._async_save is not None and (failed or not writing):
             self.wait()
+        self._log_copies()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the newest checkpoint is copied. Collective, so that the other ranks notice an end of rank 0."""
+        is_first = True
+        while self.engine.world.any(self.copy is not None and bool(self.copy.in_use)):
+            if is_first and self.copy is not None:
+                log_stdout(f"copying the last checkpoint to {self.copy.place}")
+            is_first = False
+            self.engine.world.log.record_progress()
+            time.sleep(COPY_POLL_SECONDS)
+        self._log_copies()
+
+    def _log_copies(self) -> None:
+        for event, fields in self.copy.pop_outcomes() if self.copy is not None else ():
+            self.log_event(event, **fields)
+            if event == "copy_failed":
+                log_stdout(f"warning: {fields['checkpoint']} was not copied to {fields['to']}: {fields['why']}")
 
     @property
     def is_writing(self) -> bool:
@@ -228,7 +251,9 @@ class CheckpointSaver:
         self.saved_step = progress.step
         for name, value in (("save_stall_seconds", blocked_seconds), ("save_seconds", total_seconds)):
             self._timings[name] = self._timings.get(name, 0.0) + value
-        self.grace.record_save(total_seconds)
+        self.grace.record_save(total_seconds + (self.copy.seconds if self.copy else 0.0))
+        if self.copy:
+            self.copy.request(folder.name)
         self.log_event(
             "saved",
             step=progress.step,

@@ -107,7 +107,10 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
         # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_frozen_outputs(plan, world), world, terminal, signal_handler, memory)
-        code = finish_run(run, _train_to_end(run), plan.resume.source)
+        step = _train_to_end(run)
+        if plan.config.save.copy_to:
+            run.saver.wait_for_copies()
+        code = finish_run(run, step, plan.resume.source)
         return code
     except StoppedBySignal as stop:
         if run is not None:
@@ -204,6 +207,7 @@ def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:
     return CheckpointStore(
         folder=plan.run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every,
         best_mode=plan.config.eval.best, check_usable=check_state_complete,
+        in_use=lambda: plan.copy.in_use if plan.copy else (),
         check_owner=partial(check_lease, plan.run_dir, plan.launch_id),
     )  # fmt: skip
 
@@ -269,6 +273,7 @@ def _build_saver(
         is_state_on_nvme="nvme" in (plan.preset.offload_optimizer, plan.preset.offload_param),
         prune_when_full=save.prune_when_full,
         local_world_size=plan.local_world_size,
+        copy=plan.copy,
         grace=GracePeriod(plan.config.launch.grace_seconds, run_log.log_event, engine.world.rank == 0),
     )
 

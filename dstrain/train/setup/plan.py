@@ -20,7 +20,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.distributed.world import Ranks, SingleProcessWorld, World
-from dstrain.errors import DataError
+from dstrain.errors import CheckpointError, DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
@@ -35,6 +35,7 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoints import CheckpointStore
+from dstrain.train.copies import RunCopy, describe_error
 from dstrain.train.ds_config import check_offload_folders, resolve_auto_on_rank_0, resolve_ds_config
 from dstrain.train.memory.monitor import MemoryMonitor, make_forecast
 from dstrain.train.memory.reduced_batch import MicroBatchSize, use_batch_of_rank_0
@@ -84,6 +85,8 @@ class RunPlan:
     """The size of the forward passes now; `batch` is that of the start."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
+    copy: RunCopy | None = None
+    """`save.copy_to`, on rank 0."""
 
     def with_training_samples(self, dataset: Dataset, world_size: int) -> RunPlan:
         """Return the plan for these training samples: their order, and the number of steps. Raises DataError."""
@@ -150,6 +153,7 @@ def make_plan(
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
         config = resolve_auto_on_rank_0(config, run_dir, resume, worker, get_preset_device(device), world)
         preset = read_preset(config.ds_config)
+        copy = open_copy(config, run_dir, resume, world)
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
@@ -170,8 +174,35 @@ def make_plan(
         train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
         sampler=replace(sampler, total_samples=total_samples), fingerprints=fingerprints,
         local_world_size=worker.local_world_size,
-        micro_batch=MicroBatchSize(config, batch, worker.world_size, run_dir),
+        micro_batch=MicroBatchSize(config, batch, worker.world_size, run_dir), copy=copy,
     )  # fmt: skip
+
+
+def open_copy(config: RunConfig, run_dir: Path, resume: ResumeOptions, world: Ranks) -> RunCopy | None:
+    """Return the copy of the run on rank 0, None without one; copy its newest checkpoint into an empty run folder.
+
+    Raises UsageError if it cannot be written, CheckpointError if it cannot be read. Collective.
+    """
+    if config.save.copy_to is None:
+        return None
+    copy = RunCopy(config.save.copy_to, run_dir)
+    if world.rank > 0:
+        world.gather(None)
+        return None
+    copy.check_writable()
+    if resume.source == "auto":
+        try:
+            with log_if_slow(f"looking for a checkpoint in {copy.place}"):
+                line = copy.restore()
+        except Exception as error:  # each file system has errors of its own
+            raise CheckpointError(
+                f"save.copy_to: {copy.place} cannot be read ({describe_error(error)}); fix the cause, or begin anew with "
+                "--resume never"
+            ) from error
+        if line:
+            log_stdout(line)
+    world.gather(None)
+    return copy
 
 
 def _resolve_batch(

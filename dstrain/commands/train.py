@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     request = resume_on_restart(request, os.environ)
     worker = None if dry_run else worker_from_env(os.environ)
     if worker is not None:
-        return train_worker(worker, request)
+        return _train_once_if_refused(worker, request)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
     launch = _plan_request(request, recipe, run_dir, launch_options)
@@ -222,6 +223,23 @@ def show_batch(recipe: Recipe, world_size: int) -> str:
 def detect_device(launch: Launch) -> Device:
     """Return the device of the ranks, as far as this host knows."""
     return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
+
+
+def _train_once_if_refused(worker: Worker, request: TrainRequest) -> int:
+    """Train as one rank; if the input is refused, torchrun does not start it again."""
+    from dstrain.launch.worker import end_elastic_agent
+
+    is_refused = False
+    try:
+        code = train_worker(worker, request)
+        is_refused = code == EXIT_USAGE
+        return code
+    except UsageError:
+        is_refused = True
+        raise
+    finally:
+        if is_refused:
+            atexit.register(end_elastic_agent, os.environ)  # after the error is printed
 
 
 def train_worker(worker: Worker, request: TrainRequest) -> int:

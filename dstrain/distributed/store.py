@@ -38,6 +38,8 @@ def unknown_peer_message(reason: str) -> str:
     return f"another process has ended or does not answer ({reason}); see its log"
 
 
+_RANK_0_KEY = "dstrain/rank-0"
+"""Key in the store of torchrun's agent: address and port of rank 0's store."""
 RANK_KEY_ENV = "DSTRAIN_RANK_KEY"
 """Environment variable with a secret of the ranks of a run; dstrain's launcher sets it."""
 _HOST_ERROR_FIXES = {
@@ -54,10 +56,12 @@ _HOST_ERROR_FIXES = {
 
 
 def connect_store(timeout: timedelta, port_file: Path | None = None) -> Any:
-    """Return the store of all ranks; rank 0 serves it, or torchrun's agent does.
+    """Return the store of all ranks, which rank 0 serves.
 
     With `port_file`, where all ranks are on one host, rank 0 listens on a free port and writes it to that file: a port
-    chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet.
+    chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet, or
+    where torchrun's agent has a store: it lives on when ranks are started again, with the keys of the earlier ones, so
+    that rank 0 opens its own and writes its address there.
 
     Reads RANK, WORLD_SIZE and MASTER_*. Raises PeerFailureError where rank 0 does not answer, and RunError for an error
     of this host's network.
@@ -67,6 +71,8 @@ def connect_store(timeout: timedelta, port_file: Path | None = None) -> Any:
     with rendezvous_errors(timeout):
         if port_file:
             store = _open_local_store(port_file, timeout)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _open_store_by_agent(timeout)
         elif (own := _listen_on_master_address(timeout)) is not None:
             store = own
         else:
@@ -113,18 +119,56 @@ def _open_local_store(port_file: Path, timeout: timedelta) -> Any:
     return store
 
 
+def _open_store_by_agent(timeout: timedelta) -> Any:
+    """Return rank 0's store, whose address is in the store of torchrun's agent; set MASTER_ADDR and MASTER_PORT to it.
+
+    The address of an earlier rank 0 may still be there: nobody listens on it any more.
+    """
+    from torch.distributed import DistStoreError, TCPStore
+
+    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    agent = TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        address = _own_address(host)
+        store = _listen_on(address, 0, size, timeout)
+        agent.set(_RANK_0_KEY, f"{address} {store.port}")
+    else:
+        deadline, store = time.monotonic() + timeout.total_seconds(), None
+        while store is None:
+            if time.monotonic() > deadline:
+                raise DistStoreError("rank 0 did not listen")
+            if agent.check([_RANK_0_KEY]):
+                address, _, text = agent.get(_RANK_0_KEY).decode().partition(" ")
+                with contextlib.suppress(OSError):
+                    socket.create_connection((address, int(text)), timeout=2).close()
+                    store = TCPStore(address, int(text), size, is_master=False, timeout=timeout)
+            time.sleep(0.1)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
+    return store
+
+
+def _own_address(peer: str) -> str:
+    """Return this host's address on the way to another; that of GLOO_SOCKET_IFNAME if this host's name is loopback."""
+    family, _, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        address = str(probe.getsockname()[0])
+    if address.startswith("127.") and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
+        import psutil
+
+        found = [item.address for item in psutil.net_if_addrs().get(interface, []) if item.family == socket.AF_INET]
+        address = found[0] if found else address
+    return address
+
+
 def _listen_on_master_address(timeout: timedelta) -> Any:
     """Return rank 0's store, on the interface of MASTER_ADDR alone.
 
     torch's own store listens on all interfaces, and has no authentication. None where torch has to open it: on the other
-    ranks, under torchrun, and where MASTER_ADDR is no address of this host that the others can reach, as behind NAT.
+    ranks, and where MASTER_ADDR is no address of this host that the others can reach, as behind NAT.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if (
-        os.environ.get("RANK") != "0"
-        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        or not port.isdecimal()
-    ):
+    if os.environ.get("RANK") != "0" or not port.isdecimal():
         return None
     try:
         # A name's IPv4 address, since other hosts may know no other.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -209,6 +209,17 @@ def exit_with_parent() -> None:
         threading.Thread(
             target=_exit_with_stopped, args=(parent, float(timeout)), name="watch-agent", daemon=True
         ).start()
+
+
+def end_elastic_agent(env: Mapping[str, str]) -> None:
+    """Send SIGTERM to torchrun's agent, the parent, if it would start the ranks again. Call it last.
+
+    Input that was refused (exit code 2) would be refused again; torchrun has no exit code that it does not retry.
+    """
+    counts = [env.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    if all(count.isdecimal() for count in counts) and int(counts[0]) < int(counts[1]):
+        finish_log_copy()  # the agent ends this process too
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _supervisor_pid() -> int | None:

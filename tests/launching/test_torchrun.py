@@ -90,6 +90,16 @@ def test_ranks_start_again_where_one_was_killed(start: Start, tmp_path: Path) ->
     assert [event["step"] for event in read_events(tmp_path / "run", "finished")] == [400]
 
 
+@pytest.mark.parametrize("setting", ["data.max_length=nothing", "data.train=nowhere.jsonl"])
+def test_what_is_refused_is_not_tried_again(setting: str, start: Start, tmp_path: Path) -> None:
+    child = start("run", setting, GPUS="2", RESTARTS="3")
+    assert child.wait(100) == 1, "torchrun's own"
+    said = (tmp_path / "run-0.log").read_text()
+    assert "error: " in said
+    assert "attempts left" not in said
+    assert said.count(f"{setting.split('=')[0]}: ") <= 2, "each rank says it once"
+
+
 def test_a_stop_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
     child = start("run", "steps=20000", GPUS="2", GRACE="60")
     wait_for(tmp_path / "run/checkpoints/step-00000050", child)

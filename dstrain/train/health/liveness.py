@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -30,7 +29,7 @@ from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, Kind, RankSta
 #     stall/PHASE     number of ranks that found rank 0 silent        diagnosis/claims   number of ranks that lost another
 #
 # One rank asks for the status of all and publishes what it concludes; the others wait for that. The store is in rank
-# 0's process (under torchrun in its agent's). Without it, the ranks know that rank 0 is lost.
+# 0's process. Without it, the ranks know that rank 0 is lost.
 INTERVAL_SECONDS = 0.5
 """Time between two heartbeats of a rank; in runs of more than RANKS_PER_SECOND ranks it grows with their number."""
 RANKS_PER_SECOND = 1000
@@ -211,7 +210,7 @@ class Liveness:
         """Return what this host alone tells: the store does not answer, or the rank that asks all others does not."""
         states = self._read_peer_states()
         is_store_alive = call_with_timeout(lambda: self._store.add(store_key("attention"), 0) >= 0, False, 1.0)
-        if not is_store_alive and self.rank != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if not is_store_alive and self.rank != 0:
             states.setdefault(0, "")
         if not states:
             return Failure(rank=self.rank, error=unknown_peer_message(reason), is_peer_lost=True)

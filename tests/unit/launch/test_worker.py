@@ -15,6 +15,7 @@ import pytest
 
 from dstrain.launch.worker import (
     RankRecord,
+    end_elastic_agent,
     get_workers_dir,
     log_path,
     read_rank_records,
@@ -30,6 +31,23 @@ def start(script: str, folder: Path, **streams) -> subprocess.Popen:
     begin = "import os, sys, time\nfrom pathlib import Path\nfrom dstrain.launch.worker import redirect_output\n"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", begin + script], cwd=folder, env=env, **streams)
+
+
+@pytest.mark.parametrize(
+    ("env", "sent"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "x", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+    ],
+)
+def test_an_elastic_agent_that_would_try_again_is_ended(env, sent, monkeypatch):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    end_elastic_agent(env)
+    assert signals == ([(os.getppid(), signal.SIGTERM)] if sent else [])
 
 
 def test_a_record_says_how_a_rank_ended(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
 from tests.launching.test_ways import losses
+from tests.unit.launch.test_launchers import container_of
 from tests.vocabulary import read_events, write_recipe
 from tests.workers import ROOT
 
@@ -88,6 +89,47 @@ def test_ranks_start_again_where_one_was_killed(start: Start, tmp_path: Path) ->
     (resumed,) = read_events(tmp_path / "run", "resumed")
     assert resumed["step"] >= 50
     assert [event["step"] for event in read_events(tmp_path / "run", "finished")] == [400]
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "jobset.yaml"])
+def test_a_node_of_an_operator_trains(name: str, start: Start, tmp_path: Path) -> None:
+    """The command of the example, as a run of one node with the variables of the operator."""
+    container, _ = container_of(name)
+    script = container["args"][0].replace("/shared/recipe.yaml", f"{tmp_path}/recipe.yaml")
+    script = script.replace("/shared/runs/one", f"{tmp_path}/run")
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    of_operator = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1"}
+    of_operator |= {"PET_MASTER_PORT": str(free_port()), "JOB_COMPLETION_INDEX": "0"}
+    place = {"NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS": "2"}
+    env = {**os.environ, **given, **of_operator, **place, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([*container["command"], script], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 7
+
+
+RAY = """
+import os, sys, types
+for name in ("ray", "ray.train", "ray.train.torch"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["ray.train"].ScalingConfig = sys.modules["ray.train.torch"].TorchTrainer = None
+import runpy
+runpy.run_path(sys.argv[1])["train_rank"]({"arguments": sys.argv[2:]})
+"""
+"""What a worker of Ray runs, without Ray."""
+
+
+def test_ranks_that_ray_starts_are_one_run(start: Start, tmp_path: Path) -> None:
+    words = [str(ROOT / "docs/examples/ray_train.py"), f"{tmp_path}/recipe.yaml", "--run-dir", f"{tmp_path}/run"]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(free_port() - 1)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RAY, *words], env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank in "01"
+    ]
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
+    assert len(losses(tmp_path / "run")) == 7
 
 
 @pytest.mark.parametrize("setting", ["data.max_length=nothing", "data.train=nowhere.jsonl"])

@@ -74,6 +74,39 @@ def test_rank_0_writes_its_port(tmp_path: Path) -> None:
     assert found.port > 1
 
 
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """The store of a torchrun agent that has started ranks before."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store.set("dstrain/rank-0", f"127.0.0.1 {free.getsockname()[1]}")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return store
+
+
+def test_ranks_that_torchrun_starts_again_meet_at_a_new_store(
+    agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.set("dstrain/failure", "of the ranks before")
+    first = connect_store(TIMEOUT)
+    assert os.environ["MASTER_PORT"] == str(first.port) != str(agent.port)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    second = connect_store(TIMEOUT)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert not second.check(["dstrain/failure"])
+
+
+def test_the_address_of_an_earlier_rank_0_is_not_used(agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(PeerFailureError, match=r"not all came within 0\.5 s \(rank 0 did not listen\)"):
+        connect_store(timedelta(seconds=0.5))
+
+
 def test_another_rank_reads_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))

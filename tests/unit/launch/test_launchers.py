@@ -208,6 +208,40 @@ def test_a_pod_starts_its_share_of_the_run(operator: str, stubs: dict[str, str])
     assert seen(stubs)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == given["GRACE"]
 
 
+def container_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The container of an example, and the pod's own settings."""
+    job = yaml.safe_load((LAUNCHERS / name).read_text())["spec"]
+    if name == "trainjob.yaml":
+        return job["trainer"], job["podTemplateOverrides"][0]["spec"]
+    made = job["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return made["containers"][0], made
+
+
+PET = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "dstrain-node-0-0.dstrain", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [
+        ("trainjob.yaml", {f"PET_{key}": value for key, value in PET.items()}),
+        ("jobset.yaml", {"JOB_COMPLETION_INDEX": "2"}),
+    ],
+)
+def test_a_node_of_another_operator_starts_its_share_of_the_run(
+    name: str, env: dict[str, str], stubs: dict[str, str]
+) -> None:
+    container, made = container_of(name)
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    done = start([*container["command"], *container["args"]], stubs, **env, **given)
+    assert " ".join(done.stdout.split()) == (
+        f"{TORCHRUN} --nnodes 4 --nproc-per-node 8 --node-rank 2 --master-addr dstrain-node-0-0.dstrain --master-port "
+        f"29500 -m dstrain.cli train --set launch.grace_seconds={given['GRACE']} /shared/recipe.yaml --run-dir "
+        "/shared/runs/one"
+    ), done.stderr
+    assert 0 < int(given["GRACE"]) < made["terminationGracePeriodSeconds"]
+    assert {volume["name"] for volume in made["volumes"]} == {"shared", "shm"}
+
+
 def test_a_pod_has_time_for_its_checkpoint_and_options_that_exist() -> None:
     made = pod()
     (container,) = made["containers"]

@@ -42,7 +42,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     request = resume_on_restart(request, os.environ)
     worker = None if dry_run else worker_from_env(os.environ)
     if worker is not None:
-        return _train_once_if_refused(worker, request)
+        return _train_without_retries(worker, request)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
     launch = _plan_request(request, recipe, run_dir, launch_options)
@@ -225,21 +225,18 @@ def detect_device(launch: Launch) -> Device:
     return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
 
 
-def _train_once_if_refused(worker: Worker, request: TrainRequest) -> int:
+def _train_without_retries(worker: Worker, request: TrainRequest) -> int:
     """Train as one rank; if the input is refused, torchrun does not start it again."""
     from dstrain.launch.worker import end_elastic_agent
 
-    is_refused = False
     try:
         code = train_worker(worker, request)
-        is_refused = code == EXIT_USAGE
-        return code
     except UsageError:
-        is_refused = True
+        atexit.register(end_elastic_agent, os.environ)  # after the error is printed
         raise
-    finally:
-        if is_refused:
-            atexit.register(end_elastic_agent, os.environ)  # after the error is printed
+    if code == EXIT_USAGE:
+        atexit.register(end_elastic_agent, os.environ)
+    return code
 
 
 def train_worker(worker: Worker, request: TrainRequest) -> int:

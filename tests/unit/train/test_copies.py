@@ -35,10 +35,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def copy_of(place: str, run_dir: Path) -> RunCopy:
-    return RunCopy(place, run_dir)
-
-
 def copy_now(copy: RunCopy, name: str) -> tuple[str, dict[str, Any]]:
     """Copy a checkpoint; the event."""
     copy.request(name)
@@ -50,7 +46,7 @@ def copy_now(copy: RunCopy, name: str) -> tuple[str, dict[str, Any]]:
     return outcome
 
 
-def make_run(run_dir: Path, *saved: int, **options: Any) -> RunCopy | None:
+def make_run(run_dir: Path, *saved: int, **options: Any) -> None:
     """A run folder with checkpoints of these steps."""
     run_dir.mkdir(exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl", "recipe.yaml"):
@@ -59,20 +55,19 @@ def make_run(run_dir: Path, *saved: int, **options: Any) -> RunCopy | None:
     (run_dir / "tokenizer/vocab.json").write_text("{}")
     for step in saved:
         save(solo(run_dir / "checkpoints", **options), step, metric=float(step))
-    return None
 
 
 def test_a_new_disk_gets_the_newest_checkpoint_the_best_and_the_files_of_the_run(place: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "one"
     make_run(run_dir, 10, 20, 30, keep=9)
     for step in (10, 20, 30):
-        event, fields = copy_now(copy_of(place, run_dir), f"step-{step:08d}")
+        event, fields = copy_now(RunCopy(place, run_dir), f"step-{step:08d}")
         assert event == "copied"
         assert fields["checkpoint"] == f"step-{step:08d}"
     before = {file.name: file.read_bytes() for file in (run_dir / "checkpoints/step-00000030").rglob("*.*")}
     shutil.rmtree(run_dir)
     run_dir.mkdir()
-    assert "step-00000030 was copied from" in copy_of(place, run_dir).restore()
+    assert "step-00000030 was copied from" in RunCopy(place, run_dir).restore()
     assert steps(run_dir / "checkpoints") == [30, 10]
     assert read_best_name(run_dir / "checkpoints") == "step-00000010"
     assert before == {file.name: file.read_bytes() for file in (run_dir / "checkpoints/step-00000030").rglob("*.*")}
@@ -86,17 +81,17 @@ def test_a_new_disk_gets_the_newest_checkpoint_the_best_and_the_files_of_the_run
 
 def test_a_run_folder_with_a_checkpoint_is_left_as_it_is(place: str, tmp_path: Path) -> None:
     make_run(tmp_path / "one", 10, 20)
-    copy_now(copy_of(place, tmp_path / "one"), "step-00000020")
+    copy_now(RunCopy(place, tmp_path / "one"), "step-00000020")
     shutil.rmtree(tmp_path / "one/checkpoints/step-00000020")
-    assert copy_of(place, tmp_path / "one").restore() == ""
+    assert RunCopy(place, tmp_path / "one").restore() == ""
     assert steps(tmp_path / "one/checkpoints") == [10]
 
 
 def test_a_copy_without_its_last_file_is_not_used(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "one"
     make_run(run_dir, 10, 20)
-    copy_now(copy_of(place, run_dir), "step-00000010")
-    copy = copy_of(place, run_dir)
+    copy_now(RunCopy(place, run_dir), "step-00000010")
+    copy = RunCopy(place, run_dir)
     put = copy._filesystem.put
 
     def fail(sources: list[str], targets: list[str]) -> None:
@@ -110,13 +105,13 @@ def test_a_copy_without_its_last_file_is_not_used(place: str, tmp_path: Path, mo
     assert fields["why"] == "TimeoutError: no answer"
     monkeypatch.undo()
     shutil.rmtree(run_dir / "checkpoints")
-    copy_of(place, run_dir).restore()
+    RunCopy(place, run_dir).restore()
     assert steps(run_dir / "checkpoints") == [10]
     shutil.rmtree(run_dir / "checkpoints")
     make_run(run_dir, 20)
-    copy_now(copy_of(place, run_dir), "step-00000020")
+    copy_now(RunCopy(place, run_dir), "step-00000020")
     shutil.rmtree(run_dir / "checkpoints")
-    copy_of(place, run_dir).restore()
+    RunCopy(place, run_dir).restore()
     assert steps(run_dir / "checkpoints") == [20]
 
 
@@ -124,10 +119,10 @@ def test_a_copy_with_a_short_file_is_passed_over(tmp_path: Path) -> None:
     run_dir, place = tmp_path / "one", tmp_path / "backup"
     make_run(run_dir, 10, 20)
     for step in (10, 20):
-        copy_now(copy_of(str(place), run_dir), f"step-{step:08d}")
+        copy_now(RunCopy(str(place), run_dir), f"step-{step:08d}")
     (place / "one/checkpoints/step-00000020/rank-00000.dat").write_bytes(b"o")
     shutil.rmtree(run_dir)
-    copy_of(str(place), run_dir).restore()
+    RunCopy(str(place), run_dir).restore()
     assert steps(run_dir / "checkpoints") == [10]
     assert [path.name for path in (run_dir / "checkpoints").glob("*.partial")] == []
 
@@ -136,14 +131,14 @@ def test_what_the_run_removed_is_removed_from_the_copies(place: str, tmp_path: P
     run_dir = tmp_path / "one"
     for step in (10, 20, 30):
         make_run(run_dir, step, keep=1)
-        copy_now(copy_of(place, run_dir), f"step-{step:08d}")
+        copy_now(RunCopy(place, run_dir), f"step-{step:08d}")
     assert steps(run_dir / "checkpoints") == [30, 10], "the last, and the best"
-    assert copy_of(place, run_dir)._list_names() == ["step-00000030", "step-00000010"]
+    assert RunCopy(place, run_dir)._list_names() == ["step-00000030", "step-00000010"]
 
 
 def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "one"
-    copy = copy_of(str(tmp_path / "backup"), run_dir)
+    copy = RunCopy(str(tmp_path / "backup"), run_dir)
     put, seen = copy._filesystem.put, []
 
     def put_slowly(sources: list[str], targets: list[str]) -> None:
@@ -163,12 +158,12 @@ def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, monkeypat
 def test_a_step_that_was_saved_again_replaces_its_copy(place: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "one"
     make_run(run_dir, 10)
-    copy_now(copy_of(place, run_dir), "step-00000010")
+    copy_now(RunCopy(place, run_dir), "step-00000010")
     shutil.rmtree(run_dir / "checkpoints")
     save(solo(run_dir / "checkpoints"), 10, metric=7.0)
-    copy_now(copy_of(place, run_dir), "step-00000010")
+    copy_now(RunCopy(place, run_dir), "step-00000010")
     shutil.rmtree(run_dir / "checkpoints")
-    copy_of(place, run_dir).restore()
+    RunCopy(place, run_dir).restore()
     run_info = json.loads((run_dir / "checkpoints/step-00000010/run.json").read_text())
     assert run_info["metric"] == 7.0
     assert find_fault(run_dir / "checkpoints/step-00000010") is None
@@ -223,6 +218,9 @@ def test_a_run_ends_when_its_last_checkpoint_is_copied(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert find_fault(tmp_path / "backup/run/checkpoints/step-00000002") is None
     assert read_events(tmp_path / "run", "copied")[-1]["checkpoint"] == "step-00000002"
+    export = ["export", f"{tmp_path}/backup/run", "--to", f"{tmp_path}/model"]
+    read = subprocess.run([sys.executable, "-m", "dstrain", *export], capture_output=True, text=True, timeout=300)
+    assert read.returncode == 0, read.stderr
     shutil.rmtree(tmp_path / "run")
     again = subprocess.run([sys.executable, "-m", "dstrain", *words], capture_output=True, text=True, timeout=300)
     assert "this run is already finished" in again.stdout

@@ -238,7 +238,7 @@ def test_a_node_of_another_operator_starts_its_share_of_the_run(
         f"29500 -m dstrain.cli train --set launch.grace_seconds={given['GRACE']} /shared/recipe.yaml --run-dir "
         "/shared/runs/one"
     ), done.stderr
-    assert 0 < int(given["GRACE"]) < made["terminationGracePeriodSeconds"]
+    assert 0 < int(given["GRACE"]) < made.get("terminationGracePeriodSeconds", 30), "Kubernetes' default"
     assert {volume["name"] for volume in made["volumes"]} == {"shared", "shm"}
 
 

@@ -6,17 +6,17 @@ import json
 import math
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dstrain.launch.worker import log_path
 from tests.hosts.faults import HARM_AT
 from tests.hosts.lab import Command, Lab, missing, wait_for
-from tests.hosts.running import START_SECONDS, Run, unbroken
+from tests.hosts.running import START_SECONDS, Run, print_rows
 from tests.workers import ROOT
 
 PORT = "29400"
@@ -141,66 +141,61 @@ def two_hosts(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
     return row if job.run.losses() == losses else replace(row, wrong=(*row.wrong, "losses differ in some bit"))
 
 
-def worker_killed(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    """All ranks start again on both hosts."""
-    job = Job(lab, folder)
-    job.wait_for_step(HARM_AT)
-    job.harm()
-    assert lab.kill(*job.run.rank(1))
-    return job.row("SIGKILL of a rank", job.wait_for_start(), [2], losses, 6)
-
-
-def worker_killed_c10d(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    """torchrun as users type it: its agents share one store, which lives on."""
-    options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"host1:{PORT}", "--rdzv-id", "one")
-    return _worker_killed_by_hand("SIGKILL of a rank, plain torchrun, c10d", options, lab, folder, losses)
-
-
-def worker_killed_static(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    """torchrun with a fixed number of hosts."""
-    options = ("--rdzv-backend", "static", "--master-addr", "host1", "--master-port", PORT)
-    return _worker_killed_by_hand("SIGKILL of a rank, plain torchrun, static", options, lab, folder, losses)
-
-
-def _worker_killed_by_hand(what: str, options: Sequence[str], lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    job = Job(lab, folder, by_hand=options)
+def _worker_killed(what: str, by_hand: Sequence[str], lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    job = Job(lab, folder, by_hand=by_hand)
     job.wait_for_step(HARM_AT)
     job.harm()
     assert lab.kill(*job.run.rank(1))
     return job.row(what, job.wait_for_start(), [2], losses, 6)
 
 
-def agent_killed(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    """The agent of host2, whose rank ends with it, and is not started again: host1 goes on alone."""
+def worker_killed(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    """All ranks start again on both hosts."""
+    return _worker_killed("SIGKILL of a rank", (), lab, folder, losses)
+
+
+def worker_killed_c10d(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    """torchrun as users type it: its agents share one store, which lives on."""
+    options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"host1:{PORT}", "--rdzv-id", "one")
+    return _worker_killed("SIGKILL of a rank, plain torchrun, c10d", options, lab, folder, losses)
+
+
+def worker_killed_static(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    """torchrun with a fixed number of hosts."""
+    options = ("--rdzv-backend", "static", "--master-addr", "host1", "--master-port", PORT)
+    return _worker_killed("SIGKILL of a rank, plain torchrun, static", options, lab, folder, losses)
+
+
+def _lose_host2(what: str, harm: Callable[[], object], lost: int, lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    """Do harm to host2, which does not come back: host1 goes on alone."""
     job = Job(lab, folder)
     job.wait_for_step(HARM_AT)
     job.harm()
-    assert lab.kill(2, r"torch\.distributed\.run")
+    harm()
     seconds = job.wait_for_start()
     del job.agents[2]
-    return job.row("SIGKILL of the agent on host2", seconds, [1], losses, 6, (0,))
+    return job.row(what, seconds, [1], losses, lost, (0,))
+
+
+def agent_killed(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
+    """The rank of host2 ends with its agent."""
+    harm = partial(_signal_agent, lab, 2, signal.SIGKILL)
+    return _lose_host2("SIGKILL of the agent on host2", harm, 6, lab, folder, losses)
 
 
 def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
-    """As a spot machine that is taken away: all ranks save; host1 goes on from there."""
-    job = Job(lab, folder)
-    job.wait_for_step(HARM_AT)
-    job.harm()
-    assert lab.kill(2, r"torch\.distributed\.run", signal.SIGTERM)
-    seconds = job.wait_for_start()
-    del job.agents[2]
-    return job.row("SIGTERM to the agent on host2", seconds, [1], losses, 0, (0,))
+    """As a spot machine that is taken away: all ranks save."""
+    harm = partial(_signal_agent, lab, 2, signal.SIGTERM)
+    return _lose_host2("SIGTERM to the agent on host2", harm, 0, lab, folder, losses)
 
 
 def host_off(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
     """A host loses its power, and nobody is told."""
-    job = Job(lab, folder)
-    job.wait_for_step(HARM_AT)
-    job.harm()
-    lab.poweroff(2)
-    seconds = job.wait_for_start()
-    del job.agents[2]
-    return job.row("host2 powered off", seconds, [1], losses, 6, (0,))
+    return _lose_host2("host2 powered off", partial(lab.poweroff, 2), 6, lab, folder, losses)
+
+
+def _signal_agent(lab: Lab, host: int, number: int) -> None:
+    assert lab.kill(host, r"torch\.distributed\.run", number)
 
 
 def host_back(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
@@ -237,7 +232,7 @@ def first_agent_killed(lab: Lab, folder: Path, losses: Sequence[Any]) -> Row:
     job = Job(lab, folder)
     job.wait_for_step(HARM_AT)
     job.harm()
-    assert lab.kill(1, r"torch\.distributed\.run")
+    _signal_agent(lab, 1, signal.SIGKILL)
     wait_for(lambda: job.agents[2].code is not None, START_SECONDS, f"no end on host2: {job.said()}")
     seconds = time.monotonic() - job.harmed_at
     ended = job.agents[2].code
@@ -273,34 +268,15 @@ ROWS = (
 
 
 def main() -> None:
-    """Print a row for each; what does not hold goes to stderr, and the others follow."""
-    if reason := missing():
-        sys.exit(reason)
-    wanted, broken = sys.argv[1:], []
-    with tempfile.TemporaryDirectory() as path:
-        root = Path(path)
-        losses = unbroken(root / "unbroken").losses()
-        print(
-            "| harm | s until it goes on | exit codes | went on at step, with processes | steps lost |\n|" + "---|" * 5
-        )
-        for make in ROWS:
-            if wanted and make.__name__ not in wanted:
-                continue
-            try:
-                with Lab(root / f"lab-{make.__name__}") as lab:
-                    row = make(lab, root / make.__name__, losses)
-            except Exception as error:
-                broken.append(make.__name__)
-                print(f"{make.__name__}: {type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
-                continue
-            if row.wrong:
-                broken.append(make.__name__)
-                print(f"{row.what}: {'; '.join(row.wrong)}\n", file=sys.stderr, flush=True)
-            starts = "; ".join(f"{step}, {size}" for step, size in row.resumed_at)
-            cells = (row.what, row.seconds, ", ".join(map(str, row.codes)), starts, row.lost)
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    print(f"\n{len(broken)} did not hold: {', '.join(broken) or 'none'}")
-    sys.exit(bool(broken))
+    """Print a row for each."""
+    columns = ("harm", "s until it goes on", "exit codes", "went on at step, with processes", "steps lost")
+    print_rows(ROWS, missing(), Lab, columns, to_cells)
+
+
+def to_cells(row: Row) -> tuple[Any, ...]:
+    """Return what the table shows of a row."""
+    starts = "; ".join(f"{step}, {size}" for step, size in row.resumed_at)
+    return row.what, row.seconds, ", ".join(map(str, row.codes)), starts, row.lost
 
 
 if __name__ == "__main__":

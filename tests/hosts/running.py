@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,37 @@ def unbroken(folder: Path) -> Run:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return run
+
+
+def print_rows(
+    rows: Sequence[Callable[..., Any]], missing: str | None, lab: Callable[[Path], Any], columns: Sequence[str],
+    to_cells: Callable[[Any], Sequence[Any]],
+) -> None:  # fmt: skip
+    """Print a Markdown table, with a row for each function, or for those that the command line names.
+
+    Each gets a lab, a folder and the losses of the run that nothing happened to. What does not hold goes to stderr, and
+    the others follow; the exit code is 1 then. `missing`: what is not installed.
+    """
+    if missing:
+        sys.exit(missing)
+    wanted, broken = sys.argv[1:], []
+    with tempfile.TemporaryDirectory() as path:
+        root = Path(path)
+        losses = unbroken(root / "unbroken").losses()
+        print(f"| {' | '.join(columns)} |\n|" + "---|" * len(columns))
+        for make in rows:
+            if wanted and make.__name__ not in wanted:
+                continue
+            try:
+                with lab(root / f"lab-{make.__name__}") as hosts:
+                    row = make(hosts, root / make.__name__, losses)
+            except Exception as error:
+                broken.append(make.__name__)
+                print(f"{make.__name__}: {type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
+                continue
+            if row.wrong:
+                broken.append(make.__name__)
+                print(f"{row.what}: {'; '.join(row.wrong)}\n", file=sys.stderr, flush=True)
+            print("| " + " | ".join(map(str, to_cells(row))) + " |", flush=True)
+    print(f"\n{len(broken)} did not hold: {', '.join(broken) or 'none'}")
+    sys.exit(bool(broken))

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from typing import Any
 from dstrain.launch.worker import log_path
 from tests.hosts.faults import HARM_AT
 from tests.hosts.lab import PATH, Lab, missing, wait_for
-from tests.hosts.running import START_SECONDS, Run, dstrain, unbroken
+from tests.hosts.running import START_SECONDS, Run, dstrain, print_rows
 
 SLURM_TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 SLURM_CONF = """ClusterName=lab
@@ -329,32 +327,14 @@ ROWS = (
 
 
 def main() -> None:
-    """Print a row for each; what does not hold goes to stderr, and the others follow."""
-    if reason := missing_slurm():
-        sys.exit(reason)
-    wanted, broken = sys.argv[1:], []
-    with tempfile.TemporaryDirectory() as path:
-        root = Path(path)
-        losses = unbroken(root / "unbroken").losses()
-        print("| harm | to the end s | state | exit code | restarts | resumed at step |\n|" + "---|" * 6)
-        for make in ROWS:
-            if wanted and make.__name__ not in wanted:
-                continue
-            try:
-                with SlurmLab(root / f"lab-{make.__name__}") as lab:
-                    row = make(lab, root / make.__name__, losses)
-            except Exception as error:
-                broken.append(make.__name__)
-                print(f"{make.__name__}: {type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
-                continue
-            if row.wrong:
-                broken.append(make.__name__)
-                print(f"{row.what}: {'; '.join(row.wrong)}\n", file=sys.stderr, flush=True)
-            resumed = ", ".join(map(str, row.resumed_at))
-            cells = (row.what, row.seconds, row.state, row.code, row.restarts, resumed)
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    print(f"\n{len(broken)} did not hold: {', '.join(broken) or 'none'}")
-    sys.exit(bool(broken))
+    """Print a row for each."""
+    columns = ("harm", "to the end s", "state", "exit code", "restarts", "resumed at step")
+    print_rows(ROWS, missing_slurm(), SlurmLab, columns, to_cells)
+
+
+def to_cells(row: Row) -> tuple[Any, ...]:
+    """Return what the table shows of a row."""
+    return row.what, row.seconds, row.state, row.code, row.restarts, ", ".join(map(str, row.resumed_at))
 
 
 if __name__ == "__main__":

@@ -435,7 +435,7 @@ while True:
 
 def test_a_kill_at_any_moment_leaves_what_was_saved_last(tmp_path: Path) -> None:
     root, rng, told = str(Path(dstrain.__file__).parents[1]), random.Random(0), 0
-    for _ in range(10):
+    for _ in range(5):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root)
         assert process.stdout is not None

@@ -111,7 +111,7 @@ def move(folder: Path, kind: str) -> Path:
     return folder / "new"
 
 
-@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", "protein"])
+@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", SLOW("protein")])
 def test_a_run_that_was_moved_goes_on_without_an_option(kind: str, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     new = move(tmp_path, kind)
@@ -123,7 +123,7 @@ def test_a_run_that_was_moved_goes_on_without_an_option(kind: str, tmp_path: Pat
         assert str(new) in str(change.event_fields["now"])
 
 
-@pytest.mark.parametrize("kind", ["rm", "vlm", "protein"])
+@pytest.mark.parametrize("kind", ["rm", "vlm", SLOW("protein")])  # a structure that changed: below
 def test_data_that_changed_on_the_way_is_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     new = move(tmp_path, kind)

@@ -83,7 +83,7 @@ def check_equal(task: str, changes: dict[str, Any], samples: Sequence[int] = SAM
     found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
     assert distance(found, wanted, "before") == 0
     assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
-    assert distance(found, wanted) <= 1e-6
+    assert distance(found, wanted) <= 1.5e-6, "1.06e-6 was seen on an AMD EPYC, of 1.0e-6 between padded steps alone"
 
 
 REPEATED = (

@@ -146,7 +146,7 @@ def test_a_resumed_run_takes_the_stored_preset(
 
 def test_gpus_of_unknown_memory_need_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrain.planner import workload
-    from dstrain.train.ds_config import find_budget
+    from dstrain.train.start import find_budget
 
     monkeypatch.delenv("DSTRAIN_GPU_MEMORY", raising=False)
     monkeypatch.setattr(workload, "_ask_nvml", lambda: None)

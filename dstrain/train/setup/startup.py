@@ -19,11 +19,11 @@ from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
-from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
-from dstrain.train.resume import ResumeChange
+from dstrain.train.inputs import ResumeChange
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
 from dstrain.train.setup.plan import RunPlan
+from dstrain.train.start import REDUCED_BATCH_FILE, read_reduced_batch
 from dstrain.train.state.manifest import CheckpointInfo
 
 MAX_FAILURE_LENGTH = 4000
@@ -121,10 +121,8 @@ def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
         return
     sizes = {key: (reduced.recipe[key], reduced.batch[key]) for key in ("micro", "tokens_per_micro")}
     change = ", ".join(f"batch.{key} {old} -> {new}" for key, (old, new) in sizes.items() if old != new)
-    what = (
-        f"{change}, since memory ran out after step {reduced.step} ({FILE_NAME}); batch.total stays {plan.batch.total}"
-    )
-    run_log.log_event("micro_batch_reduced", step=plan.start.step, change=change, what=what)
+    what = f"{change}, since memory ran out after step {reduced.step} ({REDUCED_BATCH_FILE}); batch.total stays {plan.batch.total}"
+    run_log.log_event("micro_batch_reduced", step=plan.start.point.step, change=change, what=what)
     log_stdout(what)
 
 

@@ -53,6 +53,8 @@ def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dr
     if isinstance(launch, LocalLaunch):  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
+        if start.auto:
+            log_stderr(start.auto)
         log_stdout(show_dry_run(start, ds_config, launch, run_dir))
         return 0
     if isinstance(launch, SlurmLaunch):
@@ -191,7 +193,7 @@ def show_dry_run(start: Start, ds_config: Mapping[str, Any], launch: Launch, run
     return (
         f"# recipe\n{dump_recipe(start.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
         f"# batch\n{show_batch(start, launch.world_size)}\n\n"
-        f"# start\n{begin}\n{start.auto + chr(10) if start.auto else ''}\n# launch\n{command}"
+        f"# start\n{begin}\n\n# launch\n{command}"
     )
 
 

@@ -102,9 +102,7 @@ class Run:
     def _load_checkpoint(self, checkpoint: CheckpointInfo) -> None:
         reset = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
         if reset:
-            self.run_log.log_event("optimizer_state_reset", step=checkpoint.step, what=reset)
-            if self.engine.world.rank == 0:
-                log_stdout(reset)
+            self.run_log.announce(reset, "optimizer_state_reset", step=checkpoint.step, what=reset)
 
     @contextmanager
     def phase(self, name: Phase, progress: Progress) -> Iterator[None]:

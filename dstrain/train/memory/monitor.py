@@ -24,7 +24,6 @@ from dstrain.planner.fixes import suggest_fixes
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
-from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
@@ -133,9 +132,8 @@ class MemoryMonitor:
         fields: dict[str, int] = {}
         if self.forecast is not None and self.world.device.type == "cuda":
             fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
-        run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
-        if self.world.rank == 0:
-            log_stdout(describe_forecast(self.forecast, measured, self.world.device.type))
+        line = describe_forecast(self.forecast, measured, self.world.device.type)
+        run_log.announce(line, "memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
 
     def _where(self) -> str:
         log = self.world.log

@@ -67,11 +67,9 @@ from dstrain.train.setup.run_dir import (
 from dstrain.train.setup.startup import (
     finish_run,
     make_sinks,
-    report_changes,
     report_failure,
     report_reduced_batch,
     report_start,
-    report_warnings,
 )
 from dstrain.train.start import ResumePoint, get_run_dir
 from dstrain.train.state.files import check_state_complete
@@ -170,7 +168,8 @@ def build_run(
     start = prepare_start(plan.start.point, checkpoints, run_log, config.save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
-        report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), run_log, world)
+        for change in iter_resume_changes(start, plan, weights.get("inputs", {})):
+            run_log.announce(change.message, change.event_name, **change.event_fields)
     if world.rank == 0:
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
@@ -259,9 +258,8 @@ def _build_saver(
     run_log.log_event(
         "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
     )
-    if (warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
-        run_log.log_event("warning", what=warning)
-        log_stdout(warning)
+    if warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full):
+        run_log.announce(warning, "warning", what=warning)
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
@@ -305,7 +303,8 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
     scorers = {s.name: "cached" if s.is_cached else "model" for s in plan.task.loss_inputs.scorers}
     fields |= {"reward_models": scorers} if scorers else {}
     run_log.log_event("model", parameters=total, trainable=trained, reference=reference, **fields)
-    report_warnings(batch_norm_warnings(train_module.model), run_log, world)
+    for line in batch_norm_warnings(train_module.model):
+        run_log.warn(line)
     if world.rank == 0:
         log_stdout(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained")
         for part in components:

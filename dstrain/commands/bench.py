@@ -19,7 +19,7 @@ from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.resume import ResumeOptions
+from dstrain.train.start import ResumeOptions
 from dstrain.units import format_count
 
 if TYPE_CHECKING:

@@ -274,11 +274,11 @@ class SelftestJob:
     def _train(self, preset: str, run: str, world: World, stop_after: int | None = None) -> int:
         """Train or resume one run; return its exit code. Collective."""
         from dstrain.train.health.signals import SignalHandler
-        from dstrain.train.resume import ResumeOptions
         from dstrain.train.run import train
         from dstrain.train.setup.build_run import build_run
         from dstrain.train.setup.plan import make_plan
         from dstrain.train.setup.startup import finish_run
+        from dstrain.train.start import ResumeOptions
 
         recipe = resolve_recipe(self._request(preset, self._run_dir(preset, run).name))
         worker = worker_from_env(os.environ) or SINGLE_WORKER

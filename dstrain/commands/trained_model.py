@@ -118,7 +118,7 @@ class SavedModel:
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint
-        from dstrain.train.resume import iter_input_changes
+        from dstrain.train.inputs import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
         recorded = checkpoint.read_run_info().get("inputs", {})
@@ -263,7 +263,7 @@ def _check_model_config(
 
     Weights of the same shapes would be loaded into another model.
     """
-    from dstrain.train.resume import read_recorded_recipe
+    from dstrain.train.start import read_recorded_recipe
 
     named = {text.partition("=")[0].strip() for text in overrides}
     if config is None or any(name == "model" or f"{name}.".startswith("model.config.") for name in named):

@@ -14,7 +14,6 @@ from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.resources import get_extensions_dir
 from dstrain.tasks import find_task
-from dstrain.train.resume import ResumeOptions
 from dstrain.train.setup.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
@@ -22,6 +21,7 @@ from dstrain.train.setup.plan import (
     make_plan,
     remove_stale_locks,
 )
+from dstrain.train.start import ResumeOptions
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:

@@ -13,8 +13,8 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
-from dstrain.train.resume import ResumeOptions, with_saved_batch_total
 from dstrain.train.setup.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
+from dstrain.train.start import ResumeOptions, with_saved_batch_total
 from tests.unit.distributed.thread_world import on_ranks
 
 

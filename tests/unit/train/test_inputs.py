@@ -21,8 +21,7 @@ from dstrain.launch.topology import Worker
 from dstrain.models.weights import config_fingerprint
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.resume import (
-    ResumeOptions,
+from dstrain.train.inputs import (
     check_inputs_unchanged,
     dump_training_recipe,
     iter_input_changes,
@@ -31,6 +30,7 @@ from dstrain.train.resume import (
 from dstrain.train.setup.build_run import with_frozen_outputs
 from dstrain.train.setup.plan import RunPlan, make_plan
 from dstrain.train.setup.run_dir import archive_previous_run, replace_folder, write_run_config
+from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
 from tests.cells import SLOW
 from tests.reward_models import export_reward_model

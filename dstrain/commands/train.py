@@ -29,7 +29,7 @@ from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
-from dstrain.train.setup.run_dir import check_run_dir_writable
+from dstrain.train.run_dir import check_run_dir_writable
 from dstrain.train.start import ResumeOptions, Start, guess_start
 from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
 
@@ -245,9 +245,9 @@ def _train(worker: Worker, request: TrainRequest) -> int:
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     def run(signal_handler: SignalHandler) -> int:
+        from dstrain.train.build_run import run_training
+        from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
-        from dstrain.train.setup.build_run import run_training
-        from dstrain.train.setup.plan import make_plan
 
         rendezvous = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)

@@ -21,7 +21,7 @@ from dstrain.train.engine.base import Engine, seed_step
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import SAVE_SIGNAL, GracePeriod, SignalHandler
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
-from dstrain.train.memory.monitor import MemoryMonitor, free_cached_memory
+from dstrain.train.memory import MemoryMonitor, free_cached_memory
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.saver import CheckpointSaver
 from dstrain.train.state.engine_state import open_checkpoint

@@ -32,12 +32,12 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
+from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.saver import CheckpointSaver
-from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.start import ResumeOptions, find_resume_point
 from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints

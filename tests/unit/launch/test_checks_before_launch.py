@@ -20,7 +20,7 @@ from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
 from dstrain.launch.spawn import LocalWorkerGroup, RankSpec
 from dstrain.launch.worker import LAUNCH_ID_ENV
-from dstrain.train.setup import build_run
+from dstrain.train import build_run
 from dstrain.train.start import with_reduced_batch, write_reduced_batch
 from tests.vision_recipes import named_recipe
 
@@ -154,7 +154,7 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     def train(run: Any) -> Any:
         raise DataError("x.jsonl:7: cannot be used")
 
-    monkeypatch.setattr("dstrain.train.setup.build_run.train", train)
+    monkeypatch.setattr("dstrain.train.build_run.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         build_run._train_to_end(None)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from dstrain.train.checkpoints import read_best_name
 from dstrain.train.copies import RunCopy
-from dstrain.train.setup.plan import open_copy
+from dstrain.train.plan import open_copy
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import find_fault
 from tests.resume.test_background import RUN

@@ -20,6 +20,7 @@ from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
 from dstrain.models.weights import config_fingerprint
 from dstrain.tasks.rm import RewardModel
+from dstrain.train.build_run import with_frozen_outputs
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.inputs import (
     check_inputs_unchanged,
@@ -27,9 +28,8 @@ from dstrain.train.inputs import (
     iter_input_changes,
     iter_resume_changes,
 )
-from dstrain.train.setup.build_run import with_frozen_outputs
-from dstrain.train.setup.plan import RunPlan, make_plan
-from dstrain.train.setup.run_dir import archive_previous_run, replace_folder, write_run_config
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints, write_hashed_file
 from tests.cells import SLOW

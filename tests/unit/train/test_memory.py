@@ -17,7 +17,7 @@ from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.train.memory.monitor import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
+from dstrain.train.memory import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
@@ -139,7 +139,7 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
 def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.train.memory.monitor.peak_process_bytes", lambda device: 2**30)
+    monkeypatch.setattr("dstrain.train.memory.peak_process_bytes", lambda device: 2**30)
     watch = monitor(tmp_path, FORECAST)
     watch.world.device = torch.device("cuda", 0)
     watch.compare_with_forecast(2, RunLog(tmp_path))
@@ -157,8 +157,8 @@ def test_the_planner_is_asked_for_lines_and_fixes(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
     )  # fmt: skip
     fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
-    monkeypatch.setattr("dstrain.train.memory.monitor.plan_memory", lambda config, preset, cluster: plan)
-    monkeypatch.setattr("dstrain.train.memory.monitor.suggest_fixes", lambda *_: [fix])
+    monkeypatch.setattr("dstrain.train.memory.plan_memory", lambda config, preset, cluster: plan)
+    monkeypatch.setattr("dstrain.train.memory.suggest_fixes", lambda *_: [fix])
     watch = monitor(tmp_path)
     found = make_forecast(watch.config, watch.preset, Cluster(kind=kind))
     assert found == replace(FORECAST, device_bytes=device_bytes)

@@ -13,7 +13,7 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
-from dstrain.train.setup.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
+from dstrain.train.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
 from dstrain.train.start import ResumeOptions, with_saved_batch_total
 from tests.unit.distributed.thread_world import on_ranks
 

@@ -19,9 +19,9 @@ from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
+from dstrain.train.plan import RunPlan
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
-from dstrain.train.setup.plan import RunPlan
 from dstrain.train.start import REDUCED_BATCH_FILE, read_reduced_batch
 from dstrain.train.state.manifest import CheckpointInfo
 

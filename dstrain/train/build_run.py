@@ -37,11 +37,25 @@ from dstrain.train.inputs import (
     iter_resume_changes,
     with_selected_samples,
 )
-from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
+from dstrain.train.memory import PRECOMPUTING, MemoryMonitor
+from dstrain.train.plan import (
+    RunPlan,
+    build_loader,
+    build_schedule,
+    interval_in_steps,
+    make_memory_monitor,
+    scaled_lr,
+)
 from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.run import Run, StepMonitors, train
+from dstrain.train.run_dir import (
+    archive_previous_run,
+    get_library_versions,
+    replace_folder,
+    write_run_config,
+)
 from dstrain.train.saver import (
     CheckpointSaver,
     DiskForecast,
@@ -50,28 +64,14 @@ from dstrain.train.saver import (
     ensure_disk_space,
     get_free_bytes,
 )
-from dstrain.train.setup.plan import (
-    RunPlan,
-    build_loader,
-    build_schedule,
-    interval_in_steps,
-    make_memory_monitor,
-    scaled_lr,
-)
-from dstrain.train.setup.run_dir import (
-    archive_previous_run,
-    get_library_versions,
-    replace_folder,
-    write_run_config,
-)
-from dstrain.train.setup.startup import (
+from dstrain.train.start import ResumePoint, get_run_dir
+from dstrain.train.startup import (
     finish_run,
     make_sinks,
     report_failure,
     report_reduced_batch,
     report_start,
 )
-from dstrain.train.start import ResumePoint, get_run_dir
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count

@@ -11,8 +11,8 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
+from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.setup.build_run import prepare_start
 from dstrain.train.start import ResumeOptions, find_resume_point
 from dstrain.train.state.manifest import write_hashed_file
 

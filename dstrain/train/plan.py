@@ -44,9 +44,9 @@ from dstrain.train.inputs import (
     digest_inputs,
     fingerprint_weights,
 )
-from dstrain.train.memory.monitor import MemoryMonitor, make_forecast
+from dstrain.train.memory import MemoryMonitor, make_forecast
 from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.train.start import ResumeOptions, Start, decide_start
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

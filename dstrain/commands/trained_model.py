@@ -121,9 +121,9 @@ class SavedModel:
         from dstrain.train.inputs import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
-        recorded = checkpoint.read_run_info().get("inputs", {})
+        recorded = checkpoint.run_info.get("inputs", {})
         # Another path than the run's is the user's word.
-        if model.path and model.path == checkpoint.read_run_info().get("recipe", {}).get("model", {}).get("path"):
+        if model.path and model.path == checkpoint.run_info.get("recipe", {}).get("model", {}).get("path"):
             digest = config_fingerprint(model.path)
             for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
                 fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
@@ -333,7 +333,7 @@ def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) ->
 
     base = weights_fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None
     base = world.broadcast(base)
-    if info.read_run_info().get("base") != base:
+    if info.run_info.get("base") != base:
         raise CheckpointError(f"{info.path}: {BASE_CHANGED_MESSAGE}")
 
 

@@ -110,7 +110,7 @@ def with_selected_samples(inputs: InputDigests, task: Task, dataset: Dataset) ->
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it."""
-    recorded = checkpoint.read_run_info().get("inputs")
+    recorded = checkpoint.run_info.get("inputs")
     if recorded is None:
         raise ResumeError(f"{checkpoint.path}/run.json: it does not record the run's inputs; choose another checkpoint")
     faults, tokens = [], _CHANGE_MESSAGES["tokens"]
@@ -217,7 +217,7 @@ def iter_resume_changes(
     found = find_learning_changes(before, run.config)
     for key, (old, new) in found.items():
         yield ResumeChange("changed", {"key": key, "before": old, "now": new}, f"{key}: {new!r} {at}, {old!r} before")
-    recorded = checkpoint.read_run_info().get("inputs", {})
+    recorded = checkpoint.run_info.get("inputs", {})
     for key, what in iter_input_changes(recorded, inputs):
         yield ResumeChange("changed", {"key": key, "what": what}, f"{key}: {at} {what}")
     old, new = (digests.get("data.eval", {}).get("path") for digests in (recorded, inputs))
@@ -234,7 +234,7 @@ def iter_resume_changes(
 
 def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlanValues) -> Iterator[ResumeChange]:
     """Yield the learning rate of the next step by the old schedule and by the new one."""
-    steps = checkpoint.read_run_info().get("steps", run.steps)
+    steps = checkpoint.run_info.get("steps", run.steps)
     old, new = (
         LRSchedule(
             scale_lr(config.optim.peak_lr, config.optim.scale_lr, run.batch.total, config.optim.scale_lr_base),
@@ -281,7 +281,7 @@ def check_fingerprints(
     allowed change of its options, is accepted.
     """
     check_inputs_unchanged(checkpoint, current.get("inputs", {}), allowed_keys)
-    before = checkpoint.read_run_info()
+    before = checkpoint.run_info
     if before.get("base") != current.get("base"):
         raise ResumeError(f"{checkpoint.path}: {BASE_CHANGED_MESSAGE}")
     reference_key = get_reference_key(task)

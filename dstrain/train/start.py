@@ -279,11 +279,11 @@ def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig,
     if checkpoint is None:
         return
     recorded = read_recorded_recipe(checkpoint)
-    if recorded.batch.total is None and config.batch.total == checkpoint.read_run_info().get("batch_total"):
+    if recorded.batch.total is None and config.batch.total == checkpoint.run_info.get("batch_total"):
         # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
         total = config.batch.total
         recorded = recorded.model_copy(update={"batch": recorded.batch.model_copy(update={"total": total})})
-    info = checkpoint.read_run_info()
+    info = checkpoint.run_info
     digests = {*info, *(key for key, what in info.get("inputs", {}).items() if "digest" in what)}
     if faults := check_learning_changes(recorded, config, allowed_keys, digests):
         raise ResumeError(faults)
@@ -295,7 +295,7 @@ def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig:
     Raises ResumeError.
     """
     try:
-        return RunConfig.model_validate(checkpoint.read_run_info().get("recipe"))
+        return RunConfig.model_validate(checkpoint.run_info.get("recipe"))
     except ValidationError as error:
         at = ".".join(map(str, error.errors()[0]["loc"])) or "recipe"
         raise ResumeError(
@@ -313,7 +313,7 @@ def with_saved_batch_total(
     batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
 ) -> BatchConfig:
     """Return the recipe's batch with the total the run began with, whatever the world size is now."""
-    total = None if checkpoint is None else checkpoint.read_run_info().get("batch_total")
+    total = None if checkpoint is None else checkpoint.run_info.get("batch_total")
     if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
         return batch
     if batch.total is None or (batch.micro is not None and batch.accumulate is not None):

@@ -155,7 +155,7 @@ def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:
     """Return a sentence about another world size, ZeRO stage or preset; empty if all are the same."""
-    before = (start.read_run_info().get("preset"), start.world_size, start.zero_stage)
+    before = (start.run_info.get("preset"), start.world_size, start.zero_stage)
     now = (plan.preset.name, world_size, plan.preset.stage)
     if before == now:
         return ""

@@ -79,7 +79,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     assert (info.step, info.samples, info.world_size, info.zero_stage, info.metric) == (200, 12800, 1, 2, 0.25)
     assert info.path == tmp_path / "step-00000200"
     assert info.progress == Progress(200, 12800)
-    assert info.read_run_info()["preset"] == "zero2"
+    assert info.run_info["preset"] == "zero2"
     assert info.size == sum(path.stat().st_size for path in info.path.rglob("*") if path.is_file())
     manifest = json.loads((info.path / "MANIFEST.json").read_text())
     assert sorted(manifest["files"]) == ["model/weights.dat", "progress.json", "rank-00000.dat", "run.json"]

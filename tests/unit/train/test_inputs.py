@@ -242,7 +242,7 @@ def test_a_task_file_of_other_content_is_refused(tmp_path: Path) -> None:
         "precision": "fp32",
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert save(tmp_path).read_run_info()["inputs"].keys() == {"task", "data.train"}
+    assert save(tmp_path).run_info["inputs"].keys() == {"task", "data.train"}
     plan(tmp_path)
     (tmp_path / "halves.py").write_text(TASK + "# changed\n")
     with pytest.raises(ResumeError, match=r"^task: .*restore the old task file.* --allow-change task$"):

@@ -239,7 +239,7 @@ def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tm
 def test_a_reference_of_its_own_is_named_by_its_own_key(tmp_path: Path) -> None:
     made = task(weights(tmp_path / "base"), ref_model=str(weights(tmp_path / "other")), lora=True)
     start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
-    assert {"base", "options.ref_model"} <= start.read_run_info().keys()
+    assert {"base", "options.ref_model"} <= start.run_info.keys()
     weights(tmp_path / "other", b"newer")
     with pytest.raises(ResumeError, match=r"--allow-change options\.ref_model$"):
         check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ("model.path",))

@@ -69,9 +69,8 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
 
     made.engine.step = step  # type: ignore[method-assign]
     try:
-        with mock.patch.object(
-            files, "write_state_file", _no_room if full and ranks.rank == 1 else files.write_state_file
-        ):
+        write = _no_room if full and ranks.rank == 1 else files.write_state_file
+        with mock.patch.object(files, "write_state_file", write), made.memory.explain():
             code = finish_run(made, train(made).step)
     except Crash:
         return {"crashed": True, "samples": seen}

@@ -60,7 +60,7 @@ def task_names() -> Iterable[str]:
 
 def shape_names() -> Iterable[str]:
     """Return the packaged model shapes."""
-    from dstrain.planner.read_shape import shape_names as names
+    from dstrain.planner.shapes import shape_names as names
 
     return names()
 

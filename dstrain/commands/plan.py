@@ -12,20 +12,18 @@ from dstrain.commands.recipe_args import find_path, find_recipe
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus
-from dstrain.planner.choose import AUTO, MARGIN, Choice, choose_preset
-from dstrain.planner.fixes import Budget, suggest_fixes
+from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
 from dstrain.planner.lines import When
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.read_shape import describe_counts, named_config, read_shape
-from dstrain.planner.workload import (
-    COMMON_GPU_BYTES,
-    Cluster,
+from dstrain.planner.shapes import (
     ModelShape,
     TaskProperties,
-    detect_gpu_bytes,
-    parse_bytes,
+    describe_counts,
+    named_config,
     read_properties,
+    read_shape,
 )
+from dstrain.planner.workload import COMMON_GPU_BYTES, Cluster, detect_gpu_bytes, parse_bytes
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import fill_learning_rate, fill_lora
 from dstrain.units import format_bytes, format_count

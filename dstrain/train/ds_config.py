@@ -11,8 +11,7 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import Ranks
 from dstrain.errors import Fault, PresetError
 from dstrain.launch.topology import Worker
-from dstrain.planner.choose import AUTO, choose_preset
-from dstrain.planner.fixes import Budget
+from dstrain.planner.choose import AUTO, Budget, choose_preset
 from dstrain.planner.workload import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes, make_run_settings
 from dstrain.preset import Device, Preset, complete_preset
 from dstrain.process_setup import log_stdout

@@ -18,10 +18,10 @@ from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
-from dstrain.planner.lines import activation_lines, gradient_overlaps, state_lines
-from dstrain.planner.memory import make_state_settings, saved_head_bytes
-from dstrain.planner.read_shape import read_shape
-from dstrain.planner.workload import Cluster, make_workload, read_properties
+from dstrain.planner.lines import LAYER_ROWS, Run, gradient_overlaps, plan_lines, saved_head_bytes, state_rows
+from dstrain.planner.memory import make_run
+from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.workload import Cluster, make_workload
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
@@ -129,11 +129,15 @@ def _optimizer_state_bytes(optimizer: Any) -> int:
 def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[tuple[str, str, int]]:
     """Return (name, place, bytes) of the lines that this rank holds between the backward pass and the step."""
     recipe = task.recipe
-    shape = read_shape(recipe, read_properties(recipe))
-    settings = make_state_settings(recipe, shape, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
-    held = [(line.name, line.place, line.num_bytes) for line in state_lines(settings) if line.when == "always"]
+    properties = read_properties(recipe)
+    shape = read_shape(recipe, properties)
+    workload = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, ranks.size), "cpu")
+    run = make_run(recipe, properties, shape, workload, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
+    held = [
+        (line.name, line.place, line.num_bytes) for line in plan_lines(run, state_rows(run)) if line.when == "always"
+    ]
     # The plan's line is that of the process with most.
-    own = gradient_overlaps(settings)[ranks.rank] * settings.weight_bytes
+    own = gradient_overlaps(run)[ranks.rank] * run.width
     return [(name, place, own if name == "gradients across partitions" else size) for name, place, size in held]
 
 
@@ -178,10 +182,11 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
         keys=keys / ids.numel(),
     )  # fmt: skip
-    lines = [line for line in activation_lines(shape, workload, width) if line.when == "pass"]
+    run = Run(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
+    lines = [line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass"]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:
         # Arguments of the recomputed layers, which a closure keeps and no hook sees.
         del parts["rotary angles"]
-    parts["head"] = float(saved_head_bytes(shape, workload, width))
+    parts["head"] = float(saved_head_bytes(run))
     return {"predicted": sum(parts.values()), **parts}

@@ -10,15 +10,16 @@ import pytest
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.planner.read_shape import (
+from dstrain.planner.shapes import (
     FAMILIES,
+    ModelShape,
     named_config,
     read_base_shape,
+    read_properties,
     read_shape,
     shape_from_config,
     shape_names,
 )
-from dstrain.planner.workload import ModelShape, read_properties
 from tests.unit.planner.recipes import made_config
 
 KNOWN = {

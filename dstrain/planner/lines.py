@@ -483,7 +483,7 @@ STAGE_3_ROWS = (
         "g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
     Row("gradients of a sub-group", "gpu", STEP,
         lambda run: 0 if run.optimizer_device else run.sub_group * run.master_bytes,
-        "4 x largest sub-group", f"{STAGE_3}, step"),
+        "m x largest sub-group", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
     Row("gradients of the optimizer", "optimizer", STATE,
         lambda run: run.sharded * run.master_bytes if run.optimizer_device else 0,
         "4 T / N", f"{STAGE_3}, initialize_optimizer_states"),

@@ -202,6 +202,12 @@ MACHINE_OPTIONS = (
 """GPUs of another machine than this one."""
 PLAN_OPTIONS = (
     *MACHINE_OPTIONS,
+    click.option(
+        "--host-memory",
+        "--host_memory",
+        metavar="SIZE",
+        help="Memory of one host, such as 256GiB. Default: this machine's, where its GPUs are planned for.",
+    ),
     click.option("--nodes", type=click.IntRange(1, 100_000), default=1, help="Hosts."),
     click.option(
         "--model-shape",

@@ -23,7 +23,14 @@ from dstrain.planner.shapes import (
     read_properties,
     read_shape,
 )
-from dstrain.planner.workload import COMMON_GPU_BYTES, Cluster, detect_gpu_bytes, parse_bytes
+from dstrain.planner.workload import (
+    COMMON_GPU_BYTES,
+    GPU_SOURCES,
+    Cluster,
+    detect_gpu_bytes,
+    host_bytes,
+    parse_bytes,
+)
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import fill_learning_rate, fill_lora
 from dstrain.units import format_bytes, format_count
@@ -40,6 +47,7 @@ class PlanRequest:
     ds_config: str | None = None
     overrides: Sequence[str] = ()
     gpu_memory: str | None = None
+    host_memory: str | None = None
     gpus: int | None = None
     nodes: int = 1
     model_shape: str | None = None
@@ -75,16 +83,17 @@ def make_report(request: PlanRequest) -> PlanReport:
         read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
     plans = [_plan_or_reason(config, name, cluster, shape, properties) for name in names]
-    budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}
+    host = _host_memory(request, source)
+    budgets = {format_bytes(size): Budget(gpu_bytes=size, host_bytes=host) for size in memory}
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
         try:
-            choice, refusal = choose_preset(config, cluster, Budget(gpu_bytes=memory[0]), shape), ""
+            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape), ""
         except UsageError as error:
             refusal = str(error)
     own = dict(zip(names, plans, strict=True)).get(config.ds_config)
     shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
-    fixes = _fixes(config, shown, shape, Budget(gpu_bytes=memory[0])) if len(memory) == 1 and shown else []
+    fixes = _fixes(config, shown, shape, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
     return PlanReport(
         config=config,
         plans=plans,
@@ -118,6 +127,14 @@ def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:
         return [parse_bytes(request.gpu_memory, "--gpu-memory")], "--gpu-memory"
     found, source = detect_gpu_bytes(os.environ)
     return ([min(found)], source) if found else (list(COMMON_GPU_BYTES), "common sizes: there is no GPU here")
+
+
+def _host_memory(request: PlanRequest, source: str) -> int | None:
+    """Return the bytes that a host has: of this one, where its GPUs are planned for; None where it is not known."""
+    if request.host_memory is not None:
+        return parse_bytes(request.host_memory, "--host-memory")
+    is_here = request.gpu_memory is None and source in GPU_SOURCES and request.nodes == 1
+    return host_bytes() if is_here else None
 
 
 def _plan_or_reason(
@@ -219,7 +236,8 @@ def _status(plan: MemoryPlan, budget: Budget, margin: float) -> str:
         return f"no, host lacks {format_bytes(host)}"
     if gpu:
         return f"no, lacks {format_bytes(gpu)}"
-    return "yes" if plan.gpu_bytes <= budget.gpu_bytes * (1 - margin) else "barely"
+    word = "yes" if plan.gpu_bytes <= budget.gpu_bytes * (1 - margin) else "barely"
+    return f"{word}, host not checked" if budget.host_bytes is None and plan.is_offloaded else word
 
 
 def show_lines(plan: MemoryPlan) -> str:

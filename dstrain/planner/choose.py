@@ -57,6 +57,9 @@ class Fix:
 
 
 def _show(value: Any) -> str:
+    """Return a value as a recipe has it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_show(one)}' for key, one in value.items())}}}"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -293,6 +296,8 @@ def _explain(plan: MemoryPlan, micro: int | None, too_large: list[str], limit: B
     where = "process" if plan.cluster.kind == "cpu" else "GPU"
     free = f"{format_bytes(plan.gpu_bytes)} of {format_bytes(limit.gpu_bytes / (1 - MARGIN))} per {where}"
     slower = f"; {', '.join(too_large)} would need more" if too_large else ""
+    if plan.is_offloaded and limit.host_bytes is None:
+        slower += f"; a host needs {format_bytes(plan.host_bytes_per_node)}, which is not checked without --host-memory"
     return f"{plan.preset}{passes}: the fastest that fits with {MARGIN:.0%} free, {free}{slower}"
 
 

@@ -119,6 +119,8 @@ class Run:
     prefetch: int = 0
     """Steps whose batches are loaded in advance."""
     saves_in_background: bool = False
+    expandable_segments: bool = True
+    """False where the allocator of the GPU is set otherwise."""
     tensor_bytes: int = 0
     """Peak of the tensors on the device, once it is known."""
 
@@ -162,6 +164,16 @@ class Run:
         """Values of one process in the largest sub-group, which is closed by the tensor that exceeds its size."""
         return min(self.sharded, self.setting("sub_group_size", 1e9) + ceil(self.largest_trained / self.world_size))
 
+    @property
+    def largest_partition(self) -> int:
+        """Values of the largest tensor that the optimizer gets: a parameter, a partition of the matrices, a sub-group."""
+        if self.stage == 0:
+            return self.largest_trained
+        if self.stage == 3:
+            return int(self.sub_group)
+        chosen = (one.numel * count for one, count in self.shape.kinds if one.is_trainable and len(one.shape) > 1)
+        return ceil(sum(chosen) / self.world_size)
+
     @cached_property
     def small(self) -> int:
         """Values of the tensors that stage 3 keeps whole."""
@@ -189,7 +201,20 @@ class Run:
     @property
     def bucket(self) -> float:
         """Values of a reduce bucket; 0 where gradients are not copied into one."""
-        return self.setting("reduce_bucket_size", 5e8) if self.zero.get("contiguous_gradients", True) else 0
+        size = self.setting("reduce_bucket_size", 5e8) if self.zero.get("contiguous_gradients", True) else 0
+        # Host memory has no pages that nothing was written to.
+        return min(size, self.trained) if self.device == "cpu" else size
+
+    @property
+    def communicators(self) -> int:
+        """Groups of processes for which NCCL takes memory: all of them, and those that share a second partition."""
+        has_inner = 1 < self.setting("zero_hpz_partition_size", 1) < self.world_size
+        return 0 if self.world_size == 1 else 1 + has_inner
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """True where quantized gradients are exchanged by an all-to-all (deepspeed runtime/comm/coalesced_collectives.py)."""
+        return self.world_size > 1 and bool(self.zero.get("zero_quantized_gradients"))
 
     @property
     def buckets(self) -> int:
@@ -241,12 +266,12 @@ class Run:
     @cached_property
     def layers(self) -> tuple[LayerGraph, ...]:
         """The graph of each decoder layer, from the first to the last."""
-        return read_graphs(self.shape)
+        return read_graphs(self.shape, self.workload.has_adapter_dropout)
 
     @cached_property
     def layer_sizes(self) -> list[float]:
         """Bytes per token that autograd keeps of each layer where it is not recomputed."""
-        return [layer_bytes_per_token(self.shape, graph, self.width, self.workload) for graph in self.layers]
+        return [layer_bytes_per_token(self, graph) for graph in self.layers]
 
     @cached_property
     def recomputed(self) -> list[bool]:
@@ -367,23 +392,27 @@ def _gathered(run: Run) -> float:
     total = run.shape.count()
     limit = max(
         run.setting("stage3_max_live_parameters", 1e9),
-        run.shape.largest() + run.setting("stage3_prefetch_bucket_size", 5e7),
+        run.shape.largest_module + run.setting("stage3_prefetch_bucket_size", 5e7),
     )
     return min(total - run.small, limit) if run.is_gathered else 0
 
 
-def gradient_overlaps(run: Run) -> list[int]:
-    """Return, for each process, the gradient values that it keeps of other partitions at stages 1 and 2.
+def gradient_overlaps(run: Run) -> dict[int, int]:
+    """Return process -> gradient values that it keeps of other partitions at stages 1 and 2.
 
     A tensor across the end of a partition has its whole gradient in both processes, whose parts are views of it.
-    Partitions are equal parts of the matrices in their order; vectors form a small group of their own.
+    Partitions are equal parts of the matrices in their order; vectors form a small group of their own. Of the processes
+    whose partition is inside one tensor, which are equal, the first one is in the result.
     """
     matrices = [one.numel for one in run.shape.tensors if one.is_trainable and len(one.shape) > 1]
-    share, overlaps, start = ceil(sum(matrices) / run.world_size), [0] * run.world_size, 0
+    share, start = ceil(sum(matrices) / run.world_size), 0
+    overlaps: dict[int, int] = {0: 0}
     for size in matrices:
         end = start + size
-        for rank in range(start // share, (end - 1) // share + 1):
-            overlaps[rank] += size - (min(end, (rank + 1) * share) - max(start, rank * share))
+        first, last = start // share, (end - 1) // share
+        for rank in {first, min(first + 1, last), last}:
+            overlap = size - (min(end, (rank + 1) * share) - max(start, rank * share))
+            overlaps[rank] = overlaps.get(rank, 0) + overlap
         start = end
     return overlaps
 
@@ -448,7 +477,7 @@ GRADIENTS = (
     Row("gradients", "gpu", STATE, lambda run: run.trained / run.world_size * run.grad_bytes,
         "g T / N", f"{ZERO_PAPER}.2"),
     Row("gradients across partitions", "gpu", BUFFER,
-        lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run)) * run.width,
+        lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run).values()) * run.width,
         "w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
     Row("flat gradients of the step", "gpu", STEP,
@@ -493,7 +522,7 @@ STAGE_3_ROWS = (
     Row("small weights kept whole", "gpu", BUFFER, lambda run: run.small * run.width if run.is_gathered else 0,
         "w x tensors up to stage3_param_persistence_threshold", f"{STAGE_3}, persistent_parameters"),
     Row("gathered weights", "gpu", PASS, lambda run: _gathered(run) * run.width,
-        "w x min(P, max(stage3_max_live_parameters, largest tensor + prefetch))",
+        "w x min(P, max(stage3_max_live_parameters, largest module + prefetch))",
         "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
     Row("secondary partition of the weights", "gpu", BUFFER,
         lambda run: 0 if run.setting("zero_hpz_partition_size", 1) <= 1
@@ -540,10 +569,12 @@ class LayerGraph:
     """Groups of linear layers that need their input: for the gradient of their weight, or of an adapter's."""
     adapter_rank: int
     """Sum of the ranks of all adapters in the layer."""
+    dropped_inputs: int = 0
+    """Sum of the widths of adapters' inputs, where dropout gives each adapter an input of its own."""
 
 
-def read_graphs(shape: ModelShape) -> tuple[LayerGraph, ...]:
-    """Return the graph of each decoder layer, from the first to the last."""
+def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGraph, ...]:
+    """Return the graph of each decoder layer, from the first to the last. `has_dropout`: of the adapters."""
     found: dict[int, list[ParamTensor]] = {index: [] for index in range(shape.layers)}
     before = False
     for tensor in shape.tensors:
@@ -555,20 +586,26 @@ def read_graphs(shape: ModelShape) -> tuple[LayerGraph, ...]:
             before = before or tensor.is_trainable
     graphs = []
     for index in range(shape.layers):
-        graphs.append(_read_graph(found[index], before))
+        graphs.append(_read_graph(found[index], before, has_dropout))
         before = graphs[-1].is_recorded
     return tuple(graphs)
 
 
-def _read_graph(tensors: list[ParamTensor], before: bool) -> LayerGraph:
+def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> LayerGraph:
     trained = [one.name for one in tensors if one.is_trainable]
-    kept = {group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in trained)}
+    dropped = sum(one.shape[1] for one in tensors if ".lora_A" in one.name and one.is_trainable and has_dropout)
+    need_input = [name for name in trained if not (has_dropout and ".lora_" in name)]
+    kept = {
+        group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in need_input)
+    }
+    if any(".experts." in name for name in need_input):
+        kept |= {"mlp", "down"}
     norms = any("norm" in name and "_norm." not in name.replace("layernorm", "") for name in trained)
     # Of families without these names: all inputs, if anything is trained.
-    if trained and not kept and not norms:
+    if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
     rank = sum(one.shape[0] for one in tensors if ".lora_A" in one.name)
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank, dropped)
 
 
 def _layer_index(name: str) -> int | None:
@@ -577,17 +614,21 @@ def _layer_index(name: str) -> int | None:
     return int(words[at + 1]) if at is not None and words[at + 1].isdecimal() else None
 
 
-def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, workload: Workload) -> float:
-    """Return the bytes per token that autograd keeps of one decoder layer. `width`: bytes of a value."""
+def layer_bytes_per_token(run: Run, graph: LayerGraph) -> float:
+    """Return the bytes per token that autograd keeps of one decoder layer."""
+    shape, workload, width = run.shape, run.workload, run.width
     if not graph.is_recorded:
         return 0.0
+    # bitsandbytes' product in 8 bits keeps its input, though the weight is frozen (MatMul8bitLt in
+    # autograd/_functions.py of 0.50).
+    kept_inputs = frozenset(_GROUPS) if run.quantize == "int8" else graph.kept_inputs
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm_input = 4 * shape.hidden + 4  # its fp32 copy and 1 / root mean square
     normed = (4 if shape.has_fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = float(shape.norms_per_layer * (norm_input + normed))
     if not graph.input_needs_grad:
         size -= norm_input
-    size += width * shape.hidden * sum(group in graph.kept_inputs for group in ("attention", "mlp"))
+    size += width * shape.hidden * sum(group in kept_inputs for group in ("attention", "mlp"))
     if shape.has_qk_norm:
         size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
     # Each query head gets a copy of its keys; one key head for all of them is expanded without a copy.
@@ -597,18 +638,22 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     if workload.is_packed and workload.device == "cpu" and not workload.is_eager:
         # Queries, keys, values and weights; the output is the input of o_proj.
         size += width * (wide + 2 * keys) + workload.attention_weights(shape.heads, width)
-        size += width * wide * ("output" in graph.kept_inputs)
+        size += width * wide * ("output" in kept_inputs)
     else:
         # Queries, keys, values and output of attention, and the fp32 normalizer of each head.
         size += width * (wide + 2 * keys + wide) + 4 * shape.heads
         if workload.is_packed and workload.device == "cpu":
-            size += width * wide * ("output" in graph.kept_inputs)  # outputs of blocks, concatenated
+            size += width * wide * ("output" in kept_inputs)  # outputs of blocks, concatenated
     if workload.is_eager:
         # tanh of the soft cap, softmax in fp32, and its 16-bit copy, for each pair of tokens of a row.
         copies = 4 + (width if width == 2 else 0) + (width if shape.has_softcap else 0)
         size += copies * shape.heads * workload.length
     size += width * 3 * shape.intermediate  # gate, its activation, up
-    size += width * shape.intermediate * ("down" in graph.kept_inputs)
+    size += width * shape.intermediate * ("down" in kept_inputs)
+    # Of experts: their outputs, which are multiplied with the weights of the router, and a copy of each token's input.
+    size += width * shape.hidden * shape.experts_per_token * (1 + ("mlp" in kept_inputs))
+    # The dropped input and its mask, of one byte on a GPU.
+    size += graph.dropped_inputs * (width + (width if workload.device == "cpu" else 1))
     return size + width * graph.adapter_rank
 
 
@@ -643,16 +688,23 @@ def _layer_gradients(run: Run) -> int:
 # head width, I width of the MLP, R rank.
 PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMSNorm"
 CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
-LAYER_FORMULA = "T (8 H + 2 w H + w (2 A + 2 K + 4 I)) per layer"
+
+
+def _layer_formula(run: Run) -> str:
+    experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
+    dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
+    return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
+
+
 # fmt: off
 LAYER_ROWS = (
     Row("inputs of the layers", "inputs", KEPT,
         lambda run: _checkpointed_inputs(run) * run.width * run.shape.hidden * run.workload.tokens,
         "w T H per layer", CHECKPOINT),
     Row("one recomputed layer", "gpu", LAYER,
-        lambda run: max(_layer_bytes(run, True), default=0) * run.workload.tokens, LAYER_FORMULA, PAPER),
+        lambda run: max(_layer_bytes(run, True), default=0) * run.workload.tokens, _layer_formula, PAPER),
     Row("activations of the layers", "gpu", KEPT,
-        lambda run: sum(_layer_bytes(run, False)) * run.workload.tokens, LAYER_FORMULA, PAPER),
+        lambda run: sum(_layer_bytes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
     Row("embedding and last norm", "gpu", KEPT, _outside_bytes,
         "T (8 + 4 H + w H)", "transformers models/llama/modeling_llama.py"),
     Row("rotary angles", "gpu", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
@@ -795,24 +847,33 @@ HOST_ROWS = (
 )
 # fmt: on
 
-CUDA_CONTEXT_BYTES = 700 * 2**20
-"""Driver, cuBLAS, NCCL: memory that torch's allocator does not count."""
-FRAGMENTATION = 0.04
-"""Share of the tensors that the allocator reserves in addition, with expandable segments."""
-PROCESS_BYTES = 1200 * 2**20
-"""Resident memory of Python, torch, DeepSpeed and transformers, without tensors."""
+CUDA_CONTEXT_BYTES = 500 * 2**20
+"""Of the driver and of cuBLAS, which torch's allocator does not count."""
+COMMUNICATOR_BYTES = 700 * 2**20
+"""Of NCCL, for each communicator: published are 544 MB (2 A100), 688 MB (4 A100) and about 0.6 GB (8 H100)."""
+ALL_TO_ALL_BYTES = 3 * 2**30
+"""Of NCCL's first all-to-all: published is 4.34 instead of 1.06 GB (8 H100, 32 channels for each pair)."""
+FRAGMENTATION = {True: 0.04, False: 0.15}
+"""Whether the allocator has expandable segments -> share of the tensors that it reserves in addition."""
+PROCESS_BYTES = {"cuda": 1200 * 2**20, "cpu": 480 * 2**20}
+"""Device -> resident memory of Python, torch, DeepSpeed and transformers without tensors, with the libraries of CUDA."""
 # fmt: off
 CUDA_RESERVE_ROWS = (
-    Row("CUDA context, cuBLAS, NCCL", "gpu", RESERVE, lambda run: CUDA_CONTEXT_BYTES,
-        "0.7 GiB", "driver memory outside torch's allocator"),
-    Row("fragmentation", "gpu", RESERVE, lambda run: FRAGMENTATION * run.tensor_bytes,
-        "4 % of all tensors", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
-    Row("interpreter and libraries", "host", RESERVE, lambda run: PROCESS_BYTES,
+    Row("CUDA context, cuBLAS", "gpu", RESERVE, lambda run: CUDA_CONTEXT_BYTES,
+        "0.5 GiB", "driver memory outside torch's allocator"),
+    Row("NCCL", "gpu", RESERVE,
+        lambda run: run.communicators * COMMUNICATOR_BYTES + run.has_all_to_all * ALL_TO_ALL_BYTES,
+        "0.7 GiB for each communicator, 3 GiB for an all-to-all", "github NVIDIA/nccl, issues 964 and 1685"),
+    Row("fragmentation", "gpu", RESERVE, lambda run: FRAGMENTATION[run.expandable_segments] * run.tensor_bytes,
+        lambda run: f"{FRAGMENTATION[run.expandable_segments]:.0%} of all tensors".replace("%", " %"),
+        lambda run: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if run.expandable_segments
+        else "PYTORCH_ALLOC_CONF is set without expandable_segments:True; torchtune issue 1185"),
+    Row("interpreter and libraries", "host", RESERVE, lambda run: PROCESS_BYTES["cuda"],
         "1.2 GiB", "resident memory before a model is built"),
 )
 CPU_RESERVE_ROWS = (
-    Row("interpreter and libraries", "gpu", RESERVE, lambda run: PROCESS_BYTES,
-        "1.2 GiB", "resident memory before a model is built"),
+    Row("interpreter and libraries", "gpu", RESERVE, lambda run: PROCESS_BYTES["cpu"],
+        "0.47 GiB", "resident memory before a model is built"),
 )
 # fmt: on
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
 from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, Run, When, all_lines, sum_bytes
 from dstrain.planner.shapes import (
     ModelShape,
@@ -16,7 +19,7 @@ from dstrain.planner.shapes import (
     reference_shape,
     with_score_head,
 )
-from dstrain.planner.workload import Cluster, Workload, make_run_settings, make_workload
+from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_run_settings, make_workload
 from dstrain.preset import Device, Preset, complete_preset
 
 
@@ -53,6 +56,11 @@ class MemoryPlan:
         """Return the host memory of all processes of a host; on a CPU run their devices' memory too."""
         own = self.total("gpu") if self.cluster.kind == "cpu" else 0
         return (self.total("host") + own) * self.cluster.gpus_per_node
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True where states are on the host or the disk."""
+        return any(line.place != "gpu" and line.kind == "state" for line in self.lines)
 
     @property
     def nvme_bytes_per_node(self) -> int:
@@ -101,9 +109,11 @@ def plan_memory(
     ds_config = complete_preset(preset, settings=settings)
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
     workload = make_workload(config, shape, properties, largest, cluster.kind)
+    run = make_run(config, properties, shape, workload, ds_config, cluster)
+    check_8bit_partitions(run)
     return MemoryPlan(
         preset=preset.name, precision=read_precision(ds_config), batch=batch, cluster=cluster, workload=workload, shape=shape,
-        lines=all_lines(make_run(config, properties, shape, workload, ds_config, cluster)),
+        lines=all_lines(run),
     )  # fmt: skip
 
 
@@ -137,7 +147,17 @@ def make_run(
         reward_params=sum(with_score_head(reward).count() for reward in rewards if reward is not None),
         prefetch=config.data.prefetch,
         saves_in_background=config.save.background,
+        expandable_segments=has_expandable_segments(os.environ),
     )
+
+
+def check_8bit_partitions(run: Run) -> None:
+    """Raise RecipeError for a partition that an 8-bit optimizer cannot take: the engine refuses it after loading."""
+    if run.optimizer not in OPTIMIZERS_8BIT or run.largest_partition < MAX_NUMEL_8BIT:
+        return
+    problem = f"{run.optimizer} takes {MAX_NUMEL_8BIT - 1} values in one partition, and there would be {run.largest_partition}"
+    fix = "use more processes, or ds_config: zero3, whose partitions are divided into groups"
+    raise RecipeError(Fault("optim.name", problem, fix))
 
 
 def read_precision(ds_config: dict[str, Any]) -> str:

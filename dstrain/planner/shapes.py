@@ -22,10 +22,15 @@ from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder import resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
+from dstrain.tasks.common.task import has_dropout_disabled
 
 Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "embedding", "layers", "other", "head", "lora")
 """In the order of a plan's lines."""
+
+
+EXPERT = re.compile(r"\.experts\.\d+\b.*")
+"""Rest of a module's name in files that store each expert separately; transformers builds one module of them."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class ModelShape:
     tied: bool
     """True where the head is the embedding."""
     tensors: tuple[ParamTensor, ...]
+    experts_per_token: int = 0
+    """Experts that each token passes; `intermediate` is the sum of their widths. 0: a dense model."""
     has_qk_norm: bool = False
     norms_per_layer: int = 2
     has_softcap: bool = False
@@ -105,6 +112,15 @@ class ModelShape:
             first, count = found.get(key, (tensor, 0))
             found[key] = first, count + 1
         return tuple(found.values())
+
+    @cached_property
+    def largest_module(self) -> int:
+        """Number of values of the largest module's own tensors; the experts of a layer are one module."""
+        found: dict[str, int] = {}
+        for tensor in self.tensors:
+            module = EXPERT.sub(".experts", tensor.name.rpartition(".")[0])
+            found[module] = found.get(module, 0) + tensor.numel
+        return max(found.values(), default=0)
 
     def count(self, part: Part | None = None, trainable: bool | None = None) -> int:
         """Return the number of parameters of a part (None: all), trainable or frozen ones (None: both)."""
@@ -136,6 +152,10 @@ def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> Mo
         parts: list[tuple[str, tuple[int, ...]]] = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
         parts += [("lora_magnitude_vector", (rows,))] if lora.dora else []
         adapters += [ParamTensor(f"{module}.{name}.weight", size, "lora") for name, size in parts]
+    if not adapters and shape.tensors:
+        linear = {one.name.split(".")[-2] for one in shape.tensors if one.is_linear_weight and "." in one.name}
+        problem = f"{lora.targets!r} match no linear layer of the model"
+        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(sorted(linear)) or 'none'}"))
     return replace(shape, tensors=(*kept, *adapters))
 
 
@@ -211,6 +231,7 @@ class TaskProperties:
     reward_models: tuple[ModelConfig, ...] = ()
     """Frozen reward models that score in each step; those that score before the training are gone by then."""
     packs_batches: bool = False
+    disables_dropout: bool = False
     is_known: bool = True
     """False for a task whose model is not a transformers model with a language-model or score head."""
 
@@ -229,6 +250,7 @@ def read_properties(config: RunConfig) -> TaskProperties:
         reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
         reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
         packs_batches=task.packs_batches,
+        disables_dropout=has_dropout_disabled(task),
     )
 
 
@@ -472,11 +494,17 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
         return next((int(text[name]) for name in names.split() if isinstance(text.get(name), int)), default)
 
     hidden = find("hidden_size n_embd d_model dim width", 768)
+    inner = find("intermediate_size n_inner ffn_dim d_ff d_inner", 4 * hidden)
+    if experts := find("num_experts_per_tok num_experts_per_token moe_topk moe_top_k", 0):
+        expert = find("moe_intermediate_size expert_ffn_hidden_size", inner)
+        inner = (experts + find("n_shared_experts num_shared_experts", 0)) * expert
+        inner += find("shared_expert_intermediate_size", 0)
     heads = find("num_attention_heads n_head n_heads num_heads", 12)
     return ModelShape(
         model_type=str(config.get("model_type")),
         hidden=hidden,
-        intermediate=find("intermediate_size n_inner ffn_dim d_ff d_inner", 4 * hidden),
+        intermediate=inner,
+        experts_per_token=experts,
         layers=find("num_hidden_layers n_layer n_layers num_layers", 12),
         heads=heads,
         kv_heads=find("num_key_value_heads num_kv_heads", heads),

@@ -44,6 +44,8 @@ class Workload:
     checkpointed: float = 1.0
     """Share of the layers that recompute their activations."""
     is_scored: bool = False
+    has_adapter_dropout: bool = False
+    """True where each adapter drops values of its input."""
     device: str = "cuda"
     keys: float | None = None
     """Keys that attention on a CPU computes for a query, on average; None: those of sequences of `length`."""
@@ -83,12 +85,14 @@ def make_workload(
         # A longer sample is a pass of its own.
         tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
         rows = max(1, tokens // length)
+    lora = config.model.lora
     packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
+        has_adapter_dropout=lora is not None and lora.dropout > 0 and not properties.disables_dropout,
     )  # fmt: skip
 
 
@@ -161,8 +165,20 @@ def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) ->
         raise RecipeError(faults)
 
 
+ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator; a run sets the first where neither is set."""
+
+
+def has_expandable_segments(env: Mapping[str, str]) -> bool:
+    """Return True where torch's allocator on a GPU gets segments that can grow: unless a variable says otherwise."""
+    given = [env[name] for name in ALLOCATOR_ENV_VARS if name in env]
+    return not given or any("expandable_segments:true" in one.lower().replace(" ", "") for one in given)
+
+
 GPU_MEMORY_ENV = "DSTRAIN_GPU_MEMORY"
 """Environment variable with the memory that a run may use per GPU, or per process on a CPU: `24GiB`."""
+GPU_SOURCES = ("pynvml", "nvidia-smi")
+"""Where `detect_gpu_bytes` reads the GPUs of this machine."""
 COMMON_GPU_BYTES = tuple(size * 2**30 for size in (8, 12, 16, 24, 40, 80))
 """Sizes of a plan on a machine without a GPU."""
 MAX_NUMBER = 1e18

@@ -174,7 +174,7 @@ def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[t
         (line.name, line.place, line.num_bytes) for line in plan_lines(run, state_rows(run)) if line.when == "always"
     ]
     # The plan's line is that of the process with most.
-    own = gradient_overlaps(run)[ranks.rank] * run.width
+    own = gradient_overlaps(run).get(ranks.rank, 0) * run.width
     return [(name, place, own if name == "gradients across partitions" else size) for name, place, size in held]
 
 

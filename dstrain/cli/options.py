@@ -210,6 +210,11 @@ PLAN_OPTIONS = (
     ),
     click.option("--nodes", type=click.IntRange(1, 100_000), default=1, help="Hosts."),
     click.option(
+        "--images",
+        type=click.IntRange(1, 1000),
+        help="Images of each row of data. Default: options.max_pages of docqa, else 1.",
+    ),
+    click.option(
         "--model-shape",
         "--model_shape",
         metavar="NAME",

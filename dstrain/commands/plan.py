@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.commands.recipe_args import find_path, find_recipe
@@ -51,6 +51,8 @@ class PlanRequest:
     gpus: int | None = None
     nodes: int = 1
     model_shape: str | None = None
+    images: int | None = None
+    """Images of a row; None: those of the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ def make_report(request: PlanRequest) -> PlanReport:
     gpus = request.gpus or visible_gpus(os.environ) or 1
     cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
     properties = read_properties(config)
+    if request.images is not None:
+        properties = replace(properties, images_per_row=request.images)
     shape = read_shape(config, properties)
     if config.ds_config != AUTO:
         read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
@@ -88,12 +92,14 @@ def make_report(request: PlanRequest) -> PlanReport:
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
         try:
-            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape), ""
+            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape, properties), ""
         except UsageError as error:
             refusal = str(error)
     own = dict(zip(names, plans, strict=True)).get(config.ds_config)
     shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
-    fixes = _fixes(config, shown, shape, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
+    fixes = (
+        _fixes(config, shown, shape, properties, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
+    )
     return PlanReport(
         config=config,
         plans=plans,
@@ -146,11 +152,13 @@ def _plan_or_reason(
         return f"{name}: {str(error).splitlines()[0]}"
 
 
-def _fixes(config: RunConfig, plan: MemoryPlan, shape: ModelShape, budget: Budget) -> list[str]:
+def _fixes(
+    config: RunConfig, plan: MemoryPlan, shape: ModelShape, properties: TaskProperties, budget: Budget
+) -> list[str]:
     if budget.fits(plan):
         return []
     name = plan.preset if config.ds_config == AUTO else config.ds_config
-    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget)
+    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget, properties)
     # Those that are enough alone come first; each list is already in the order of cost.
     chosen = [*(fix for fix in fixes if fix.is_enough), *(fix for fix in fixes if not fix.is_enough)][:MAX_FIXES]
     return [fix.describe() + ("" if fix.is_enough else ", not enough alone") for fix in chosen]

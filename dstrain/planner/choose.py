@@ -82,14 +82,19 @@ class Budget:
 
 
 def suggest_fixes(
-    config: RunConfig, preset: Preset, cluster: Cluster, shape: ModelShape | None = None, budget: Budget | None = None
+    config: RunConfig,
+    preset: Preset,
+    cluster: Cluster,
+    shape: ModelShape | None = None,
+    budget: Budget | None = None,
+    properties: TaskProperties | None = None,
 ) -> list[Fix]:
     """Return changes that save memory, those first that cost least speed; without `budget`, for a GPU that is too small.
 
     Each is computed by planning the changed recipe. Changes that save nothing, or that the recipe does not allow, are
     left out. Raises what `plan_memory` raises for the recipe itself.
     """
-    properties = read_properties(config)
+    properties = properties or read_properties(config)
     shape = shape or read_shape(config, properties)
     plan = plan_memory(config, preset, cluster, shape, properties)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
@@ -209,13 +214,19 @@ class Choice:
     reason: str
 
 
-def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: ModelShape | None = None) -> Choice:
+def choose_preset(
+    config: RunConfig,
+    cluster: Cluster,
+    budget: Budget,
+    shape: ModelShape | None = None,
+    properties: TaskProperties | None = None,
+) -> Choice:
     """Return the fastest preset that fits into the budget less MARGIN, with the largest micro-batch that fits.
 
     `batch.micro` is solved for `batch.total` where the recipe has neither micro, accumulate nor tokens_per_micro.
     Raises PresetError, naming the nearest fix, where nothing fits.
     """
-    properties = read_properties(config)
+    properties = properties or read_properties(config)
     shape = shape or read_shape(config, properties)
     limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=_less_margin(budget.host_bytes))
     found: list[tuple[MemoryPlan, int | None]] = []

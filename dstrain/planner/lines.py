@@ -291,7 +291,11 @@ class Run:
     @property
     def positions(self) -> int:
         """Positions of all images of a pass in the encoder."""
-        return self.vision.patches * self.workload.images if self.vision else 0
+        if self.vision is None:
+            return 0
+        if self.workload.image_tokens:
+            return self.workload.image_tokens * self.vision.patches // self.vision.tokens
+        return self.vision.patches * self.workload.images
 
     @property
     def has_head(self) -> bool:

@@ -67,6 +67,8 @@ class VisionShape:
     """Pixel values of one patch, over its channels and frames."""
     tokens: int
     """Tokens of one image in the language model."""
+    pixels_per_token: int = 0
+    """Pixels of an image for each of its tokens; 0 where every image has the same number of tokens."""
     is_gated: bool = False
     """True for an MLP with a gate (Qwen2.5-VL)."""
     stored_layers: int = 0
@@ -232,6 +234,9 @@ class TaskProperties:
     """Frozen reward models that score in each step; those that score before the training are gone by then."""
     packs_batches: bool = False
     disables_dropout: bool = False
+    images_per_row: int = 1
+    page_dpi: int | None = None
+    """Pixels per inch of images that are rendered pages."""
     is_known: bool = True
     """False for a task whose model is not a transformers model with a language-model or score head."""
 
@@ -251,6 +256,8 @@ def read_properties(config: RunConfig) -> TaskProperties:
         reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
         packs_batches=task.packs_batches,
         disables_dropout=has_dropout_disabled(task),
+        images_per_row=getattr(task, "max_pages", 1),
+        page_dpi=getattr(task, "dpi", None),
     )
 
 
@@ -310,6 +317,7 @@ def _qwen_2_5_tower(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tupl
     vision = VisionShape(
         hidden=int(given["hidden_size"]), intermediate=int(given["intermediate_size"]), layers=int(given["depth"]),
         heads=int(given["num_heads"]), patches=DEFAULT_IMAGE_TOKENS * merge, tokens=DEFAULT_IMAGE_TOKENS, is_gated=True,
+        pixels_per_token=int(given["patch_size"]) ** 2 * merge,
         stored_layers=int(given["depth"]), patch_values=math.prod(patch),
     )  # fmt: skip
     return vision, _named(_qwen_2_5_tensors(vision, patch))
@@ -557,7 +565,8 @@ def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
         return _with_meta_parameters(config, ModelShape(**_UNKNOWN_SIZES))
     shape = read_base_shape(config.model)
     if shape is None:
-        return _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}))
+        sizes = _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}), "--base")
+        shape = replace(sizes, tied=not sizes.count("head"))
     if properties.is_scored:
         shape = with_score_head(shape)
     if config.model.lora is not None:
@@ -643,11 +652,11 @@ def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def _with_meta_parameters(config: RunConfig, shape: ModelShape) -> ModelShape:
+def _with_meta_parameters(config: RunConfig, shape: ModelShape, *options: str) -> ModelShape:
     """Return the shape with the parameters that a subprocess counts on the meta device. Raises RecipeError."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", META_MODULE], input=dump_recipe(config), capture_output=True, text=True,
+            [sys.executable, "-m", META_MODULE, *options], input=dump_recipe(config), capture_output=True, text=True,
             timeout=META_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

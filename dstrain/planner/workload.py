@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from dstrain.config.resolve import BatchPlan
@@ -36,6 +37,8 @@ class Workload:
     targets: int
     """Tokens in the loss; all of them where their number is not known."""
     images: int = 0
+    image_tokens: int = 0
+    """Tokens of all images; 0: those of `images` images of the usual size."""
     is_packed: bool = False
     has_mask: bool = False
     """True where attention gets an explicit mask, and each query head a copy of its keys."""
@@ -85,15 +88,36 @@ def make_workload(
         # A longer sample is a pass of its own.
         tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
         rows = max(1, tokens // length)
+    images, image_tokens = count_images(shape, properties, length)
     lora = config.model.lora
     packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
     return Workload(
-        rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
+        rows=rows, tokens=tokens, targets=tokens, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
         has_adapter_dropout=lora is not None and lora.dropout > 0 and not properties.disables_dropout,
     )  # fmt: skip
+
+
+PAGE_INCHES = 8.5 * 11
+"""Area of a page in US letter format."""
+MAX_IMAGE_PIXELS = 12_845_056
+"""Of Qwen2.5-VL's processor, which reduces larger images (preprocessor_config.json, max_pixels)."""
+
+
+def count_images(shape: ModelShape, properties: TaskProperties, length: int) -> tuple[int, int]:
+    """Return the images of a row of `length` tokens, and their tokens where these depend on the images' size."""
+    vision, images = shape.vision, properties.images_per_row
+    if vision is None:
+        return 0, 0
+    if not vision.pixels_per_token:
+        return min(images, max(1, length // vision.tokens)), 0
+    tokens = vision.tokens
+    if properties.page_dpi is not None:
+        pixels = min(PAGE_INCHES * properties.page_dpi**2, MAX_IMAGE_PIXELS)
+        tokens = ceil(pixels / vision.pixels_per_token)
+    return images, min(images * tokens, length)
 
 
 def takes_packed(shape: ModelShape, config: RunConfig) -> bool:

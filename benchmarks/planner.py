@@ -131,8 +131,9 @@ def make_table(found: list[Comparison]) -> str:
     low = sum(ratio < 1 / HIGH for ratio in ratios)
     lines += [
         "",
-        f"{len(ratios)} cases are compared: {inside} lie between {LOW} and {HIGH}, median {median(ratios):.2f}, least "
-        f"{ratios[0]:.2f}, most {ratios[-1]:.2f}; {low} took more than 10 % above the plan.",
+        f"{len(ratios)} cases are compared: {inside} lie between {LOW:.2f} and {HIGH:.2f}, median {median(ratios):.2f}, least "
+        f"{ratios[0]:.2f}, most",
+        f"{ratios[-1]:.2f}; {low} took more than 10 % above the plan.",
     ]
     return "\n".join(lines)
 

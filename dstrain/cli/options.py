@@ -60,7 +60,7 @@ def task_names() -> Iterable[str]:
 
 def shape_names() -> Iterable[str]:
     """Return the packaged model shapes."""
-    from dstrain.planner.read_shape import shape_names as names
+    from dstrain.planner.shapes import shape_names as names
 
     return names()
 
@@ -202,7 +202,18 @@ MACHINE_OPTIONS = (
 """GPUs of another machine than this one."""
 PLAN_OPTIONS = (
     *MACHINE_OPTIONS,
+    click.option(
+        "--host-memory",
+        "--host_memory",
+        metavar="SIZE",
+        help="Memory of one host, such as 256GiB. Default: this machine's, where its GPUs are planned for.",
+    ),
     click.option("--nodes", type=click.IntRange(1, 100_000), default=1, help="Hosts."),
+    click.option(
+        "--images",
+        type=click.IntRange(1, 1000),
+        help="Images of each row of data. Default: options.max_pages of docqa, else 1.",
+    ),
     click.option(
         "--model-shape",
         "--model_shape",

@@ -19,8 +19,8 @@ from dstrain.commands.recipe_args import RECIPES_DIR, list_builtin_recipes
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, PresetError, UsageError, suggest_name
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.read_shape import named_config, read_shape
-from dstrain.planner.workload import Cluster, read_properties
+from dstrain.planner.shapes import named_config, read_properties, read_shape
+from dstrain.planner.workload import Cluster
 from dstrain.preset import convert_preset, describe_preset, preset_names, read_preset, summarize_presets
 from dstrain.tasks import (
     Task,

@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.commands.recipe_args import find_path, find_recipe
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus
-from dstrain.planner.choose import AUTO, MARGIN, Choice, choose_preset
-from dstrain.planner.fixes import Budget, suggest_fixes
+from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
 from dstrain.planner.lines import When
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.read_shape import describe_counts, named_config, read_shape
-from dstrain.planner.workload import (
-    COMMON_GPU_BYTES,
-    Cluster,
+from dstrain.planner.shapes import (
     ModelShape,
     TaskProperties,
-    detect_gpu_bytes,
-    parse_bytes,
+    describe_counts,
+    named_config,
     read_properties,
+    read_shape,
+)
+from dstrain.planner.workload import (
+    COMMON_GPU_BYTES,
+    GPU_SOURCES,
+    Cluster,
+    detect_gpu_bytes,
+    host_bytes,
+    parse_bytes,
 )
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import fill_learning_rate, fill_lora
@@ -42,9 +47,12 @@ class PlanRequest:
     ds_config: str | None = None
     overrides: Sequence[str] = ()
     gpu_memory: str | None = None
+    host_memory: str | None = None
     gpus: int | None = None
     nodes: int = 1
     model_shape: str | None = None
+    images: int | None = None
+    """Images of a row; None: those of the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +80,26 @@ def make_report(request: PlanRequest) -> PlanReport:
     gpus = request.gpus or visible_gpus(os.environ) or 1
     cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
     properties = read_properties(config)
+    if request.images is not None:
+        properties = replace(properties, images_per_row=request.images)
     shape = read_shape(config, properties)
     if config.ds_config != AUTO:
         read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
     plans = [_plan_or_reason(config, name, cluster, shape, properties) for name in names]
-    budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}
+    host = _host_memory(request, source)
+    budgets = {format_bytes(size): Budget(gpu_bytes=size, host_bytes=host) for size in memory}
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
         try:
-            choice, refusal = choose_preset(config, cluster, Budget(gpu_bytes=memory[0]), shape), ""
+            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape, properties), ""
         except UsageError as error:
             refusal = str(error)
     own = dict(zip(names, plans, strict=True)).get(config.ds_config)
     shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
-    fixes = _fixes(config, shown, shape, Budget(gpu_bytes=memory[0])) if len(memory) == 1 and shown else []
+    fixes = (
+        _fixes(config, shown, shape, properties, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
+    )
     return PlanReport(
         config=config,
         plans=plans,
@@ -122,6 +135,14 @@ def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:
     return ([min(found)], source) if found else (list(COMMON_GPU_BYTES), "common sizes: there is no GPU here")
 
 
+def _host_memory(request: PlanRequest, source: str) -> int | None:
+    """Return the bytes that a host has: of this one, where its GPUs are planned for; None where it is not known."""
+    if request.host_memory is not None:
+        return parse_bytes(request.host_memory, "--host-memory")
+    is_here = request.gpu_memory is None and source in GPU_SOURCES and request.nodes == 1
+    return host_bytes() if is_here else None
+
+
 def _plan_or_reason(
     config: RunConfig, name: str, cluster: Cluster, shape: ModelShape, properties: TaskProperties
 ) -> MemoryPlan | str:
@@ -131,11 +152,13 @@ def _plan_or_reason(
         return f"{name}: {str(error).splitlines()[0]}"
 
 
-def _fixes(config: RunConfig, plan: MemoryPlan, shape: ModelShape, budget: Budget) -> list[str]:
+def _fixes(
+    config: RunConfig, plan: MemoryPlan, shape: ModelShape, properties: TaskProperties, budget: Budget
+) -> list[str]:
     if budget.fits(plan):
         return []
     name = plan.preset if config.ds_config == AUTO else config.ds_config
-    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget)
+    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget, properties)
     # Those that are enough alone come first; each list is already in the order of cost.
     chosen = [*(fix for fix in fixes if fix.is_enough), *(fix for fix in fixes if not fix.is_enough)][:MAX_FIXES]
     return [fix.describe() + ("" if fix.is_enough else ", not enough alone") for fix in chosen]
@@ -221,7 +244,8 @@ def _status(plan: MemoryPlan, budget: Budget, margin: float) -> str:
         return f"no, host lacks {format_bytes(host)}"
     if gpu:
         return f"no, lacks {format_bytes(gpu)}"
-    return "yes" if plan.gpu_bytes <= budget.gpu_bytes * (1 - margin) else "barely"
+    word = "yes" if plan.gpu_bytes <= budget.gpu_bytes * (1 - margin) else "barely"
+    return f"{word}, host not checked" if budget.host_bytes is None and plan.is_offloaded else word
 
 
 def show_lines(plan: MemoryPlan) -> str:

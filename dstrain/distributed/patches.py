@@ -234,34 +234,31 @@ def find_overflow_by_norm(optimizer: Any) -> None:
 
 
 def flatten_gradients_in_fp32(optimizer: Any) -> None:
-    """Patch an optimizer of ZeRO stages 1 and 2: it copies 16-bit gradients into a flat fp32 tensor at once.
+    """Patch a ZeRO optimizer: it copies 16-bit gradients into a flat fp32 tensor at once.
 
-    DeepSpeed concatenates them in 16 bits and converts the result (`step` in
-    deepspeed/runtime/zero/stage_1_and_2.py): 2 bytes more for each parameter of the partition, and a pass more. The
-    values are the same to the bit.
+    DeepSpeed concatenates them in 16 bits and converts the result (`step` in deepspeed/runtime/zero/stage_1_and_2.py,
+    `_prepare_fp32_grad_for_sub_group` in stage3.py): 2 bytes more for each parameter of the partition, at stage 3 of
+    the sub-group, and a pass more. The values are the same to the bit.
     """
-    # Stage 3, and the optimizer of stage 1 in bf16, have other partitions.
-    if not hasattr(optimizer, "single_partition_of_fp32_groups") or not hasattr(optimizer, "averaged_gradients"):
+    # One flat partition for each group or sub-group. The optimizer of stage 1 in bf16 has others.
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    attribute = next((name for name in names if hasattr(optimizer, name)), None)
+    if attribute is None or not hasattr(optimizer, "averaged_gradients"):
         return
     check_version("deepspeed", *TESTED_DEEPSPEED)
-    flatten, flatten_aligned = optimizer.flatten, optimizer.flatten_dense_tensors_aligned
 
-    def flat_gradients(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the flat partition of a group's gradients; None where `tensors` are not the gradients of a group."""
-        for group, gradients in optimizer.averaged_gradients.items():
-            if gradients is tensors:
-                return _copy_flat(tensors, optimizer.single_partition_of_fp32_groups[group])
-        return None
+    def patched(flatten: Callable[..., Any]) -> Callable[..., Any]:
+        def flatten_in_fp32(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            for group, gradients in optimizer.averaged_gradients.items():
+                if gradients is tensors:
+                    return _copy_flat(tensors, getattr(optimizer, attribute)[group])
+            return flatten(tensors, *args, **kwargs)
 
-    def flatten_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        flat = flat_gradients(tensors)
-        return flatten(tensors) if flat is None else flat
+        return flatten_in_fp32
 
-    def flatten_last_group(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        flat = flat_gradients(tensors)
-        return flatten_aligned(tensors, *args, **kwargs) if flat is None else flat
-
-    optimizer.flatten, optimizer.flatten_dense_tensors_aligned = flatten_group, flatten_last_group
+    optimizer.flatten = patched(optimizer.flatten)
+    if hasattr(optimizer, "flatten_dense_tensors_aligned"):  # of the last rank at stages 1 and 2
+        optimizer.flatten_dense_tensors_aligned = patched(optimizer.flatten_dense_tensors_aligned)
 
 
 def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         fix = near if near.startswith("did you mean") else "copy it from the config.json of a model of this family"
         problem = f"transformers has no model type '{model_type}'"
         raise RecipeError(Fault("model.config.model_type", problem, fix)) from None
-    known = {*default.to_dict(), *default.attribute_map}
+    known = {*default.to_dict(), *default.attribute_map, *_undeclared_settings(type(default))}
     faults = [
         Fault(f"model.config.{key}", f"is not a setting of a {model_type} model", suggest_name(key, sorted(known)))
         for key in values
@@ -135,6 +136,17 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates some values, and fails with any error on others
         raise RecipeError(Fault("model.config", _error_reason(error), "correct the value")) from error
+
+
+def _undeclared_settings(config_class: type) -> set[str]:
+    """Return the settings that the modelling file reads though the config class does not declare them.
+
+    Such as head_dim of qwen3_moe, which every published config.json has: `getattr(config, "head_dim", ...)`.
+    """
+    spec = importlib.util.find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if spec is None or spec.origin is None:
+        return set()
+    return {*re.findall(r'getattr\(\s*(?:self\.)?config, "(\w+)"', Path(spec.origin).read_text(encoding="utf-8"))}
 
 
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:

@@ -25,6 +25,8 @@ EXTRA = 'pip install "dstrain[quantize]"'
 
 OPTIMIZERS_8BIT = ("adamw_8bit", "paged_adamw_8bit")
 """Values of optim.name that are bitsandbytes' optimizers."""
+MAX_NUMEL_8BIT = 2**31
+"""First size of a tensor that the kernels of these optimizers cannot take."""
 
 
 def iter_bitsandbytes_keys(config: RunConfig) -> Iterator[str]:

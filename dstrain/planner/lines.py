@@ -1,15 +1,16 @@
-"""Lines of a memory plan: model states, ZeRO-3 buffers, activations, each with formula and source."""
+"""Lines of a memory plan: tables of rows, each with its name, place, moment, formula and source, for one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dstrain.models.gradient_checkpointing import choose_layers
-from dstrain.planner.workload import ModelShape, ParamTensor, VisionShape, Workload, part_of
+from dstrain.planner.shapes import PARTS, ModelShape, ParamTensor, Part, VisionShape, part_of
+from dstrain.planner.workload import Workload
 
 Place = Literal["gpu", "host", "nvme"]
 Kind = Literal["state", "buffer", "activation", "reserve"]
@@ -31,6 +32,17 @@ class MemoryLine:
     when: When = "always"
     """pass: during forward and backward passes; head, layer: only while the head, or one layer, is in its backward pass;
     step: while the optimizer updates the weights. The peak is `always` + max(`pass` + max(`head`, `layer`), `step`)."""
+
+
+def sum_bytes(lines: Iterable[MemoryLine], place: Place, *when: When) -> int:
+    """Return the bytes of lines at a place and at these times (none: at the peak)."""
+    chosen = [line for line in lines if line.place == place]
+    if when:
+        return sum(line.num_bytes for line in chosen if line.when in when)
+    always, passes, head, layer, step = (
+        sum_bytes(chosen, place, time) for time in ("always", "pass", "head", "layer", "step")
+    )
+    return always + max(passes + max(head, layer), step)
 
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -67,372 +79,479 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     ),
 }
 """optim.name -> bytes of state."""
-
-
-@dataclass(frozen=True)
-class QuantizedBytes:
-    """Bytes per value of a frozen linear weight that is stored in fewer bits, its constants included."""
-
-    per_param: float
-    source: str
-
-
-QUANTIZED_WEIGHTS: dict[str, QuantizedBytes] = {
-    # Blocks of 64 with an 8-bit constant each, and an fp32 constant of every 256 of these.
-    "nf4": QuantizedBytes(0.5 + 1 / 64 + 4 / (64 * 256), "Dettmers et al., arXiv 2305.14314, section 3"),
-    # One fp32 scale per row, which is less than 0.1 % of a matrix with 4096 columns.
-    "int8": QuantizedBytes(1.0, "Dettmers et al., arXiv 2208.07339, section 2"),
+QUANTIZED_WEIGHTS = {
+    # Blocks of 64 with an 8-bit constant each, and an fp32 constant of every 256 of these: Dettmers et al., arXiv
+    # 2305.14314, section 3.
+    "nf4": 0.5 + 1 / 64 + 4 / (64 * 256),
+    # One fp32 scale per row, which is less than 0.1 % of a matrix with 4096 columns: arXiv 2208.07339, section 2.
+    "int8": 1.0,
 }
-"""model.quantize -> bytes of a quantized weight. Embeddings, norms, the head and adapters keep the run's precision."""
-
-
-# In formulas: N processes, P parameters, T trained ones, w bytes of a weight, g bytes of an accumulated gradient.
-
-ZERO_PAPER = "Rajbhandari et al., arXiv 1910.02054, section 5"
+"""model.quantize -> bytes per value of a frozen linear weight, its constants included. Embeddings, norms, the head and
+adapters keep the run's precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateSettings:
-    """What weights, gradients and optimizer states depend on."""
+class Run:
+    """What the rows are computed from: the model, its largest pass, the settings, for one of equal processes."""
 
     shape: ModelShape
-    precision: str
-    zero: Mapping[str, Any]
+    workload: Workload
+    precision: str = "bf16"
+    zero: Mapping[str, Any] = field(default_factory=dict)
     """The block zero_optimization of the completed DeepSpeed JSON."""
-    grad_bytes: int
+    grad_bytes: int = 2
     """Bytes of an accumulated gradient."""
-    comm_bytes: int
+    comm_bytes: int = 2
     """Bytes of a gradient in the bucket of stage 3."""
-    accumulate: int
-    """Forward passes per step; any number above 1 where it varies."""
-    world_size: int
-    optimizer: str
-    quantize: str | None = None
-    device: str = "cuda"
-    """cuda or cpu."""
     master_bytes: int = 4
     """Bytes of a master weight and of each value of the optimizer: 2 with bf16_master_weights_and_grads."""
-    hidden_matrices: int = 0
-    """Trained values that Muon updates."""
+    accumulate: int = 1
+    """Forward passes per step; any number above 1 where it varies."""
+    world_size: int = 1
+    optimizer: str = "adamw"
+    quantize: str | None = None
+    checkpoints_on_host: bool = False
+    """True with cpu_checkpointing: the inputs of recomputed layers are in host memory."""
+    reference_params: int = 0
+    """Parameters of a reference that is a model of its own in memory."""
+    reward_params: int = 0
+    """Parameters of the reward models that score in each step."""
+    prefetch: int = 0
+    """Steps whose batches are loaded in advance."""
+    saves_in_background: bool = False
+    expandable_segments: bool = True
+    """False where the allocator of the GPU is set otherwise."""
+    tensor_bytes: int = 0
+    """Peak of the tensors on the device, once it is known."""
 
-    @property
+    @cached_property
     def stage(self) -> int:
-        """Return the ZeRO stage."""
+        """ZeRO stage."""
         return int(self.zero.get("stage", 0))
 
     @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of a weight in the run's precision."""
+    def width(self) -> int:
+        """Bytes of a value in the run's precision."""
         return DTYPE_BYTES[self.precision]
 
     @property
+    def is_16_bit(self) -> bool:
+        """True in bf16 and fp16."""
+        return self.width == 2
+
+    @property
+    def device(self) -> str:
+        """The kind of device: cuda or cpu."""
+        return self.workload.device
+
+    @cached_property
     def trained(self) -> int:
-        """Return the number of trained parameters."""
+        """Trained parameters."""
         return self.shape.count(trainable=True)
 
-    @property
+    @cached_property
     def largest_trained(self) -> int:
-        """Return the number of values of the largest trained tensor."""
+        """Values of the largest trained tensor."""
         return self.shape.largest(trainable=True)
 
-    @property
-    def uses_bf16_optimizer(self) -> bool:
-        """Return True where DeepSpeed replaces ZeRO's optimizer: bf16 at stage 1, with sums in fp32."""
-        return self.stage == 1 and self.precision == "bf16" and self.grad_bytes == 4
+    @cached_property
+    def sharded(self) -> int:
+        """Trained values of one process at stage 3, where each tensor is padded to a multiple of N."""
+        return sum(ceil(one.numel / self.world_size) * count for one, count in self.shape.kinds if one.is_trainable)
 
-    def offload(self, name: str) -> str | None:
-        """Return the device of offload_optimizer or offload_param: cpu, nvme or None."""
+    @cached_property
+    def sub_group(self) -> float:
+        """Values of one process in the largest sub-group, which is closed by the tensor that exceeds its size."""
+        return min(self.sharded, self.setting("sub_group_size", 1e9) + ceil(self.largest_trained / self.world_size))
+
+    @property
+    def largest_partition(self) -> int:
+        """Values of the largest tensor that the optimizer gets: a parameter, a partition of the matrices, a sub-group."""
+        if self.stage == 0:
+            return self.largest_trained
+        if self.stage == 3:
+            return int(self.sub_group)
+        chosen = (one.numel * count for one, count in self.shape.kinds if one.is_trainable and len(one.shape) > 1)
+        return ceil(sum(chosen) / self.world_size)
+
+    @cached_property
+    def small(self) -> int:
+        """Values of the tensors that stage 3 keeps whole."""
+        threshold = self.setting("stage3_param_persistence_threshold", 1e5)
+        return sum(one.numel * count for one, count in self.shape.kinds if one.numel <= threshold)
+
+    @property
+    def optimizer_device(self) -> str | None:
+        """cpu or nvme where the optimizer is offloaded, or None."""
+        return self._offload("offload_optimizer")
+
+    @property
+    def weights_device(self) -> str | None:
+        """cpu or nvme where the weights are offloaded, or None."""
+        return self._offload("offload_param") if self.stage == 3 else None
+
+    def _offload(self, name: str) -> str | None:
         device = (self.zero.get(name) or {}).get("device", "none")
         return None if device == "none" else str(device)
 
-    def sharded(self, trainable: bool | None = None) -> int:
-        """Return the values of one process's partitions at stage 3, where each tensor is padded to a multiple of N."""
-        chosen = (one for one in self.shape.kinds if trainable in (None, one[0].is_trainable))
-        return sum(ceil(tensor.numel / self.world_size) * count for tensor, count in chosen)
+    def setting(self, name: str, default: float) -> float:
+        """Return a number of the block zero_optimization."""
+        return float(self.zero.get(name, default))
+
+    @property
+    def bucket(self) -> float:
+        """Values of a reduce bucket; 0 where gradients are not copied into one."""
+        size = self.setting("reduce_bucket_size", 5e8) if self.zero.get("contiguous_gradients", True) else 0
+        # Host memory has no pages that nothing was written to.
+        return min(size, self.trained) if self.device == "cpu" else size
+
+    @property
+    def communicators(self) -> int:
+        """Groups of processes for which NCCL takes memory: all of them, and those that share a second partition."""
+        has_inner = 1 < self.setting("zero_hpz_partition_size", 1) < self.world_size
+        return 0 if self.world_size == 1 else 1 + has_inner
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """True where quantized gradients are exchanged by an all-to-all (deepspeed runtime/comm/coalesced_collectives.py)."""
+        return self.world_size > 1 and bool(self.zero.get("zero_quantized_gradients"))
+
+    @property
+    def buckets(self) -> int:
+        """Reduce buckets of stages 1 and 2."""
+        return 2 if self.zero.get("overlap_comm") else 1
+
+    @property
+    def is_gathered(self) -> bool:
+        """True where stage 3 copies weights to gather them; else the gathered weight is the partition itself."""
+        return self.world_size > 1 or (self.weights_device is not None and self.device == "cuda")
+
+    @property
+    def sums_in_wider_type(self) -> bool:
+        """True where gradients are added in another type than they are computed in."""
+        return self.grad_bytes != self.width
+
+    def weight_bytes(self, tensor: ParamTensor) -> float:
+        """Return the bytes of one value of a tensor: those of its quantized form where it has one."""
+        is_quantized = self.quantize is not None and tensor.is_linear_weight and not tensor.is_trainable
+        return QUANTIZED_WEIGHTS[str(self.quantize)] if is_quantized else self.width
+
+    @cached_property
+    def part_bytes(self) -> dict[tuple[Part, bool], float]:
+        """(part, whether it is trained) -> bytes of its weights in one process."""
+        found: dict[tuple[Part, bool], float] = {}
+        for tensor, count in self.shape.kinds:
+            number = ceil(tensor.numel / self.world_size) if self.stage == 3 else tensor.numel
+            key = tensor.part, tensor.is_trainable
+            found[key] = found.get(key, 0) + number * count * self.weight_bytes(tensor)
+        return found
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of the optimizer's states, of all processes."""
+        known, size = OPTIMIZERS[self.optimizer], 0.0
+        for tensor, count in self.shape.kinds:
+            per_param = known.per_param
+            if known.per_hidden_param is not None and self._is_hidden_matrix(tensor):
+                per_param = known.per_hidden_param
+            values = sum(tensor.shape) if known.is_factored and len(tensor.shape) > 1 else tensor.numel
+            size += per_param * values * count * tensor.is_trainable
+        return size * self.master_bytes / 4
+
+    @staticmethod
+    def _is_hidden_matrix(tensor: ParamTensor) -> bool:
+        """Return True for a matrix that Muon updates."""
+        return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
+
+    @cached_property
+    def layers(self) -> tuple[LayerGraph, ...]:
+        """The graph of each decoder layer, from the first to the last."""
+        return read_graphs(self.shape, self.workload.has_adapter_dropout)
+
+    @cached_property
+    def layer_sizes(self) -> list[float]:
+        """Bytes per token that autograd keeps of each layer where it is not recomputed."""
+        return [layer_bytes_per_token(self, graph) for graph in self.layers]
+
+    @cached_property
+    def recomputed(self) -> list[bool]:
+        """Whether each layer is recomputed."""
+        return choose_layers(len(self.layers), self.workload.checkpointed)
+
+    @cached_property
+    def trained_parts(self) -> set[Part]:
+        """Parts of the model in which anything is trained; adapters count for the part that they adapt."""
+        return {part_of(one.name.replace(".lora_", ".")) for one in self.shape.tensors if one.is_trainable}
+
+    @property
+    def vision(self) -> VisionShape | None:
+        """The vision encoder, if a pass has images."""
+        return self.shape.vision if self.workload.images else None
+
+    @property
+    def positions(self) -> int:
+        """Positions of all images of a pass in the encoder."""
+        if self.vision is None:
+            return 0
+        if self.workload.image_tokens:
+            return self.workload.image_tokens * self.vision.patches // self.vision.tokens
+        return self.vision.patches * self.workload.images
+
+    @property
+    def has_head(self) -> bool:
+        """True where logits are computed."""
+        return not self.workload.is_scored and self.shape.vocab > 1
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the largest chunk of logits."""
+        return CHUNK_BYTES[self.device]
+
+    @cached_property
+    def kept_targets(self) -> int:
+        """Targets whose errors are kept for the gradient of the head; 0 where the head is not trained."""
+        part = "embedding" if self.shape.tied else "head"
+        is_trained = any(one.is_trainable for one, _ in self.shape.kinds if one.part == part)
+        limit = int(self.chunk * KEPT_SHARE) // (self.width * self.shape.vocab)
+        return min(self.workload.targets, max(1, limit)) if is_trained and self.has_head else 0
 
 
-def make_line(
-    name: str, count: tuple[float, float], place: Place, about: tuple[Kind, When], formula_and_source: tuple[str, str]
-) -> MemoryLine:
-    """Return a line of `count`: a number of values and the bytes of each."""
-    return MemoryLine(name, round(count[0] * count[1]), place, about[0], *formula_and_source, when=about[1])
+class Row(NamedTuple):
+    """A row of a table; it makes no line where its size is 0."""
+
+    name: str
+    place: Place | Literal["optimizer", "weights", "inputs"]
+    """optimizer, weights, inputs: where the DeepSpeed JSON puts the optimizer's states, the weights, or the inputs of
+    recomputed layers."""
+    moment: tuple[Kind, When]
+    size: Callable[[Run], float]
+    """Bytes of one process."""
+    formula: str | Callable[[Run], str]
+    source: str | Callable[[Run], str]
+
+    def line(self, run: Run) -> MemoryLine | None:
+        """Return the line of a run; None where it needs nothing."""
+        size = round(self.size(run))
+        if not size:
+            return None
+        kind, when = self.moment
+        place = self.place
+        if place == "inputs":
+            place, when = ("host", "always") if run.checkpoints_on_host else ("gpu", when)
+        elif place == "optimizer" or place == "weights":
+            device = run.optimizer_device if place == "optimizer" else run.weights_device
+            place = "nvme" if device == "nvme" and run.stage == 3 else "host" if device else "gpu"
+        formula, source = (text if isinstance(text, str) else text(run) for text in (self.formula, self.source))
+        return MemoryLine(self.name, size, place, kind, formula, source, when)
 
 
 STATE: tuple[Kind, When] = ("state", "always")
 BUFFER: tuple[Kind, When] = ("buffer", "always")
 PASS: tuple[Kind, When] = ("buffer", "pass")
 STEP: tuple[Kind, When] = ("buffer", "step")
+KEPT: tuple[Kind, When] = ("activation", "pass")
+HEAD: tuple[Kind, When] = ("activation", "head")
+LAYER: tuple[Kind, When] = ("activation", "layer")
+RESERVE: tuple[Kind, When] = ("reserve", "always")
 
-
-def weight_bytes(settings: StateSettings, tensor: ParamTensor) -> float:
-    """Return the bytes of one value of a tensor: those of its quantized form where it has one."""
-    is_quantized = settings.quantize is not None and tensor.is_linear_weight and not tensor.is_trainable
-    return QUANTIZED_WEIGHTS[str(settings.quantize)].per_param if is_quantized else settings.weight_bytes
-
-
-def replicated_weights(settings: StateSettings) -> Iterator[MemoryLine]:
-    """Yield the weights by part, trained and frozen, where each process has all of them."""
-    for trainable, word in ((True, "weights"), (False, "frozen weights")):
-        chosen = [one for one in settings.shape.kinds if one[0].is_trainable == trainable]
-        for part in dict.fromkeys(tensor.part for tensor, _ in chosen):
-            own = [one for one in chosen if one[0].part == part]
-            size = sum(tensor.numel * count * weight_bytes(settings, tensor) for tensor, count in own)
-            yield make_line(f"{word}: {part}", (size, 1), "gpu", STATE, ("w P", f"{ZERO_PAPER}.1"))
-
-
-def optimizer_line(settings: StateSettings, share: float, place: Place, source: str) -> MemoryLine:
-    known, trained = OPTIMIZERS[settings.optimizer], settings.trained
-    size = known.per_param * trained
-    if known.per_hidden_param is not None:
-        size -= (known.per_param - known.per_hidden_param) * settings.hidden_matrices
-    if known.is_factored:
-        chosen = [(tensor.shape, count) for tensor, count in settings.shape.kinds if tensor.is_trainable]
-        size = known.per_param * sum(count * (sum(one) if len(one) > 1 else one[0]) for one, count in chosen)
-    size *= settings.master_bytes / 4
-    formula = f"{known.per_param * settings.master_bytes / 4:g} T{'' if share == 1 else ' / N'}: {known.states}"
-    return make_line("optimizer states", (size * share, 1), place, STATE, (formula, f"{known.source}; {source}"))
-
-
-STAGE_3 = "DeepSpeed runtime/zero/stage3.py"
-
-
-def stage_3_lines(settings: StateSettings) -> Iterator[MemoryLine]:
-    """Yield the lines of one process."""
-    trained = settings.sharded(True)
-    optimizer, params = settings.offload("offload_optimizer"), settings.offload("offload_param")
-    place = _place(optimizer)
-    yield from _sharded_weights(settings, params)
-    # Also in fp32: DeepSpeed compares a torch.device with a name, and so always copies the partition.
-    yield make_line(
-        "master weights", (trained, settings.master_bytes), place, STATE,
-        ("4 T / N, 2 T / N in bf16", f"{STAGE_3}, fp32_partitioned_groups_flat"),
-    )  # fmt: skip
-    yield optimizer_line(settings, trained / max(settings.trained, 1), place, f"{ZERO_PAPER}.3")
-    yield from _gradients(settings, optimizer)
-    yield from _stage_3_buffers(settings, params)
-
-
-def _gradients(settings: StateSettings, optimizer: str | None) -> Iterator[MemoryLine]:
-    trained, group, width = settings.sharded(True), _largest_sub_group(settings), settings.master_bytes
-    on_host: Place = "host" if optimizer else "gpu"
-    sums = ("g T / N", f"{STAGE_3}, grad_partitions_flat_buffer")
-    yield make_line("gradients", (trained, settings.grad_bytes), on_host, STATE, sums)
-    if optimizer is None:
-        own = ("4 x largest sub-group", f"{STAGE_3}, step")
-        yield make_line("gradients of a sub-group", (group, width), "gpu", STEP, own)
-        return
-    source = f"{STAGE_3}, initialize_optimizer_states"
-    yield make_line("gradients of the optimizer", (trained, width), _place(optimizer), STATE, ("4 T / N", source))
-    if optimizer == "nvme":
-        count = int(settings.zero["offload_optimizer"].get("buffer_count", 4))
-        swap = (f"{count} (buffer_count) x 4 x largest sub-group", "DeepSpeed runtime/swap_tensor/optimizer_utils.py")
-        yield make_line("swap buffers of the optimizer", (count * group, 4), "host", BUFFER, swap)
-
-
-def _place(offload: str | None) -> Place:
-    return "nvme" if offload == "nvme" else "host" if offload else "gpu"
-
-
-def _largest_sub_group(settings: StateSettings) -> float:
-    """Return the values of one process in the largest sub-group, which is closed by the tensor that exceeds its size."""
-    largest = ceil(settings.largest_trained / settings.world_size)
-    return min(settings.sharded(True), float(settings.zero.get("sub_group_size", 1e9)) + largest)
-
-
-def _sharded_weights(settings: StateSettings, offload: str | None) -> Iterator[MemoryLine]:
-    for trainable, word in ((True, "weights"), (False, "frozen weights")):
-        chosen = [one for one in settings.shape.kinds if one[0].is_trainable == trainable]
-        for part in dict.fromkeys(tensor.part for tensor, _ in chosen):
-            own = [one for one in chosen if one[0].part == part]
-            numbers = ((ceil(tensor.numel / settings.world_size) * count, tensor) for tensor, count in own)
-            size = sum(number * weight_bytes(settings, tensor) for number, tensor in numbers)
-            yield make_line(f"{word}: {part}", (size, 1), _place(offload), STATE, ("w P / N", f"{ZERO_PAPER}.3"))
-    if offload == "nvme":
-        block = settings.zero["offload_param"]
-        count = float(block.get("buffer_count", 5)) * float(block.get("buffer_size", 1e8))
-        yield make_line(
-            "swap buffers of the weights", (count, settings.weight_bytes), "host", BUFFER,
-            ("buffer_count x buffer_size x w", "DeepSpeed runtime/swap_tensor/partitioned_param_swapper.py"),
-        )  # fmt: skip
-
-
-def _stage_3_buffers(settings: StateSettings, offload: str | None) -> Iterator[MemoryLine]:
-    zero, shape, width = settings.zero, settings.shape, settings.weight_bytes
-    threshold = float(zero.get("stage3_param_persistence_threshold", 1e5))
-    small = sum(tensor.numel * count for tensor, count in shape.kinds if tensor.numel <= threshold)
-    total = shape.count()
-    # Else the gathered weight is the partition itself.
-    is_copied = settings.world_size > 1 or (offload is not None and settings.device == "cuda")
-    if is_copied:
-        yield make_line(
-            "small weights kept whole", (small, width), "gpu", BUFFER,
-            ("w x tensors up to stage3_param_persistence_threshold", f"{STAGE_3}, persistent_parameters"),
-        )  # fmt: skip
-        limit = float(zero.get("stage3_max_live_parameters", 1e9))
-        # A module's own weights are gathered whatever the limit is.
-        live = min(total - small, max(limit, shape.largest() + float(zero.get("stage3_prefetch_bucket_size", 5e7))))
-        yield make_line(
-            "gathered weights", (max(live, 0), width), "gpu", PASS,
-            ("w x min(P, max(stage3_max_live_parameters, largest tensor + prefetch))",
-             "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
-        )  # fmt: skip
-    if (group := int(zero.get("zero_hpz_partition_size", 1))) > 1:
-        yield make_line(
-            "secondary partition of the weights", (total / group, width), "gpu", BUFFER,
-            ("w P / zero_hpz_partition_size", "Wang et al., arXiv 2306.10209, section 3.2"),
-        )  # fmt: skip
-    if zero.get("contiguous_gradients", True):
-        yield make_line(
-            "reduce bucket", (float(zero.get("reduce_bucket_size", 5e8)), settings.comm_bytes), "gpu", BUFFER,
-            ("reduce_bucket_size x bytes", f"{STAGE_3}, ipg_buckets"),
-        )  # fmt: skip
-    yield make_line(
-        "gradient of one tensor", (settings.largest_trained, width), "gpu", PASS,
-        ("w x largest tensor", f"{STAGE_3}, reduce_independent_p_g_buckets"),
-    )  # fmt: skip
-
-
+ZERO_PAPER = "Rajbhandari et al., arXiv 1910.02054, section 5"
+ENGINE = "DeepSpeed runtime/engine.py"
 STAGE_1_2 = "DeepSpeed runtime/zero/stage_1_and_2.py"
+STAGE_3 = "DeepSpeed runtime/zero/stage3.py"
+BF16_OPTIMIZER = "DeepSpeed runtime/bf16_optimizer.py"
 ALLREDUCE_NUMEL = 500_000_000
 """Gradients that stage 0 copies into one message (DeepSpeed runtime/engine.py, allreduce_no_retain)."""
 
 
-def state_lines(settings: StateSettings) -> list[MemoryLine]:
-    """Return the lines of weights, gradients, master weights, moments and ZeRO's buffers, of one process."""
-    if settings.stage == 0:
-        return [line for line in _stage_0(settings) if line.num_bytes]
-    parts = stage_3_lines(settings) if settings.stage == 3 else _stage_1_and_2(settings)
-    return [line for line in parts if line.num_bytes]
+def _message(run: Run) -> int:
+    return min(run.trained, max(ALLREDUCE_NUMEL, run.largest_trained))
 
 
-def _stage_0(settings: StateSettings) -> Iterator[MemoryLine]:
-    trained, width, is_16_bit = settings.trained, settings.weight_bytes, settings.weight_bytes == 2
-    source = "DeepSpeed runtime/fp16/unfused_optimizer.py" if is_16_bit else "DeepSpeed runtime/engine.py"
-    yield from replicated_weights(settings)
-    yield make_line("gradients", (trained, width), "gpu", STATE, ("w T", source))
-    if is_16_bit:
-        yield make_line("master weights", (trained, 4), "gpu", STATE, ("4 T", source))
-        yield make_line("fp32 gradients", (trained, 4), "gpu", STEP, ("4 T", f"{source}, step"))
-    yield optimizer_line(settings, 1.0, "gpu", source)
-    message = min(trained, max(ALLREDUCE_NUMEL, settings.largest_trained))
-    yield make_line(
-        "all-reduce message", (message, width), "gpu", PASS,
-        ("w min(T, 500 million)", "DeepSpeed runtime/engine.py, allreduce_no_retain"),
-    )  # fmt: skip
+def _stage_0_source(run: Run) -> str:
+    return "DeepSpeed runtime/fp16/unfused_optimizer.py" if run.is_16_bit else ENGINE
 
 
-def _stage_1_and_2(settings: StateSettings) -> Iterator[MemoryLine]:
-    share, trained, width = 1 / settings.world_size, settings.trained, settings.weight_bytes
-    offload = settings.offload("offload_optimizer")
-    place: Place = "host" if offload else "gpu"
-    yield from replicated_weights(settings)
-    yield make_line(
-        "master weights", (trained * share, settings.master_bytes), place, STATE,
-        ("4 T / N, 2 T / N in bf16", f"{STAGE_1_2}, single_partition_of_fp32_groups"),
-    )  # fmt: skip
-    yield optimizer_line(settings, share, place, f"{ZERO_PAPER}.1")
-    if settings.uses_bf16_optimizer:
-        yield from _bf16_optimizer_gradients(settings)
-        return
-    yield from _offloaded_gradients(settings) if offload else _gradients_on_device(settings)
-    if settings.stage == 1 and settings.accumulate > 1:
-        # Whole until the last pass of a step, which reduces and frees them.
-        yield make_line(
-            "sum of gradients",
-            (trained * (1 - share), width),
-            "gpu",
-            PASS,
-            ("w T (1 - 1 / N)", f"{STAGE_1_2}, param.grad"),
-        )
-    zero, copies = settings.zero, 2 if settings.zero.get("overlap_comm") else 1
-    if zero.get("contiguous_gradients", True):
-        yield make_line(
-            "reduce buckets", (float(zero.get("reduce_bucket_size", 5e8)) * copies, width), "gpu", PASS,
-            (f"w x reduce_bucket_size{' x 2 (overlap_comm)' if copies == 2 else ''}", f"{STAGE_1_2}, setup_buckets"),
-        )  # fmt: skip
-    yield make_line(
-        "gradient of one tensor", (settings.largest_trained, width), "gpu", PASS,
-        ("w x largest tensor", f"{STAGE_1_2}, reduce_independent_p_g_buckets_and_remove_grads"),
-    )  # fmt: skip
+def _state_formula(run: Run) -> str:
+    known = OPTIMIZERS[run.optimizer]
+    is_whole = run.stage == 0 or run.world_size == 1
+    return f"{known.per_param * run.master_bytes / 4:g} T{'' if is_whole else ' / N'}: {known.states}"
 
 
-def _bf16_optimizer_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
-    """Yield the gradients of bf16 at stage 1 with sums in fp32, which DeepSpeed gives to another optimizer."""
-    source, trained = "DeepSpeed runtime/bf16_optimizer.py", settings.trained
-    yield make_line("gradients", (trained, 6), "gpu", STATE, ("2 T, and 4 T for the fp32 sum", source))
-    message = min(trained, max(ALLREDUCE_NUMEL, settings.largest_trained))
-    yield make_line(
-        "all-reduce message", (message, 4), "gpu", PASS,
-        ("4 min(T, 500 million)", "DeepSpeed runtime/engine.py, allreduce_no_retain"),
-    )  # fmt: skip
+def _state_source(run: Run) -> str:
+    where = {0: _stage_0_source(run), 3: f"{ZERO_PAPER}.3"}.get(run.stage, f"{ZERO_PAPER}.1")
+    return f"{OPTIMIZERS[run.optimizer].source}; {where}"
 
 
-def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
-    share, trained, width, wide = 1 / settings.world_size, settings.trained, settings.weight_bytes, settings.grad_bytes
-    yield make_line("gradients", (trained * share, wide), "gpu", STATE, ("g T / N", f"{ZERO_PAPER}.2"))
-    if wide == width:
-        yield make_line(
-            "gradients across partitions", (max(gradient_overlaps(settings)), width), "gpu", BUFFER,
-            ("w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
-        )  # fmt: skip
-    # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
-    yield make_line(
-        "flat gradients of the step", (trained * share, 0 if wide != width else settings.master_bytes), "gpu", STEP,
-        ("m T / N", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
-    )  # fmt: skip
-    if wide == width and settings.zero.get("contiguous_gradients", True):
-        bucket = float(settings.zero.get("reduce_bucket_size", 5e8))
-        yield make_line(
-            "bucket of the last gradients", (min(bucket, trained), width), "gpu", STEP,
-            ("w min(T, reduce_bucket_size): gradients are views of it", f"{STAGE_1_2}, param.grad"),
-        )  # fmt: skip
+def _swap_buffers(run: Run) -> float:
+    block = run.zero["offload_param"] if run.weights_device == "nvme" else {}
+    return float(block.get("buffer_count", 5)) * float(block.get("buffer_size", 1e8)) if block else 0
 
 
-def gradient_overlaps(settings: StateSettings) -> list[int]:
-    """Return, for each process, the gradient values that it keeps of other partitions at stages 1 and 2.
+def _buffer_count(run: Run) -> int:
+    return int(run.zero["offload_optimizer"].get("buffer_count", 4)) if run.optimizer_device == "nvme" else 0
+
+
+def _gathered(run: Run) -> float:
+    """Return the values of gathered weights: a module's own weights are gathered whatever the limit is."""
+    total = run.shape.count()
+    limit = max(
+        run.setting("stage3_max_live_parameters", 1e9),
+        run.shape.largest_module + run.setting("stage3_prefetch_bucket_size", 5e7),
+    )
+    return min(total - run.small, limit) if run.is_gathered else 0
+
+
+def gradient_overlaps(run: Run) -> dict[int, int]:
+    """Return process -> gradient values that it keeps of other partitions at stages 1 and 2.
 
     A tensor across the end of a partition has its whole gradient in both processes, whose parts are views of it.
-    Partitions are equal parts of the matrices in their order; vectors form a small group of their own.
+    Partitions are equal parts of the matrices in their order; vectors form a small group of their own. Of the processes
+    whose partition is inside one tensor, which are equal, the first one is in the result.
     """
-    matrices = [one.numel for one in settings.shape.tensors if one.is_trainable and len(one.shape) > 1]
-    share, overlaps, start = ceil(sum(matrices) / settings.world_size), [0] * settings.world_size, 0
+    matrices = [one.numel for one in run.shape.tensors if one.is_trainable and len(one.shape) > 1]
+    share, start = ceil(sum(matrices) / run.world_size), 0
+    overlaps: dict[int, int] = {0: 0}
     for size in matrices:
         end = start + size
-        for rank in range(start // share, (end - 1) // share + 1):
-            overlaps[rank] += size - (min(end, (rank + 1) * share) - max(start, rank * share))
+        first, last = start // share, (end - 1) // share
+        for rank in {first, min(first + 1, last), last}:
+            overlap = size - (min(end, (rank + 1) * share) - max(start, rank * share))
+            overlaps[rank] = overlaps.get(rank, 0) + overlap
         start = end
     return overlaps
 
 
-def _offloaded_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
-    width, largest, own = settings.weight_bytes, settings.largest_trained, settings.trained / settings.world_size
-    one = ("w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer")
-    yield make_line(
-        "gradients",
-        (own, settings.master_bytes),
-        "host",
-        STATE,
-        ("4 T / N", f"{STAGE_1_2}, initialize_optimizer_states"),
-    )
-    yield make_line(
-        "copy of the weights", (own, width), "host", BUFFER, ("w T / N", f"{STAGE_1_2}, param_buffer_of_bit16")
-    )
-    yield make_line("gradient of one tensor", (largest, width), "host", BUFFER, one)
-    yield make_line("copied gradient", (largest, width), "gpu", BUFFER, one)
-    if settings.accumulate > 1 and settings.grad_bytes != width:
-        formula = ("g T / N, on the GPU also with offload", f"{STAGE_1_2}, _build_compact_grad_partition_buffer")
-        yield make_line("sum of gradients", (own, settings.grad_bytes), "gpu", STATE, formula)
-    elif settings.accumulate > 1:
-        yield make_line(
-            "sum of gradients", (own, width), "host", BUFFER, ("w T / N", f"{STAGE_1_2}, accumulated_grads_in_cpu")
-        )
+def _part_size(part: Part, is_trained: bool) -> Callable[[Run], float]:
+    return lambda run: run.part_bytes.get((part, is_trained), 0)
 
 
-# Shapes: T tokens, H width, A heads times head width, K key-value heads times head width, I width of the MLP, R rank.
+# In formulas: N processes, P parameters, T trained ones, w bytes of a weight, g bytes of an accumulated gradient, m bytes
+# of a master weight.
+# fmt: off
+WEIGHTS = tuple(
+    Row(f"{word}: {part}", "weights", STATE, _part_size(part, is_trained),
+        lambda run: "w P / N" if run.stage == 3 else "w P", lambda run: f"{ZERO_PAPER}.{3 if run.stage == 3 else 1}")
+    for is_trained, word in ((True, "weights"), (False, "frozen weights")) for part in PARTS
+)
+OPTIMIZER_STATES = Row(
+    "optimizer states", "optimizer", STATE,
+    lambda run: run.state_bytes * {0: 1.0, 3: run.sharded / max(run.trained, 1)}.get(run.stage, 1 / run.world_size),
+    _state_formula, _state_source,
+)
+STAGE_0_ROWS = (
+    *WEIGHTS,
+    Row("gradients", "gpu", STATE, lambda run: run.trained * run.width, "w T", _stage_0_source),
+    Row("master weights", "gpu", STATE, lambda run: 4 * run.trained * run.is_16_bit, "4 T", _stage_0_source),
+    Row("fp32 gradients", "gpu", STEP, lambda run: 4 * run.trained * run.is_16_bit, "4 T",
+        lambda run: f"{_stage_0_source(run)}, step"),
+    OPTIMIZER_STATES,
+    Row("all-reduce message", "gpu", PASS, lambda run: _message(run) * run.width,
+        "w min(T, 500 million)", f"{ENGINE}, allreduce_no_retain"),
+)
+MASTER_WEIGHTS = Row(
+    "master weights", "optimizer", STATE, lambda run: run.trained / run.world_size * run.master_bytes,
+    "4 T / N, 2 T / N in bf16", f"{STAGE_1_2}, single_partition_of_fp32_groups",
+)
+BF16_OPTIMIZER_ROWS = (
+    *WEIGHTS,
+    MASTER_WEIGHTS,
+    OPTIMIZER_STATES,
+    Row("gradients", "gpu", STATE, lambda run: 6 * run.trained, "2 T, and 4 T for the fp32 sum", BF16_OPTIMIZER),
+    Row("all-reduce message", "gpu", PASS, lambda run: 4 * _message(run),
+        "4 min(T, 500 million)", f"{ENGINE}, allreduce_no_retain"),
+)
+"""Of bf16 at stage 1 with sums in fp32, which DeepSpeed gives to an optimizer of its own."""
+OFFLOADED_GRADIENTS = (
+    Row("gradients", "host", STATE, lambda run: run.trained / run.world_size * run.master_bytes,
+        "4 T / N", f"{STAGE_1_2}, initialize_optimizer_states"),
+    Row("copy of the weights", "host", BUFFER, lambda run: run.trained / run.world_size * run.width,
+        "w T / N", f"{STAGE_1_2}, param_buffer_of_bit16"),
+    Row("gradient of one tensor", "host", BUFFER, lambda run: run.largest_trained * run.width,
+        "w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer"),
+    Row("copied gradient", "gpu", BUFFER, lambda run: run.largest_trained * run.width,
+        "w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer"),
+    Row("sum of gradients", "gpu", STATE,
+        lambda run: run.trained / run.world_size * run.grad_bytes * (run.accumulate > 1 and run.sums_in_wider_type),
+        "g T / N, on the GPU also with offload", f"{STAGE_1_2}, _build_compact_grad_partition_buffer"),
+    Row("sum of gradients", "host", BUFFER,
+        lambda run: run.trained / run.world_size * run.width * (run.accumulate > 1 and not run.sums_in_wider_type),
+        "w T / N", f"{STAGE_1_2}, accumulated_grads_in_cpu"),
+)
+GRADIENTS = (
+    Row("gradients", "gpu", STATE, lambda run: run.trained / run.world_size * run.grad_bytes,
+        "g T / N", f"{ZERO_PAPER}.2"),
+    Row("gradients across partitions", "gpu", BUFFER,
+        lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run).values()) * run.width,
+        "w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
+    # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
+    Row("flat gradients of the step", "gpu", STEP,
+        lambda run: 0 if run.sums_in_wider_type else run.trained / run.world_size * run.master_bytes,
+        "m T / N", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
+    Row("bucket of the last gradients", "gpu", STEP,
+        lambda run: 0 if run.sums_in_wider_type else min(run.bucket, run.trained) * run.width,
+        "w min(T, reduce_bucket_size): gradients are views of it", f"{STAGE_1_2}, param.grad"),
+)
+BUCKETS = (
+    # Whole until the last pass of a step, which reduces and frees them.
+    Row("sum of gradients", "gpu", PASS,
+        lambda run: run.trained * (1 - 1 / run.world_size) * run.width * (run.stage == 1 and run.accumulate > 1),
+        "w T (1 - 1 / N)", f"{STAGE_1_2}, param.grad"),
+    Row("reduce buckets", "gpu", PASS, lambda run: run.bucket * run.buckets * run.width,
+        lambda run: f"w x reduce_bucket_size{' x 2 (overlap_comm)' if run.buckets == 2 else ''}",
+        f"{STAGE_1_2}, setup_buckets"),
+    Row("gradient of one tensor", "gpu", PASS, lambda run: run.largest_trained * run.width,
+        "w x largest tensor", f"{STAGE_1_2}, reduce_independent_p_g_buckets_and_remove_grads"),
+)
+STAGE_3_ROWS = (
+    *WEIGHTS,
+    Row("swap buffers of the weights", "host", BUFFER, lambda run: _swap_buffers(run) * run.width,
+        "buffer_count x buffer_size x w", "DeepSpeed runtime/swap_tensor/partitioned_param_swapper.py"),
+    # Also in fp32: DeepSpeed compares a torch.device with a name, and so always copies the partition.
+    Row("master weights", "optimizer", STATE, lambda run: run.sharded * run.master_bytes,
+        "4 T / N, 2 T / N in bf16", f"{STAGE_3}, fp32_partitioned_groups_flat"),
+    OPTIMIZER_STATES,
+    Row("gradients", "gpu", STATE, lambda run: 0 if run.optimizer_device else run.sharded * run.grad_bytes,
+        "g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
+    Row("gradients", "host", STATE, lambda run: run.sharded * run.grad_bytes if run.optimizer_device else 0,
+        "g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
+    Row("gradients of a sub-group", "gpu", STEP,
+        lambda run: 0 if run.optimizer_device else run.sub_group * run.master_bytes,
+        "m x largest sub-group", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
+    Row("gradients of the optimizer", "optimizer", STATE,
+        lambda run: run.sharded * run.master_bytes if run.optimizer_device else 0,
+        "4 T / N", f"{STAGE_3}, initialize_optimizer_states"),
+    Row("swap buffers of the optimizer", "host", BUFFER, lambda run: _buffer_count(run) * run.sub_group * 4,
+        lambda run: f"{_buffer_count(run)} (buffer_count) x 4 x largest sub-group",
+        "DeepSpeed runtime/swap_tensor/optimizer_utils.py"),
+    Row("small weights kept whole", "gpu", BUFFER, lambda run: run.small * run.width if run.is_gathered else 0,
+        "w x tensors up to stage3_param_persistence_threshold", f"{STAGE_3}, persistent_parameters"),
+    Row("gathered weights", "gpu", PASS, lambda run: _gathered(run) * run.width,
+        "w x min(P, max(stage3_max_live_parameters, largest module + prefetch))",
+        "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
+    Row("secondary partition of the weights", "gpu", BUFFER,
+        lambda run: 0 if run.setting("zero_hpz_partition_size", 1) <= 1
+        else run.shape.count() / run.setting("zero_hpz_partition_size", 1) * run.width,
+        "w P / zero_hpz_partition_size", "Wang et al., arXiv 2306.10209, section 3.2"),
+    Row("reduce bucket", "gpu", BUFFER, lambda run: run.bucket * run.comm_bytes,
+        "reduce_bucket_size x bytes", f"{STAGE_3}, ipg_buckets"),
+    Row("gradient of one tensor", "gpu", PASS, lambda run: run.largest_trained * run.width,
+        "w x largest tensor", f"{STAGE_3}, reduce_independent_p_g_buckets"),
+)
+# fmt: on
 
 
-PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMSNorm"
-CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
+def state_rows(run: Run) -> tuple[Row, ...]:
+    """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
+    if run.stage == 0:
+        return STAGE_0_ROWS
+    if run.stage == 3:
+        return STAGE_3_ROWS
+    if run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
+        return BF16_OPTIMIZER_ROWS
+    gradients = OFFLOADED_GRADIENTS if run.optimizer_device else GRADIENTS
+    return (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
+
+
 _GROUPS = {
     "attention": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
@@ -454,39 +573,43 @@ class LayerGraph:
     """Groups of linear layers that need their input: for the gradient of their weight, or of an adapter's."""
     adapter_rank: int
     """Sum of the ranks of all adapters in the layer."""
+    dropped_inputs: int = 0
+    """Sum of the widths of adapters' inputs, where dropout gives each adapter an input of its own."""
 
 
-@lru_cache(maxsize=8)
-def read_graphs(shape: ModelShape) -> tuple[LayerGraph, ...]:
-    """Return the graph of each decoder layer, from the first to the last."""
-    found: dict[int, list[tuple[str, bool, int]]] = {index: [] for index in range(shape.layers)}
+def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGraph, ...]:
+    """Return the graph of each decoder layer, from the first to the last. `has_dropout`: of the adapters."""
+    found: dict[int, list[ParamTensor]] = {index: [] for index in range(shape.layers)}
     before = False
     for tensor in shape.tensors:
-        language = tensor.part in ("layers", "lora") and "vision" not in tensor.name and "visual" not in tensor.name
-        index = _layer_index(tensor.name) if language else None
-        if index is None or index not in found:
-            before = before or (tensor.is_trainable and tensor.part in ("embedding", "vision", "projector"))
-            before = before or (tensor.is_trainable and tensor.part == "lora")
-            continue
-        rank = tensor.shape[0] if ".lora_A" in tensor.name else 0
-        found[index].append((tensor.name, tensor.is_trainable, rank))
+        is_language = tensor.part in ("layers", "lora") and "vision" not in tensor.name and "visual" not in tensor.name
+        index = _layer_index(tensor.name) if is_language else None
+        if index in found:
+            found[index].append(tensor)
+        elif tensor.part in ("embedding", "vision", "projector", "lora"):
+            before = before or tensor.is_trainable
     graphs = []
     for index in range(shape.layers):
-        graph = _read_graph(found[index], before)
-        graphs.append(graph)
-        before = graph.is_recorded
+        graphs.append(_read_graph(found[index], before, has_dropout))
+        before = graphs[-1].is_recorded
     return tuple(graphs)
 
 
-def _read_graph(tensors: list[tuple[str, bool, int]], before: bool) -> LayerGraph:
-    trained = [name for name, is_trainable, _ in tensors if is_trainable]
-    kept = {group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in trained)}
+def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> LayerGraph:
+    trained = [one.name for one in tensors if one.is_trainable]
+    dropped = sum(one.shape[1] for one in tensors if ".lora_A" in one.name and one.is_trainable and has_dropout)
+    need_input = [name for name in trained if not (has_dropout and ".lora_" in name)]
+    kept = {
+        group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in need_input)
+    }
+    if any(".experts." in name for name in need_input):
+        kept |= {"mlp", "down"}
     norms = any("norm" in name and "_norm." not in name.replace("layernorm", "") for name in trained)
     # Of families without these names: all inputs, if anything is trained.
-    if trained and not kept and not norms:
+    if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
-    rank = sum(rank for _, _, rank in tensors)
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank)
+    rank = sum(one.shape[0] for one in tensors if ".lora_A" in one.name)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank, dropped)
 
 
 def _layer_index(name: str) -> int | None:
@@ -495,17 +618,21 @@ def _layer_index(name: str) -> int | None:
     return int(words[at + 1]) if at is not None and words[at + 1].isdecimal() else None
 
 
-def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, workload: Workload) -> float:
-    """Return the bytes per token that autograd keeps of one decoder layer. `width`: bytes of a value."""
+def layer_bytes_per_token(run: Run, graph: LayerGraph) -> float:
+    """Return the bytes per token that autograd keeps of one decoder layer."""
+    shape, workload, width = run.shape, run.workload, run.width
     if not graph.is_recorded:
         return 0.0
+    # bitsandbytes' product in 8 bits keeps its input, though the weight is frozen (MatMul8bitLt in
+    # autograd/_functions.py of 0.50).
+    kept_inputs = frozenset(_GROUPS) if run.quantize == "int8" else graph.kept_inputs
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm_input = 4 * shape.hidden + 4  # its fp32 copy and 1 / root mean square
     normed = (4 if shape.has_fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = float(shape.norms_per_layer * (norm_input + normed))
     if not graph.input_needs_grad:
         size -= norm_input
-    size += width * shape.hidden * sum(group in graph.kept_inputs for group in ("attention", "mlp"))
+    size += width * shape.hidden * sum(group in kept_inputs for group in ("attention", "mlp"))
     if shape.has_qk_norm:
         size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
     # Each query head gets a copy of its keys; one key head for all of them is expanded without a copy.
@@ -515,133 +642,254 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     if workload.is_packed and workload.device == "cpu" and not workload.is_eager:
         # Queries, keys, values and weights; the output is the input of o_proj.
         size += width * (wide + 2 * keys) + workload.attention_weights(shape.heads, width)
-        size += width * wide * ("output" in graph.kept_inputs)
+        size += width * wide * ("output" in kept_inputs)
     else:
         # Queries, keys, values and output of attention, and the fp32 normalizer of each head.
         size += width * (wide + 2 * keys + wide) + 4 * shape.heads
         if workload.is_packed and workload.device == "cpu":
-            size += width * wide * ("output" in graph.kept_inputs)  # outputs of blocks, concatenated
+            size += width * wide * ("output" in kept_inputs)  # outputs of blocks, concatenated
     if workload.is_eager:
         # tanh of the soft cap, softmax in fp32, and its 16-bit copy, for each pair of tokens of a row.
         copies = 4 + (width if width == 2 else 0) + (width if shape.has_softcap else 0)
         size += copies * shape.heads * workload.length
     size += width * 3 * shape.intermediate  # gate, its activation, up
-    size += width * shape.intermediate * ("down" in graph.kept_inputs)
+    size += width * shape.intermediate * ("down" in kept_inputs)
+    # Of experts: their outputs, which are multiplied with the weights of the router, and a copy of each token's input.
+    size += width * shape.hidden * shape.experts_per_token * (1 + ("mlp" in kept_inputs))
+    # The dropped input and its mask, of one byte on a GPU.
+    size += graph.dropped_inputs * (width + (width if workload.device == "cpu" else 1))
     return size + width * graph.adapter_rank
 
 
-def activation_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[MemoryLine]:
-    """Yield the lines of the decoder's activations, without head and images."""
-    graphs, tokens = read_graphs(shape), workload.tokens
-    per_layer = [layer_bytes_per_token(shape, graph, width, workload) for graph in graphs]
-    formula = "T (8 H + 2 w H + w (2 A + 2 K + 4 I)) per layer"
-    chosen = choose_layers(len(graphs), workload.checkpointed)
-    number = sum((one.input_needs_grad or one.is_recorded) and is_on for one, is_on in zip(graphs, chosen, strict=True))
-    inputs = number * width * shape.hidden * tokens
-    yield MemoryLine("inputs of the layers", inputs, "gpu", "activation", "w T H per layer", CHECKPOINT, "pass")
-    recomputed, kept = (
-        [size for size, is_on in zip(per_layer, chosen, strict=True) if is_on is wanted] for wanted in (True, False)
-    )
-    size = round(max(recomputed, default=0) * tokens)
-    yield MemoryLine("one recomputed layer", size, "gpu", "activation", formula, PAPER, "layer")
-    size = round(sum(kept) * tokens)
-    yield MemoryLine("activations of the layers", size, "gpu", "activation", formula, PAPER, "pass")
-    yield MemoryLine(
-        "embedding and last norm", outside_bytes(shape, workload, width), "gpu", "activation", "T (8 + 4 H + w H)",
-        "transformers models/llama/modeling_llama.py", "pass",
-    )  # fmt: skip
-    angles = 2 * width * shape.head_dim * workload.positions
-    yield MemoryLine(
-        "rotary angles", angles, "gpu", "activation", "2 w L D", "Su et al., arXiv 2104.09864, eq. 34", "pass"
-    )
-    if any(graph.is_recorded for graph in graphs):
-        inner = width * tokens * (3 * shape.intermediate + 2 * shape.hidden) + 4 * tokens * shape.hidden
-        yield MemoryLine(
-            "gradients inside a layer", inner, "gpu", "activation", "w T (3 I + 2 H) + 4 T H",
-            "largest set of gradients that the MLP's backward pass holds", "layer",
-        )  # fmt: skip
+def _checkpointed_inputs(run: Run) -> int:
+    """Return the layers whose inputs are kept."""
+    pairs = zip(run.layers, run.recomputed, strict=True)
+    return sum((graph.input_needs_grad or graph.is_recorded) and is_on for graph, is_on in pairs)
 
 
-def outside_bytes(shape: ModelShape, workload: Workload, width: int) -> int:
+def _layer_bytes(run: Run, recomputed: bool) -> list[float]:
+    return [size for size, is_on in zip(run.layer_sizes, run.recomputed, strict=True) if is_on is recomputed]
+
+
+def _outside_bytes(run: Run) -> float:
     """Return what autograd keeps of the embedding and the last norm."""
-    trained = {tensor.name.rpartition(".")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.is_trainable}
-    wide = 4 if shape.has_fp32_norms else width
-    norm = 4 * shape.hidden + 4 + (wide * shape.hidden if "norm" in trained else 0)
-    ids = 8 if any(tensor.is_trainable and tensor.part == "embedding" for tensor in shape.tensors) else 0
+    shape, workload, width = run.shape, run.workload, run.width
+    is_norm_trained = any(one.is_trainable and one.name.split(".")[-2:-1] == ["norm"] for one in shape.tensors)
+    norm = 4 * shape.hidden + 4 + (4 if shape.has_fp32_norms else width) * shape.hidden * is_norm_trained
+    ids = 8 if any(one.is_trainable and one.part == "embedding" for one in shape.tensors) else 0
     rows = width * shape.hidden if workload.is_scored and not workload.is_packed else 0  # scores of every position
-    return round(workload.tokens * (ids + norm + rows))
+    return workload.tokens * (ids + norm + rows)
 
 
-# Shapes: S positions of all images of a pass in the encoder, H its width, I width of its MLP, V pixel values of a patch,
-# S' image tokens, H' width of the language model.
+def _layer_gradients(run: Run) -> int:
+    shape, tokens = run.shape, run.workload.tokens
+    if not any(graph.is_recorded for graph in run.layers):
+        return 0
+    return run.width * tokens * (3 * shape.intermediate + 2 * shape.hidden) + 4 * tokens * shape.hidden
 
 
-SOURCE = "transformers models/clip/modeling_clip.py and models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+# In formulas: T tokens, L of them in a row, D width of a head, H width, A heads times head width, K key-value heads times
+# head width, I width of the MLP, R rank.
+PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMSNorm"
+CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
 
 
-def vision_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[MemoryLine]:
-    """Yield the lines of the images; each row has one image. `width`: bytes of a value."""
-    vision = shape.vision
-    if vision is None or not workload.images:
-        return
-    positions, tokens = vision.patches * workload.images, vision.tokens * workload.images
-    names = [tensor.name.replace(".lora_", ".") for tensor in shape.tensors if tensor.is_trainable]
-    trained = {part_of(name) for name in names}
-    # The encoder casts its pixels, and keeps them for the gradient of its first weights.
-    pixels = (4 + (width if "vision" in trained and width < 4 else 0)) * vision.patch_values * positions
-    yield MemoryLine("pixels", pixels, "gpu", "activation", "4 V S; trained in 16 bits 6 V S", SOURCE, "pass")
-    size = _encoder_layer_bytes(vision, width) * positions
-    if "vision" in trained:
-        yield from _trained_encoder_lines(vision, workload, width, size)
-    else:
-        yield MemoryLine(
-            "one layer of the frozen encoder",
-            size,
-            "gpu",
-            "activation",
-            "w S (8 H + 3 I), nothing is kept",
-            SOURCE,
-            "layer",
-        )
-    if trained & {"vision", "projector"}:
-        kept = _projector_bytes(shape, vision, width, positions, tokens)
-        if vision.is_gated and "vision" not in trained:
-            kept -= (4 * vision.hidden + 4) * positions  # the norm's input, which only the encoder's gradient needs
-        formula = "w S' (H + 2 H'); Qwen2.5-VL: S (4 H + 4 w H + 4)"
-        yield MemoryLine("activations of the projector", kept, "gpu", "activation", formula, SOURCE, "pass")
+def _layer_formula(run: Run) -> str:
+    experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
+    dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
+    return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
 
 
-def _trained_encoder_lines(vision: VisionShape, workload: Workload, width: int, layer: int) -> Iterator[MemoryLine]:
-    positions = vision.patches * workload.images
-    recomputed = round(vision.layers * workload.checkpointed)
-    inputs = width * positions * vision.hidden * recomputed
-    yield MemoryLine("inputs of the encoder's layers", inputs, "gpu", "activation", "w S H per layer", SOURCE, "pass")
-    # CLIP normalizes its embedded patches before the first layer.
-    before = 0 if vision.is_gated else (width * vision.hidden + 8) * positions
-    kept = layer * (vision.layers - recomputed) + before
-    formula = "S (w (8 H + 3 I) + 4 heads + 16) per layer; Qwen2.5-VL: S (w (11 H + 4 I) + 8 H + 4 heads + 8)"
-    yield MemoryLine("activations of the vision encoder", kept, "gpu", "activation", formula, SOURCE, "pass")
+# fmt: off
+LAYER_ROWS = (
+    Row("inputs of the layers", "inputs", KEPT,
+        lambda run: _checkpointed_inputs(run) * run.width * run.shape.hidden * run.workload.tokens,
+        "w T H per layer", CHECKPOINT),
+    Row("one recomputed layer", "gpu", LAYER,
+        lambda run: max(_layer_bytes(run, True), default=0) * run.workload.tokens, _layer_formula, PAPER),
+    Row("activations of the layers", "gpu", KEPT,
+        lambda run: sum(_layer_bytes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
+    Row("embedding and last norm", "gpu", KEPT, _outside_bytes,
+        "T (8 + 4 H + w H)", "transformers models/llama/modeling_llama.py"),
+    Row("rotary angles", "gpu", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
+        "2 w L D", "Su et al., arXiv 2104.09864, eq. 34"),
+    Row("gradients inside a layer", "gpu", LAYER, _layer_gradients,
+        "w T (3 I + 2 H) + 4 T H", "largest set of gradients that the MLP's backward pass holds"),
+)
+# fmt: on
 
 
-def _encoder_layer_bytes(vision: VisionShape, width: int) -> int:
-    """Return the bytes per position that autograd keeps of one layer of the encoder."""
+def _encoder_layer_bytes(run: Run) -> int:
+    """Return the bytes that autograd keeps of one layer of the encoder, for all images."""
+    vision, width = run.vision, run.width
+    if vision is None:
+        return 0
     if not vision.is_gated:
         # Inputs and outputs of two norms with mean and deviation, queries, keys, values and output of attention with
         # the fp32 normalizer of each head, input of fc1's activation, its sigmoid, and the input of fc2.
-        return width * (8 * vision.hidden + 3 * vision.intermediate) + 4 * vision.heads + 16
+        size = width * (8 * vision.hidden + 3 * vision.intermediate) + 4 * vision.heads + 16
+        return size * run.positions
     # The values are a view that keeps the whole output of the joint projection; rotated queries and keys, output of
     # attention, and its copy in the order of the patches; inputs of three projections. Norms as in the decoder.
     inner = width * (9 * vision.hidden + 4 * vision.intermediate) + 4 * vision.heads
-    return inner + 2 * _rms_norm_bytes(vision.hidden, width)
-
-
-def _projector_bytes(shape: ModelShape, vision: VisionShape, width: int, positions: int, tokens: int) -> int:
-    """Return what autograd keeps of the projector; `positions`: in the encoder; `tokens`: image tokens."""
-    if vision.is_gated:
-        return positions * (_rms_norm_bytes(vision.hidden, width) + 3 * width * vision.hidden)
-    return width * tokens * (vision.hidden + 2 * shape.hidden)
+    return (inner + 2 * _rms_norm_bytes(vision.hidden, width)) * run.positions
 
 
 def _rms_norm_bytes(hidden: int, width: int) -> int:
     """Return an RMSNorm's input in fp32, its normalized input, and 1 / root mean square of a position."""
     return (4 + width) * hidden + 4
+
+
+def _pixel_bytes(run: Run) -> int:
+    """Return the encoder's copy of its pixels, and what it keeps of them for the gradient of its first weights."""
+    kept = run.width if "vision" in run.trained_parts and run.width < 4 else 0
+    return (4 + kept) * run.vision.patch_values * run.positions if run.vision else 0
+
+
+def _recomputed_encoder_layers(run: Run) -> int:
+    is_trained = run.vision is not None and "vision" in run.trained_parts
+    return round(run.vision.layers * run.workload.checkpointed) if run.vision and is_trained else 0
+
+
+def _encoder_activations(run: Run) -> int:
+    vision = run.vision
+    if vision is None or "vision" not in run.trained_parts:
+        return 0
+    # CLIP normalizes its embedded patches before the first layer.
+    before = 0 if vision.is_gated else (run.width * vision.hidden + 8) * run.positions
+    return _encoder_layer_bytes(run) * (vision.layers - _recomputed_encoder_layers(run)) + before
+
+
+def _projector_bytes(run: Run) -> int:
+    """Return what autograd keeps of the projector."""
+    vision, width = run.vision, run.width
+    if vision is None or not run.trained_parts & {"vision", "projector"}:
+        return 0
+    if not vision.is_gated:
+        return width * vision.tokens * run.workload.images * (vision.hidden + 2 * run.shape.hidden)
+    # Only the encoder's gradient needs the norm's input.
+    norm = _rms_norm_bytes(vision.hidden, width) - (0 if "vision" in run.trained_parts else 4 * vision.hidden + 4)
+    return run.positions * (norm + 3 * width * vision.hidden)
+
+
+# In formulas: S positions of all images of a pass in the encoder, H its width, I width of its MLP, V pixel values of a
+# patch, S' image tokens, H' width of the language model.
+ENCODERS = "transformers models/clip/modeling_clip.py and models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+# fmt: off
+IMAGE_ROWS = (
+    Row("pixels", "gpu", KEPT, _pixel_bytes, "4 V S; trained in 16 bits 6 V S", ENCODERS),
+    Row("one layer of the frozen encoder", "gpu", LAYER,
+        lambda run: 0 if "vision" in run.trained_parts else _encoder_layer_bytes(run),
+        "w S (8 H + 3 I), nothing is kept", ENCODERS),
+    Row("inputs of the encoder's layers", "inputs", KEPT,
+        lambda run: run.width * run.positions * run.vision.hidden * _recomputed_encoder_layers(run) if run.vision else 0,
+        "w S H per layer", ENCODERS),
+    Row("activations of the vision encoder", "gpu", KEPT, _encoder_activations,
+        "S (w (8 H + 3 I) + 4 heads + 16) per layer; Qwen2.5-VL: S (w (11 H + 4 I) + 8 H + 4 heads + 8)", ENCODERS),
+    Row("activations of the projector", "gpu", KEPT, _projector_bytes,
+        "w S' (H + 2 H'); Qwen2.5-VL: S (4 H + 4 w H + 4)", ENCODERS),
+)
+# fmt: on
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+"""MAX_CHUNK_BYTES of models/heads.py, which imports torch; a test compares."""
+KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
+"""Those of models/heads.py."""
+HEADS = "dstrain/models/heads.py"
+
+
+def _logit_bytes(run: Run) -> int:
+    """Return three blocks of logits in fp32, and the logits of a slice of the targets whose errors are not kept."""
+    targets, vocab = run.workload.targets, run.shape.vocab
+    block = min(targets * vocab * 4, run.chunk * BLOCK_SHARE[run.device])
+    slices = min(max(targets - run.kept_targets, 0) * vocab * run.width, run.chunk * SLICE_SHARE)
+    return round(3 * block + slices) if run.has_head else 0
+
+
+def saved_head_bytes(run: Run) -> int:
+    """Return what autograd keeps of the head between forward and backward pass."""
+    if run.workload.is_scored:
+        return 0
+    inputs = 2 * run.width * run.workload.targets * run.shape.hidden + 8 * run.workload.targets
+    return inputs + run.width * run.kept_targets * run.shape.vocab
+
+
+# In formulas: N targets, H width, V vocabulary.
+# fmt: off
+HEAD_ROWS = (
+    Row("inputs of the head", "gpu", KEPT,
+        lambda run: (2 * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
+        "2 w N H", f"{HEADS}, _LinearScores"),
+    Row("errors of the head", "gpu", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,
+        lambda run: f"w V min(N, {KEPT_SHARE:g} x {run.chunk >> 20} MiB / (w V))", f"{HEADS}, KEPT_SHARE"),
+    Row("logits of a slice", "gpu", HEAD, _logit_bytes,
+        "3 fp32 blocks and a slice", f"{HEADS}, SLICE_SHARE and BLOCK_SHARE"),
+    # The gradient itself is counted with the gradients, or as the gradient of one tensor.
+    Row("fp32 sum of the head's gradient", "gpu", HEAD,
+        lambda run: 4 * run.shape.vocab * run.shape.hidden * (0 < run.kept_targets < run.workload.targets),
+        "4 V H where errors are recomputed", f"{HEADS}, _parameter_gradient"),
+)
+FROZEN_MODEL_ROWS = tuple(
+    Row(name, "weights", STATE, size, lambda run: "w P / N" if run.stage == 3 and run.world_size > 1 else "w P", source)
+    for name, size, source in (
+        ("reference model",
+         lambda run: run.reference_params * run.width / (run.world_size if run.stage == 3 else 1),
+         "Rafailov et al., arXiv 2305.18290, eq. 7"),
+        ("reward models",
+         lambda run: run.reward_params * run.width / (run.world_size if run.stage == 3 else 1),
+         "docs/safety.md, scoring: online"),
+    )
+)
+HOST_ROWS = (
+    Row("batches loaded in advance", "host", BUFFER,
+        lambda run: run.prefetch * run.accumulate
+        * (32 * run.workload.tokens + (4 * run.vision.patch_values * run.positions if run.vision else 0)),
+        "data.prefetch x passes x (32 T + 4 V S)", "dstrain/data/loading/loader.py"),
+    Row("copy for background saves", "host", BUFFER,
+        lambda run: (4 + OPTIMIZERS[run.optimizer].per_param) * run.trained / run.world_size * run.saves_in_background,
+        "(4 + bytes of the states) T / N", "dstrain/train/saver.py"),
+)
+# fmt: on
+
+CUDA_CONTEXT_BYTES = 500 * 2**20
+"""Of the driver and of cuBLAS, which torch's allocator does not count."""
+COMMUNICATOR_BYTES = 700 * 2**20
+"""Of NCCL, for each communicator: published are 544 MB (2 A100), 688 MB (4 A100) and about 0.6 GB (8 H100)."""
+ALL_TO_ALL_BYTES = 3 * 2**30
+"""Of NCCL's first all-to-all: published is 4.34 instead of 1.06 GB (8 H100, 32 channels for each pair)."""
+FRAGMENTATION = {True: 0.04, False: 0.15}
+"""Whether the allocator has expandable segments -> share of the tensors that it reserves in addition."""
+PROCESS_BYTES = {"cuda": 1200 * 2**20, "cpu": 480 * 2**20}
+"""Device -> resident memory of Python, torch, DeepSpeed and transformers without tensors, with the libraries of CUDA."""
+# fmt: off
+CUDA_RESERVE_ROWS = (
+    Row("CUDA context, cuBLAS", "gpu", RESERVE, lambda run: CUDA_CONTEXT_BYTES,
+        "0.5 GiB", "driver memory outside torch's allocator"),
+    Row("NCCL", "gpu", RESERVE,
+        lambda run: run.communicators * COMMUNICATOR_BYTES + run.has_all_to_all * ALL_TO_ALL_BYTES,
+        "0.7 GiB for each communicator, 3 GiB for an all-to-all", "github NVIDIA/nccl, issues 964 and 1685"),
+    Row("fragmentation", "gpu", RESERVE, lambda run: FRAGMENTATION[run.expandable_segments] * run.tensor_bytes,
+        lambda run: f"{FRAGMENTATION[run.expandable_segments]:.0%} of all tensors".replace("%", " %"),
+        lambda run: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if run.expandable_segments
+        else "PYTORCH_ALLOC_CONF is set without expandable_segments:True; torchtune issue 1185"),
+    Row("interpreter and libraries", "host", RESERVE, lambda run: PROCESS_BYTES["cuda"],
+        "1.2 GiB", "resident memory before a model is built"),
+)
+CPU_RESERVE_ROWS = (
+    Row("interpreter and libraries", "gpu", RESERVE, lambda run: PROCESS_BYTES["cpu"],
+        "0.47 GiB", "resident memory before a model is built"),
+)
+# fmt: on
+
+
+def plan_lines(run: Run, rows: Iterable[Row]) -> list[MemoryLine]:
+    """Return the lines of some rows, without those that need nothing."""
+    return [line for row in rows if (line := row.line(run)) is not None]
+
+
+def all_lines(run: Run) -> tuple[MemoryLine, ...]:
+    """Return all lines of one process, with what a process needs besides its tensors."""
+    rows = (*state_rows(run), *FROZEN_MODEL_ROWS, *LAYER_ROWS, *IMAGE_ROWS, *HEAD_ROWS, *HOST_ROWS)
+    lines = plan_lines(run, rows)
+    run = replace(run, tensor_bytes=sum_bytes(lines, "gpu"))
+    return (*lines, *plan_lines(run, CPU_RESERVE_ROWS if run.device == "cpu" else CUDA_RESERVE_ROWS))

@@ -1,20 +1,18 @@
-"""What a run asks of memory: shape of the model, batch, settings, processes on hosts."""
+"""What a run asks of memory: its largest pass, its settings, its processes and the memory of their devices."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from functools import cached_property
-from math import prod
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
 
 from dstrain.config.resolve import BatchPlan
 from dstrain.config.rules import check_dtype
-from dstrain.config.schema import ModelConfig, OptimConfig, RunConfig
+from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.errors import Fault, RecipeError, UsageError
 from dstrain.models.attention.model_types import (
     NO_MASK_MODEL_TYPES,
@@ -22,219 +20,11 @@ from dstrain.models.attention.model_types import (
     PACKED_VISION_MODEL_TYPES,
 )
 from dstrain.models.quantization import OPTIMIZERS_8BIT, zero3_fault
+from dstrain.planner.shapes import ModelShape, TaskProperties
 from dstrain.preset import Device, Precision, Preset, RunSettings, resolve_precision
-from dstrain.tasks import make_task
-
-Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
-PARTS: tuple[Part, ...] = ("embedding", "layers", "head", "vision", "projector", "lora", "other")
-
-
-@dataclass(frozen=True)
-class ParamTensor:
-    """A parameter of the model; tied weights appear once."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: Part
-    is_trainable: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Return the number of values."""
-        return prod(self.shape)
-
-    @property
-    def is_linear_weight(self) -> bool:
-        """Return True for a matrix of a linear layer inside the layers, vision tower or projector."""
-        return len(self.shape) == 2 and self.part in ("layers", "vision", "projector") and "embed" not in self.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionShape:
-    """Sizes of a vision encoder."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    patches: int
-    """Positions of one image in the encoder: its patches, and the class token of CLIP."""
-    patch_values: int
-    """Pixel values of one patch, over its channels and frames."""
-    tokens: int
-    """Tokens of one image in the language model."""
-    is_gated: bool = False
-    """True for an MLP with a gate (Qwen2.5-VL)."""
-    stored_layers: int = 0
-    """Layers that run; LLaVA leaves the last one out, whose weights exist."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelShape:
-    """Sizes of a decoder, with or without a vision encoder, and all its parameters. Compared by identity."""
-
-    model_type: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    """True where the head is the embedding."""
-    tensors: tuple[ParamTensor, ...]
-    has_qk_norm: bool = False
-    norms_per_layer: int = 2
-    has_softcap: bool = False
-    """True where attention caps its logits, which only the eager implementation does."""
-    vision: VisionShape | None = None
-    param_source: str = "config"
-    """config, safetensors headers, or meta device."""
-
-    @property
-    def has_fp32_norms(self) -> bool:
-        """Return True where norms multiply with their weight in fp32, as Gemma's do."""
-        return self.model_type.startswith("gemma")
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[ParamTensor, int], ...]:
-        """One tensor of each size, part and role, and how many there are: sums over 80 equal layers need one of them."""
-        found: dict[tuple[Any, ...], tuple[ParamTensor, int]] = {}
-        for tensor in self.tensors:
-            key = tensor.shape, tensor.part, tensor.is_trainable, tensor.is_linear_weight
-            first, count = found.get(key, (tensor, 0))
-            found[key] = first, count + 1
-        return tuple(found.values())
-
-    def count(self, part: Part | None = None, trainable: bool | None = None) -> int:
-        """Return the number of parameters of a part (None: all), trainable or frozen ones (None: both)."""
-        return sum(
-            tensor.numel * count
-            for tensor, count in self.kinds
-            if part in (None, tensor.part) and trainable in (None, tensor.is_trainable)
-        )
-
-    def largest(self, trainable: bool | None = None) -> int:
-        """Return the number of values of the largest tensor, trainable or frozen (None: any)."""
-        return max((tensor.numel for tensor, _ in self.kinds if trainable in (None, tensor.is_trainable)), default=0)
-
-
-def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> ModelShape:
-    """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.
-
-    A weight of (out, in) gets A (rank, in) and B (out, rank); DoRA adds a magnitude (out,). `lora`: the recipe's
-    LoraConfig. Hu et al., arXiv 2106.09685, section 4.1; Liu et al., arXiv 2402.09353, eq. 5.
-    """
-    adapters, kept = [], []
-    for tensor in shape.tensors:
-        module = tensor.name.rpartition(".")[0]
-        is_head = any(module.endswith(head) for head in heads)
-        kept.append(replace(tensor, is_trainable=is_head))
-        if not tensor.is_linear_weight or is_head or not _is_target(module, lora.targets):
-            continue
-        rows, columns = tensor.shape
-        parts: list[tuple[str, tuple[int, ...]]] = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
-        parts += [("lora_magnitude_vector", (rows,))] if lora.dora else []
-        adapters += [ParamTensor(f"{module}.{name}.weight", size, "lora") for name, size in parts]
-    return replace(shape, tensors=(*kept, *adapters))
-
-
-def _is_target(module: str, targets: str | list[str]) -> bool:
-    if isinstance(targets, str):  # a regular expression of the whole name, as peft reads it
-        try:
-            return targets == "all-linear" or re.fullmatch(targets, module) is not None
-        except re.error as error:
-            problem = f"{targets!r} is not a regular expression ({error})"
-            raise RecipeError(Fault("model.lora.targets", problem, "correct it, or write a list of names")) from None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
-
-
-def with_frozen(shape: ModelShape, patterns: Iterable[str]) -> ModelShape:
-    """Return the shape with the parameters of `model.freeze` frozen: names, prefixes, globs, or components."""
-    patterns = tuple(patterns)
-
-    def is_frozen(tensor: ParamTensor) -> bool:
-        component = tensor.part if tensor.part in ("vision", "projector") else "language"
-        names = (tensor.name, tensor.name.removeprefix("model."))
-        return any(
-            (pattern == component and shape.vision is not None)
-            or any(name == pattern or name.startswith(f"{pattern}.") or fnmatch(name, pattern) for name in names)
-            for pattern in patterns
-        )  # fmt: skip
-
-    return replace(
-        shape,
-        tensors=tuple(replace(tensor, is_trainable=False) if is_frozen(tensor) else tensor for tensor in shape.tensors),
-    )
-
-
-def with_score_head(shape: ModelShape) -> ModelShape:
-    """Return the shape of a reward model: a linear score of one value instead of the language-model head."""
-    body = tuple(tensor for tensor in shape.tensors if tensor.part != "head")
-    return replace(shape, tensors=(*body, ParamTensor("score.weight", (1, shape.hidden), "head")))
-
-
-def part_of(name: str) -> Part:
-    """Return the part of a parameter by its name in a model file."""
-    words = {
-        "lora": ("lora_",),
-        "projector": ("multi_modal_projector", "merger", "connector", "mm_projector"),
-        "vision": ("vision", "visual"),
-        "head": ("lm_head", "score.", "embed_out"),
-        "embedding": ("embed_tokens", "wte", "wpe", "embeddings", "embed_in"),
-        "layers": ("layers.", ".h.", "blocks.", "layer."),
-    }
-    found = next((part for part, marks in words.items() if any(mark in name for mark in marks)), "other")
-    return found  # type: ignore[return-value]
-
-
-def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param_source: str) -> ModelShape:
-    """Return the shape with tensors counted by name, in place of those derived from the config."""
-    tensors = tuple(ParamTensor(name, size, part_of(name)) for name, size in shapes.items())
-    return replace(shape, tensors=tensors, param_source=param_source)
-
 
 QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 """Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskProperties:
-    """What the planner has to know of a task, read from the task itself."""
-
-    rows_per_sample: int = 1
-    """2 for tasks on pairs of answers."""
-    is_scored: bool = False
-    """True for a score head instead of a language-model head."""
-    heads: tuple[str, ...] = ()
-    """New parts that are trained in full next to adapters."""
-    reference: str = "none"
-    """Kind of the reference: none, model, adapter or cached."""
-    reference_model: ModelConfig | None = None
-    """Another model as reference; None: the policy's own."""
-    reward_models: tuple[ModelConfig, ...] = ()
-    """Frozen reward models that score in each step; those that score before the training are gone by then."""
-    packs_batches: bool = False
-    is_known: bool = True
-    """False for a task whose model is not a transformers model with a language-model or score head."""
-
-
-def read_properties(config: RunConfig) -> TaskProperties:
-    """Return the properties of a recipe's task. Imports no torch; of a user's task file, its own imports."""
-    task = make_task(config)
-    if not task.is_planned or task.loads_own_model:
-        return TaskProperties(is_known=False)
-    inputs = task.loss_inputs
-    return TaskProperties(
-        rows_per_sample=2 if task.has_pairs else 1,
-        is_scored=not task.can_generate,
-        heads=task.export.modules_to_save,
-        reference=inputs.reference.kind,
-        reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
-        reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
-        packs_batches=task.packs_batches,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +37,8 @@ class Workload:
     targets: int
     """Tokens in the loss; all of them where their number is not known."""
     images: int = 0
+    image_tokens: int = 0
+    """Tokens of all images; 0: those of `images` images of the usual size."""
     is_packed: bool = False
     has_mask: bool = False
     """True where attention gets an explicit mask, and each query head a copy of its keys."""
@@ -255,6 +47,8 @@ class Workload:
     checkpointed: float = 1.0
     """Share of the layers that recompute their activations."""
     is_scored: bool = False
+    has_adapter_dropout: bool = False
+    """True where each adapter drops values of its input."""
     device: str = "cuda"
     keys: float | None = None
     """Keys that attention on a CPU computes for a query, on average; None: those of sequences of `length`."""
@@ -294,13 +88,36 @@ def make_workload(
         # A longer sample is a pass of its own.
         tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
         rows = max(1, tokens // length)
+    images, image_tokens = count_images(shape, properties, length)
+    lora = config.model.lora
     packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
     return Workload(
-        rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
+        rows=rows, tokens=tokens, targets=tokens, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
+        has_adapter_dropout=lora is not None and lora.dropout > 0 and not properties.disables_dropout,
     )  # fmt: skip
+
+
+PAGE_INCHES = 8.5 * 11
+"""Area of a page in US letter format."""
+MAX_IMAGE_PIXELS = 12_845_056
+"""Of Qwen2.5-VL's processor, which reduces larger images (preprocessor_config.json, max_pixels)."""
+
+
+def count_images(shape: ModelShape, properties: TaskProperties, length: int) -> tuple[int, int]:
+    """Return the images of a row of `length` tokens, and their tokens where these depend on the images' size."""
+    vision, images = shape.vision, properties.images_per_row
+    if vision is None:
+        return 0, 0
+    if not vision.pixels_per_token:
+        return min(images, max(1, length // vision.tokens)), 0
+    tokens = vision.tokens
+    if properties.page_dpi is not None:
+        pixels = min(PAGE_INCHES * properties.page_dpi**2, MAX_IMAGE_PIXELS)
+        tokens = ceil(pixels / vision.pixels_per_token)
+    return images, min(images * tokens, length)
 
 
 def takes_packed(shape: ModelShape, config: RunConfig) -> bool:
@@ -372,8 +189,20 @@ def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) ->
         raise RecipeError(faults)
 
 
+ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator; a run sets the first where neither is set."""
+
+
+def has_expandable_segments(env: Mapping[str, str]) -> bool:
+    """Return True where torch's allocator on a GPU gets segments that can grow: unless a variable says otherwise."""
+    given = [env[name] for name in ALLOCATOR_ENV_VARS if name in env]
+    return not given or any("expandable_segments:true" in one.lower().replace(" ", "") for one in given)
+
+
 GPU_MEMORY_ENV = "DSTRAIN_GPU_MEMORY"
 """Environment variable with the memory that a run may use per GPU, or per process on a CPU: `24GiB`."""
+GPU_SOURCES = ("pynvml", "nvidia-smi")
+"""Where `detect_gpu_bytes` reads the GPUs of this machine."""
 COMMON_GPU_BYTES = tuple(size * 2**30 for size in (8, 12, 16, 24, 40, 80))
 """Sizes of a plan on a machine without a GPU."""
 MAX_NUMBER = 1e18

@@ -20,7 +20,7 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
-from dstrain.planner.fixes import suggest_fixes
+from dstrain.planner.choose import suggest_fixes
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset

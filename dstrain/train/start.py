@@ -17,8 +17,7 @@ from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, Fault, PresetError, ResumeError, RunError
 from dstrain.files import atomic_write
-from dstrain.planner.choose import AUTO, choose_preset
-from dstrain.planner.fixes import Budget
+from dstrain.planner.choose import AUTO, Budget, choose_preset
 from dstrain.planner.workload import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes
 from dstrain.preset import Preset, read_preset
 from dstrain.train.checkpoints import CheckpointStore

@@ -154,3 +154,54 @@ def test_gpus_of_unknown_memory_need_the_variable(monkeypatch: pytest.MonkeyPatc
         PresetError, match=r"the memory of the GPUs cannot be read .*; name a preset, or set DSTRAIN_GPU_MEMORY=24GiB"
     ):
         find_budget(workload.Cluster(kind="cuda"))
+
+
+LLAMA_8B = ("plan", "--task", "sft", "--model-shape", "llama-3.1-8b", "--set", "data.train=t.jsonl", "--set", "batch.micro=1",
+            "--gpus", "1", "--gpu-memory", "24GiB", "--ds-config", "auto")  # fmt: skip
+
+
+def test_a_host_that_is_too_small_is_said() -> None:
+    unknown = invoke(*LLAMA_8B).output
+    assert "choice: zero2_offload" in unknown
+    assert "which is not checked without --host-memory" in unknown
+    row = next(line for line in unknown.splitlines() if line.startswith("zero2_offload "))
+    assert row.endswith("yes, host not checked")
+    small = invoke(*LLAMA_8B, "--host-memory", "24GiB").output
+    assert "zero2_offload" not in small.partition("choice: ")[2].partition(":")[0]
+    assert "no, host lacks" in next(line for line in small.splitlines() if line.startswith("zero2_offload "))
+    large = invoke(*LLAMA_8B, "--host-memory", "256GiB").output
+    assert "choice: zero2_offload" in large
+    assert "not checked" not in large
+
+
+def test_auto_passes_over_partitions_that_an_8_bit_optimizer_cannot_take() -> None:
+    words = [
+        "plan",
+        "--task",
+        "sft",
+        "--model-shape",
+        "llama-3.2-3b",
+        "--set",
+        "data.train=t.jsonl",
+        "--set",
+        "batch.micro=1",
+    ]
+    output = invoke(
+        *words, "--gpus", 1, "--gpu-memory", "80GiB", "--ds-config", "auto", "--set", "optim.name=adamw_8bit"
+    ).output
+    assert "choice: zero3: " in output
+    assert "zero1: optim.name: adamw_8bit takes 2147483647 values in one partition" in output
+
+
+def test_a_fix_is_written_as_in_a_recipe(big: str) -> None:
+    words = (
+        "--set",
+        "ds_config=zero3_nvme",
+        "--set",
+        "batch.micro=1",
+        "--model-shape",
+        "llama-3.1-8b",
+        "--gpu-memory",
+        "4GiB",
+    )
+    assert "model.lora none -> {rank: 16} saves" in invoke("plan", big, *words, "--gpus", 1).output

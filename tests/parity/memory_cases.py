@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dstrain.batch import Batch
 from dstrain.config import resolve_batch
@@ -18,10 +21,10 @@ from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
-from dstrain.planner.lines import activation_lines, gradient_overlaps, state_lines
-from dstrain.planner.memory import make_state_settings, saved_head_bytes
-from dstrain.planner.read_shape import read_shape
-from dstrain.planner.workload import Cluster, make_workload, read_properties
+from dstrain.planner.lines import LAYER_ROWS, Run, gradient_overlaps, plan_lines, saved_head_bytes, state_rows
+from dstrain.planner.memory import make_run
+from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.workload import Cluster, make_workload
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
@@ -61,10 +64,31 @@ def _with_gradient(thing: Any) -> Iterator[torch.Tensor]:
         return
 
 
+class NewStorages(TorchDispatchMode):
+    """Counts the bytes of storages that operations inside make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.known = {*live_storages()}
+        self.peak, self.at_peak = 0, [""]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.live = {place: one for place, one in self.live.items() if not one[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                storage = tensor.untyped_storage()
+                self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        if (now := sum(size for _, size in self.live.values())) > self.peak:
+            self.peak, self.at_peak = now, [str(function), *sorted(str(size) for _, size in self.live.values())[:20]]
+        return result
+
+
 def states(
     kind: str, precision: str = "fp32", accumulate: int = 1, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the bytes of this rank's tensors right before an optimizer step, and the predicted lines."""
+    """Return the bytes of this rank's tensors right before an optimizer step, those that it makes, and the lines."""
     changes = changes or {}
     task = tiny_task("sft", {**changes, "model": {"config": SHAPE, **changes.get("model", {})}})
     optim, ranks = task.recipe.optim, world()
@@ -84,12 +108,17 @@ def states(
     engine = DeepSpeedEngine(module, build_param_groups(module.model, optim), optim, config, ranks)
     engine.step(batches, lr=1e-3)
     seen: list[dict[int, int]] = []
+    in_step: list[NewStorages] = []
     inner = engine.engine.step
 
     def step() -> None:
         if engine.engine.is_gradient_accumulation_boundary():
             seen.append(live_storages())
-        inner()
+            with NewStorages() as made:
+                inner()
+            in_step.append(made)
+        else:
+            inner()
 
     engine.engine.step = step
     engine.step(batches, lr=1e-3)
@@ -99,7 +128,10 @@ def states(
     lines = predicted_states(task, config, ranks)
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
     largest = sorted(found.values(), reverse=True)[:60]
-    return {"measured": sum(found.values()), "largest": largest, "parts": parts, "lines": lines}
+    sub_groups = getattr(engine.engine.optimizer, "fp16_partitioned_groups_flat_numel", [0])
+    step = {"measured": in_step[0].peak, "at": in_step[0].at_peak,
+            "predicted": predicted_step(task, config, ranks, max(sub_groups))}  # fmt: skip
+    return {"measured": sum(found.values()), "largest": largest, "parts": parts, "step": step, "lines": lines}
 
 
 def _sizes_of_passes(model: torch.nn.Module, zero: Mapping[str, Any], width: int) -> set[int]:
@@ -126,15 +158,35 @@ def _optimizer_state_bytes(optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
 
 
+def planned_run(task: Task, config: dict[str, Any], ranks: World) -> Run:
+    """Return what the planner computes the states of this run from."""
+    recipe = task.recipe
+    properties = read_properties(recipe)
+    shape = read_shape(recipe, properties)
+    workload = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, ranks.size), "cpu")
+    return make_run(recipe, properties, shape, workload, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
+
+
 def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[tuple[str, str, int]]:
     """Return (name, place, bytes) of the lines that this rank holds between the backward pass and the step."""
-    recipe = task.recipe
-    shape = read_shape(recipe, read_properties(recipe))
-    settings = make_state_settings(recipe, shape, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
-    held = [(line.name, line.place, line.num_bytes) for line in state_lines(settings) if line.when == "always"]
+    run = planned_run(task, config, ranks)
+    held = [
+        (line.name, line.place, line.num_bytes) for line in plan_lines(run, state_rows(run)) if line.when == "always"
+    ]
     # The plan's line is that of the process with most.
-    own = gradient_overlaps(settings)[ranks.rank] * settings.weight_bytes
+    own = gradient_overlaps(run).get(ranks.rank, 0) * run.width
     return [(name, place, own if name == "gradients across partitions" else size) for name, place, size in held]
+
+
+def predicted_step(task: Task, config: dict[str, Any], ranks: World, sub_group: int) -> int:
+    """Return the bytes that a step makes, with the largest sub-group of this run instead of the largest that can be."""
+    run = planned_run(task, config, ranks)
+    sizes = {line.name: line.num_bytes for line in plan_lines(run, state_rows(run)) if line.when == "step"}
+    sizes.pop("bucket of the last gradients", None)  # of the passes before
+    if planned := sizes.pop("gradients of a sub-group", 0):
+        assert sub_group * run.master_bytes <= planned
+        sizes["gradients of a sub-group"] = sub_group * run.master_bytes
+    return sum(sizes.values())
 
 
 def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sft") -> dict[str, float]:
@@ -178,10 +230,11 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
         keys=keys / ids.numel(),
     )  # fmt: skip
-    lines = [line for line in activation_lines(shape, workload, width) if line.when == "pass"]
+    run = Run(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
+    lines = [line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass"]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:
         # Arguments of the recomputed layers, which a closure keeps and no hook sees.
         del parts["rotary angles"]
-    parts["head"] = float(saved_head_bytes(shape, workload, width))
+    parts["head"] = float(saved_head_bytes(run))
     return {"predicted": sum(parts.values()), **parts}

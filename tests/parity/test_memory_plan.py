@@ -43,6 +43,10 @@ def test_the_states_of_each_rank_are_predicted(
         assert abs(error) <= STATES, rank
         moments = sum(size for name, _, size in rank["lines"] if name == "optimizer states")
         assert moments == pytest.approx(rank["parts"]["moments"], rel=STATES)
+        step = rank["step"]
+        print(f"  in the step: {step['measured']} bytes, predicted {step['predicted']}")
+        # Norms, scales and counters are not predicted.
+        assert step["measured"] == pytest.approx(step["predicted"], rel=STATES, abs=2_000), step
 
 
 TINY = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,

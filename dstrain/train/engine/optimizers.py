@@ -12,12 +12,10 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.patches import disable_muon_compile
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.params import ParamGroup
-from dstrain.models.quantization import OPTIMIZERS_8BIT, import_bitsandbytes
+from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT, import_bitsandbytes
 
 MUON_MOMENTUM = 0.95
 """Nesterov momentum of Muon, the value of Keller Jordan (2024)."""
-MAX_NUMEL_8BIT = 2**31
-"""First size of a tensor that bitsandbytes' kernels cannot take."""
 
 
 def make_optimizer(

@@ -282,19 +282,44 @@ def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:
     assert made == ["plain", "aligned"], "other tensors are DeepSpeed's"
 
 
-def test_deepspeed_flattens_gradients_where_the_patch_expects_it() -> None:
-    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
-    assert "flat_grad_partition = self.flatten(self.averaged_gradients[i])" in source
-    assert "self.flatten_dense_tensors_aligned(self.averaged_gradients[i]," in source
+@pytest.mark.parametrize(
+    ("stage", "lines"),
+    [
+        (
+            "stage_1_and_2",
+            [
+                "flat_grad_partition = self.flatten(self.averaged_gradients[i])",
+                "self.flatten_dense_tensors_aligned(self.averaged_gradients[i],",
+            ],
+        ),
+        ("stage3", ["single_grad_partition = self.flatten(self.averaged_gradients[sub_group_id]).to("]),
+    ],
+)
+def test_deepspeed_flattens_gradients_where_the_patch_expects_it(stage: str, lines: list[str]) -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert all(line in source for line in lines)
 
 
-def test_the_optimizer_of_stage_3_flattens_as_before() -> None:
-    """It has gradients by group and functions of the same names, and no flat partition of this kind."""
-    plain, aligned = (lambda tensors: tensors), (lambda tensors, alignment: tensors)
-    optimizer = SimpleNamespace(flatten=plain, flatten_dense_tensors_aligned=aligned, averaged_gradients={0: []})
+def test_the_gradients_of_a_sub_group_at_stage_3_are_copied_once() -> None:
+    gradients = [torch.randn(12).bfloat16(), torch.randn(5).bfloat16()]
+    optimizer = SimpleNamespace(
+        flatten=lambda tensors: torch.cat([*tensors]),
+        averaged_gradients={0: gradients},
+        fp32_partitioned_groups_flat=[torch.zeros(17, requires_grad=True)],
+    )
+    wanted = optimizer.flatten(gradients).to(torch.float32)
+    flatten_gradients_in_fp32(optimizer)
+    found = optimizer.flatten(gradients)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
+    assert not hasattr(optimizer, "flatten_dense_tensors_aligned")
+
+
+def test_an_optimizer_with_other_partitions_flattens_as_before() -> None:
+    plain = lambda tensors: tensors  # noqa: E731
+    optimizer = SimpleNamespace(flatten=plain, averaged_gradients={0: []})
     flatten_gradients_in_fp32(optimizer)
     assert optimizer.flatten is plain
-    assert optimizer.flatten_dense_tensors_aligned is aligned
 
 
 def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.config.schema import RunConfig
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.read_shape import named_config
+from dstrain.planner.shapes import named_config
 from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
 

@@ -11,8 +11,16 @@ import yaml
 from dstrain.config import RunConfig
 from dstrain.errors import PresetError, RecipeError, UsageError
 from dstrain.planner import choose
-from dstrain.planner.choose import MARGIN, Hardware, choose_preset, detect_hardware, suggest_model
-from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
+from dstrain.planner.choose import (
+    MARGIN,
+    PRESETS_BY_SPEED,
+    Budget,
+    Hardware,
+    choose_preset,
+    detect_hardware,
+    suggest_fixes,
+    suggest_model,
+)
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.workload import Cluster
 from dstrain.preset import preset_names, read_preset

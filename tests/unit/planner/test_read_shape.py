@@ -10,15 +10,16 @@ import pytest
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.planner.read_shape import (
+from dstrain.planner.shapes import (
     FAMILIES,
+    ModelShape,
     named_config,
     read_base_shape,
+    read_properties,
     read_shape,
     shape_from_config,
     shape_names,
 )
-from dstrain.planner.workload import ModelShape, read_properties
 from tests.unit.planner.recipes import made_config
 
 KNOWN = {
@@ -214,3 +215,39 @@ def test_the_tensors_of_a_config_are_those_of_the_model(name: str) -> None:
     assert {tensor.name: tensor.shape for tensor in shape.tensors} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
+
+
+def test_another_family_is_counted_without_data_and_keeps_undeclared_settings() -> None:
+    """head_dim of qwen3_moe is read by its modelling file only; without it heads would have 16 values."""
+    values = {"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "num_experts": 4,
+              "num_experts_per_tok": 2, "tie_word_embeddings": False}  # fmt: skip
+    config = made_config(model={"config": values, "lora": {"rank": 4}}, data={"train": "nowhere.jsonl"})
+    shape = read_shape(config, read_properties(config))
+    sizes = {tensor.name: tensor.shape for tensor in shape.tensors}
+    assert sizes["model.layers.0.self_attn.q_proj.weight"] == (4 * 32, 64)
+    assert sizes["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, 64)
+    assert (shape.intermediate, shape.experts_per_token, shape.tied) == (2 * 48, 2, False)
+    assert shape.largest_module == max(320 * 64, 3 * 4 * 48 * 64)
+
+
+def test_experts_in_files_of_their_own_are_one_module(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **SMALL}))
+    names = [
+        f"model.layers.0.block_sparse_moe.experts.{index}.w{part}.weight" for index in range(4) for part in (1, 2, 3)
+    ]
+    save_file({name: np.zeros((32, 48), np.float32) for name in names}, tmp_path / "model.safetensors")
+    shape = read_base_shape(ModelConfig(path=str(tmp_path)))
+    assert shape is not None
+    assert shape.largest_module == 12 * 32 * 48
+
+
+def test_targets_that_match_nothing_are_refused_with_the_names() -> None:
+    config = made_config(model={"lora": {"targets": ["query"]}})
+    with pytest.raises(
+        RecipeError, match=r"model\.lora\.targets: \['query'\] match no linear layer .*; known here: down_proj, "
+    ):
+        read_shape(config, read_properties(config))

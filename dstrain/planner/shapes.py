@@ -1,33 +1,265 @@
-"""Shapes of models from configs: decoders and vision encoders."""
+"""Models that are planned: parameters and sizes, from configs, weight files or the meta device."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache
+from fnmatch import fnmatch
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder import resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
-from dstrain.planner.workload import (
-    ModelShape,
-    ParamTensor,
-    TaskProperties,
-    VisionShape,
-    from_tensors,
-    part_of,
-    with_adapters,
-    with_frozen,
-    with_score_head,
-)
+from dstrain.tasks import make_task
+from dstrain.tasks.common.task import has_dropout_disabled
+
+Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
+PARTS: tuple[Part, ...] = ("vision", "projector", "embedding", "layers", "other", "head", "lora")
+"""In the order of a plan's lines."""
+
+
+EXPERT = re.compile(r"\.experts\.\d+\b.*")
+"""Rest of a module's name in files that store each expert separately; transformers builds one module of them."""
+
+
+@dataclass(frozen=True)
+class ParamTensor:
+    """A parameter of the model; tied weights appear once."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    is_trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Return the number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """Return True for a matrix of a linear layer inside the layers, vision tower or projector."""
+        return len(self.shape) == 2 and self.part in ("layers", "vision", "projector") and "embed" not in self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """Sizes of a vision encoder."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    patches: int
+    """Positions of one image in the encoder: its patches, and the class token of CLIP."""
+    patch_values: int
+    """Pixel values of one patch, over its channels and frames."""
+    tokens: int
+    """Tokens of one image in the language model."""
+    pixels_per_token: int = 0
+    """Pixels of an image for each of its tokens; 0 where every image has the same number of tokens."""
+    is_gated: bool = False
+    """True for an MLP with a gate (Qwen2.5-VL)."""
+    stored_layers: int = 0
+    """Layers that run; LLaVA leaves the last one out, whose weights exist."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelShape:
+    """Sizes of a decoder, with or without a vision encoder, and all its parameters. Compared by identity."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """True where the head is the embedding."""
+    tensors: tuple[ParamTensor, ...]
+    experts_per_token: int = 0
+    """Experts that each token passes; `intermediate` is the sum of their widths. 0: a dense model."""
+    has_qk_norm: bool = False
+    norms_per_layer: int = 2
+    has_softcap: bool = False
+    """True where attention caps its logits, which only the eager implementation does."""
+    vision: VisionShape | None = None
+    param_source: str = "config"
+    """config, safetensors headers, or meta device."""
+
+    @property
+    def has_fp32_norms(self) -> bool:
+        """Return True where norms multiply with their weight in fp32, as Gemma's do."""
+        return self.model_type.startswith("gemma")
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[ParamTensor, int], ...]:
+        """One tensor of each size, part and role, and how many there are: sums over 80 equal layers need one of them."""
+        found: dict[tuple[Any, ...], tuple[ParamTensor, int]] = {}
+        for tensor in self.tensors:
+            key = tensor.shape, tensor.part, tensor.is_trainable, tensor.is_linear_weight
+            first, count = found.get(key, (tensor, 0))
+            found[key] = first, count + 1
+        return tuple(found.values())
+
+    @cached_property
+    def largest_module(self) -> int:
+        """Number of values of the largest module's own tensors; the experts of a layer are one module."""
+        found: dict[str, int] = {}
+        for tensor in self.tensors:
+            module = EXPERT.sub(".experts", tensor.name.rpartition(".")[0])
+            found[module] = found.get(module, 0) + tensor.numel
+        return max(found.values(), default=0)
+
+    def count(self, part: Part | None = None, trainable: bool | None = None) -> int:
+        """Return the number of parameters of a part (None: all), trainable or frozen ones (None: both)."""
+        return sum(
+            tensor.numel * count
+            for tensor, count in self.kinds
+            if part in (None, tensor.part) and trainable in (None, tensor.is_trainable)
+        )
+
+    def largest(self, trainable: bool | None = None) -> int:
+        """Return the number of values of the largest tensor, trainable or frozen (None: any)."""
+        return max((tensor.numel for tensor, _ in self.kinds if trainable in (None, tensor.is_trainable)), default=0)
+
+
+def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> ModelShape:
+    """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.
+
+    A weight of (out, in) gets A (rank, in) and B (out, rank); DoRA adds a magnitude (out,). `lora`: the recipe's
+    LoraConfig. Hu et al., arXiv 2106.09685, section 4.1; Liu et al., arXiv 2402.09353, eq. 5.
+    """
+    adapters, kept = [], []
+    for tensor in shape.tensors:
+        module = tensor.name.rpartition(".")[0]
+        is_head = any(module.endswith(head) for head in heads)
+        kept.append(replace(tensor, is_trainable=is_head))
+        if not tensor.is_linear_weight or is_head or not _is_target(module, lora.targets):
+            continue
+        rows, columns = tensor.shape
+        parts: list[tuple[str, tuple[int, ...]]] = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
+        parts += [("lora_magnitude_vector", (rows,))] if lora.dora else []
+        adapters += [ParamTensor(f"{module}.{name}.weight", size, "lora") for name, size in parts]
+    if not adapters and shape.tensors:
+        linear = {one.name.split(".")[-2] for one in shape.tensors if one.is_linear_weight and "." in one.name}
+        problem = f"{lora.targets!r} match no linear layer of the model"
+        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(sorted(linear)) or 'none'}"))
+    return replace(shape, tensors=(*kept, *adapters))
+
+
+def _is_target(module: str, targets: str | list[str]) -> bool:
+    if isinstance(targets, str):  # a regular expression of the whole name, as peft reads it
+        try:
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        except re.error as error:
+            problem = f"{targets!r} is not a regular expression ({error})"
+            raise RecipeError(Fault("model.lora.targets", problem, "correct it, or write a list of names")) from None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def with_frozen(shape: ModelShape, patterns: Iterable[str]) -> ModelShape:
+    """Return the shape with the parameters of `model.freeze` frozen: names, prefixes, globs, or components."""
+    patterns = tuple(patterns)
+
+    def is_frozen(tensor: ParamTensor) -> bool:
+        component = tensor.part if tensor.part in ("vision", "projector") else "language"
+        names = (tensor.name, tensor.name.removeprefix("model."))
+        return any(
+            (pattern == component and shape.vision is not None)
+            or any(name == pattern or name.startswith(f"{pattern}.") or fnmatch(name, pattern) for name in names)
+            for pattern in patterns
+        )  # fmt: skip
+
+    return replace(
+        shape,
+        tensors=tuple(replace(tensor, is_trainable=False) if is_frozen(tensor) else tensor for tensor in shape.tensors),
+    )
+
+
+def with_score_head(shape: ModelShape) -> ModelShape:
+    """Return the shape of a reward model: a linear score of one value instead of the language-model head."""
+    body = tuple(tensor for tensor in shape.tensors if tensor.part != "head")
+    return replace(shape, tensors=(*body, ParamTensor("score.weight", (1, shape.hidden), "head")))
+
+
+def part_of(name: str) -> Part:
+    """Return the part of a parameter by its name in a model file."""
+    words = {
+        "lora": ("lora_",),
+        "projector": ("multi_modal_projector", "merger", "connector", "mm_projector"),
+        "vision": ("vision", "visual"),
+        "head": ("lm_head", "score.", "embed_out"),
+        "embedding": ("embed_tokens", "wte", "wpe", "embeddings", "embed_in"),
+        "layers": ("layers.", ".h.", "blocks.", "layer."),
+    }
+    found = next((part for part, marks in words.items() if any(mark in name for mark in marks)), "other")
+    return found  # type: ignore[return-value]
+
+
+def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param_source: str) -> ModelShape:
+    """Return the shape with tensors counted by name, in place of those derived from the config."""
+    tensors = tuple(ParamTensor(name, size, part_of(name)) for name, size in shapes.items())
+    return replace(shape, tensors=tensors, param_source=param_source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskProperties:
+    """What the planner has to know of a task, read from the task itself."""
+
+    rows_per_sample: int = 1
+    """2 for tasks on pairs of answers."""
+    is_scored: bool = False
+    """True for a score head instead of a language-model head."""
+    heads: tuple[str, ...] = ()
+    """New parts that are trained in full next to adapters."""
+    reference: str = "none"
+    """Kind of the reference: none, model, adapter or cached."""
+    reference_model: ModelConfig | None = None
+    """Another model as reference; None: the policy's own."""
+    reward_models: tuple[ModelConfig, ...] = ()
+    """Frozen reward models that score in each step; those that score before the training are gone by then."""
+    packs_batches: bool = False
+    disables_dropout: bool = False
+    images_per_row: int = 1
+    page_dpi: int | None = None
+    """Pixels per inch of images that are rendered pages."""
+    is_known: bool = True
+    """False for a task whose model is not a transformers model with a language-model or score head."""
+
+
+def read_properties(config: RunConfig) -> TaskProperties:
+    """Return the properties of a recipe's task. Imports no torch; of a user's task file, its own imports."""
+    task = make_task(config)
+    if not task.is_planned or task.loads_own_model:
+        return TaskProperties(is_known=False)
+    inputs = task.loss_inputs
+    return TaskProperties(
+        rows_per_sample=2 if task.has_pairs else 1,
+        is_scored=not task.can_generate,
+        heads=task.export.modules_to_save,
+        reference=inputs.reference.kind,
+        reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
+        reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
+        packs_batches=task.packs_batches,
+        disables_dropout=has_dropout_disabled(task),
+        images_per_row=getattr(task, "max_pages", 1),
+        page_dpi=getattr(task, "dpi", None),
+    )
+
 
 Tensors = tuple[ParamTensor, ...]
 DEFAULT_IMAGE_TOKENS = 1024
@@ -85,6 +317,7 @@ def _qwen_2_5_tower(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tupl
     vision = VisionShape(
         hidden=int(given["hidden_size"]), intermediate=int(given["intermediate_size"]), layers=int(given["depth"]),
         heads=int(given["num_heads"]), patches=DEFAULT_IMAGE_TOKENS * merge, tokens=DEFAULT_IMAGE_TOKENS, is_gated=True,
+        pixels_per_token=int(given["patch_size"]) ** 2 * merge,
         stored_layers=int(given["depth"]), patch_values=math.prod(patch),
     )  # fmt: skip
     return vision, _named(_qwen_2_5_tensors(vision, patch))
@@ -269,11 +502,17 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
         return next((int(text[name]) for name in names.split() if isinstance(text.get(name), int)), default)
 
     hidden = find("hidden_size n_embd d_model dim width", 768)
+    inner = find("intermediate_size n_inner ffn_dim d_ff d_inner", 4 * hidden)
+    if experts := find("num_experts_per_tok num_experts_per_token moe_topk moe_top_k", 0):
+        expert = find("moe_intermediate_size expert_ffn_hidden_size", inner)
+        inner = (experts + find("n_shared_experts num_shared_experts", 0)) * expert
+        inner += find("shared_expert_intermediate_size", 0)
     heads = find("num_attention_heads n_head n_heads num_heads", 12)
     return ModelShape(
         model_type=str(config.get("model_type")),
         hidden=hidden,
-        intermediate=find("intermediate_size n_inner ffn_dim d_ff d_inner", 4 * hidden),
+        intermediate=inner,
+        experts_per_token=experts,
         layers=find("num_hidden_layers n_layer n_layers num_layers", 12),
         heads=heads,
         kv_heads=find("num_key_value_heads num_kv_heads", heads),
@@ -284,7 +523,7 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-SHAPES_DIR = Path(__file__).parent / "shapes"
+SHAPES_FILE = Path(__file__).parent / "shapes.json"
 META_MODULE = "dstrain.train.list_parameters"
 """Module that a subprocess runs: it builds the model on the meta device and prints its parameters as JSON."""
 META_TIMEOUT_SECONDS = 300
@@ -292,17 +531,29 @@ HUB_SUFFIXES = ("-Instruct", "-Chat", "-Base", "-it")
 """Of Hub ids that have the shape of the model without it."""
 
 
+@cache
+def _shipped() -> dict[str, Any]:
+    """Return `shapes`: name -> its ids on the Hub and its config; `suggested`: kind of model -> names and ids, the largest first."""
+    values: dict[str, Any] = json.loads(SHAPES_FILE.read_text(encoding="utf-8"))
+    return values
+
+
 def shape_names() -> list[str]:
     """Return the names of the shipped shapes."""
-    return sorted(path.stem for path in SHAPES_DIR.glob("*.json"))
+    return sorted(_shipped()["shapes"])
 
 
 def named_config(name: str) -> dict[str, Any]:
     """Return the transformers config of a shipped shape. Raises UsageError."""
     if name not in shape_names():
         raise UsageError(f"--model-shape {name}: there is no such shape; {suggest_name(name, shape_names())}")
-    config: dict[str, Any] = json.loads((SHAPES_DIR / f"{name}.json").read_text(encoding="utf-8"))["config"]
-    return config
+    return deepcopy(dict(_shipped()["shapes"][name]["config"]))
+
+
+def suggested_models(kind: Literal["text", "vision"]) -> Mapping[str, str]:
+    """Return name of a shipped shape -> id on the Hub of the models that a starter recipe may name, the largest first."""
+    found: dict[str, str] = _shipped()["suggested"][kind]
+    return found
 
 
 def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
@@ -314,7 +565,8 @@ def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
         return _with_meta_parameters(config, ModelShape(**_UNKNOWN_SIZES))
     shape = read_base_shape(config.model)
     if shape is None:
-        return _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}))
+        sizes = _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}), "--base")
+        shape = replace(sizes, tied=not sizes.count("head"))
     if properties.is_scored:
         shape = with_score_head(shape)
     if config.model.lora is not None:
@@ -370,31 +622,18 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
 
 def _find_cached_config(name: str) -> Path | None:
     """Return the newest config.json of a Hub id in the Hub's cache."""
-    import os
-
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     found = [*hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")] if name.count("/") == 1 else []
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def hub_name(shape_name: str) -> str:
-    """Return the Hub id of a shipped shape."""
-    return str(json.loads((SHAPES_DIR / f"{shape_name}.json").read_text(encoding="utf-8"))["hub"][0])
-
-
-@cache
-def _hub_names() -> dict[str, str]:
-    """Return Hub id in lower case -> name of the shipped shape."""
-    read = {name: json.loads((SHAPES_DIR / f"{name}.json").read_text(encoding="utf-8")) for name in shape_names()}
-    return {hub.lower(): name for name, values in read.items() for hub in values["hub"]}
-
-
 def _find_hub_shape(name: str) -> dict[str, Any] | None:
     """Return the shipped config of a Hub id such as meta-llama/Llama-3.1-8B-Instruct."""
     plain = next((name.removesuffix(suffix) for suffix in HUB_SUFFIXES if name.endswith(suffix)), name)
-    known = _hub_names().get(plain.lower())
-    return named_config(known) if known is not None else None
+    shapes = _shipped()["shapes"].items()
+    known = (shape for shape, values in shapes if plain.lower() in (hub.lower() for hub in values["hub"]))
+    return next((named_config(shape) for shape in known), None)
 
 
 def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -413,11 +652,11 @@ def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def _with_meta_parameters(config: RunConfig, shape: ModelShape) -> ModelShape:
+def _with_meta_parameters(config: RunConfig, shape: ModelShape, *options: str) -> ModelShape:
     """Return the shape with the parameters that a subprocess counts on the meta device. Raises RecipeError."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", META_MODULE], input=dump_recipe(config), capture_output=True, text=True,
+            [sys.executable, "-m", META_MODULE, *options], input=dump_recipe(config), capture_output=True, text=True,
             timeout=META_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -1,0 +1,161 @@
+"""The memory planner against published measurements: `python -m benchmarks.planner [--to docs/measurements/planner.md]`.
+
+benchmarks/planner_cases.json has numbers and sources only. A case that names no length, or trains in another way than
+dstrain can, is planned but not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dstrain.config.schema import RunConfig
+from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, MemoryLine
+from dstrain.planner.memory import MemoryPlan, plan_memory
+from dstrain.planner.shapes import named_config, shape_names
+from dstrain.planner.workload import Cluster
+from dstrain.preset import Preset, read_preset
+
+CASES = Path(__file__).with_name("planner_cases.json")
+LOW, HIGH = 0.92, 1.10
+"""Ratios of planned to measured memory that are aimed at."""
+OUTSIDE_TORCH = ("CUDA context, cuBLAS", "NCCL")
+FIGURES = {"smi": "nvidia-smi", "res": "reserved by torch", "alloc": "allocated by torch"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A case with its plans, in GiB."""
+
+    case: dict[str, Any]
+    planned: float
+    as_peer: float
+    """With what the measured program keeps and dstrain does not."""
+
+    @property
+    def ratio(self) -> float:
+        """Planned like the peer, over measured."""
+        return self.as_peer / float(self.case["measured_gib"])
+
+
+def make_config(case: dict[str, Any], models: dict[str, Any]) -> RunConfig:
+    """Return the recipe of a case: one pass for each step."""
+    model = named_config(case["model"]) if case["model"] in shape_names() else models[case["model"]]
+    values: dict[str, Any] = {
+        "task": case["task"],
+        "precision": "bf16",
+        "model": {"config": model, "lora": None},
+        "data": {"train": "train.jsonl", "max_length": case["length"]},
+        "batch": {"micro": case["micro"], "accumulate": 1},
+        "optim": {"lr": 1e-5},
+    }
+    for key, value in case["set"].items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    return RunConfig.model_validate(values)
+
+
+def make_preset(case: dict[str, Any]) -> Preset:
+    """Return the preset of a case, with the sizes that its DeepSpeed JSON sets."""
+    preset = read_preset(case["preset"])
+    zero = {**preset.block["zero_optimization"], **case.get("zero_optimization", {})}
+    return Preset(preset.name, preset.path, {**preset.block, "zero_optimization": zero})
+
+
+def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, ...]:
+    """Return the lines with the peer's own terms.
+
+    Logits: `logit_bytes` for each token and vocabulary entry instead of dstrain's head: 14 for logits in bf16, a copy and
+    a softmax in fp32, and their gradients; 8 for LitGPT's loss in chunks; 0 for a chunked or fused loss. DeepSpeed's copy
+    of a sub-group in 16 bits at stage 3, which dstrain does not make. Inputs of each product in 4 bits, which bitsandbytes
+    kept up to 0.42 (autograd/_functions.py, MatMul4Bit). The share of fragmentation of the measured allocator.
+    """
+    own = {row.name for row in HEAD_ROWS}
+    lines = [line for line in plan.lines if not (case["logit_bytes"] and line.name in own and line.when == "head")]
+    if case["logit_bytes"]:
+        size = case["logit_bytes"] * plan.workload.tokens * plan.shape.vocab
+        lines.append(MemoryLine("logits of the peer", size, "gpu", "activation", "14 N V", case["source"], "head"))
+    if group := plan.find("gradients of a sub-group"):
+        copy = replace(group, name="sub-group in 16 bits", num_bytes=group.num_bytes // 2)
+        lines.append(copy)
+    if case.get("keeps_inputs_of_products"):
+        shape, tokens = plan.shape, plan.workload.tokens
+        size = 2 * tokens * shape.layers * (2 * shape.hidden + shape.intermediate)
+        lines.append(
+            MemoryLine("inputs of products", size, "gpu", "activation", "w T (2 H + I)", case["source"], "pass")
+        )
+    tensors = replace(plan, lines=tuple(line for line in lines if line.kind != "reserve")).gpu_bytes
+    share = FRAGMENTATION[case.get("expandable_segments", True)]
+    return tuple(
+        replace(line, num_bytes=round(share * tensors)) if line.name == "fragmentation" else line for line in lines
+    )
+
+
+def compared_bytes(plan: MemoryPlan, figure: str) -> int:
+    """Return the part of a plan that a figure measures."""
+    if figure == "alloc":
+        return plan.tensor_bytes
+    outside = sum(line.num_bytes for line in plan.lines if line.name in OUTSIDE_TORCH)
+    return plan.gpu_bytes - (outside if figure == "res" else 0)
+
+
+def compare(case: dict[str, Any], models: dict[str, Any]) -> Comparison:
+    """Plan a case."""
+    cluster = Cluster(gpus_per_node=case["gpus"], nodes=case["nodes"])
+    plan = plan_memory(make_config(case, models), make_preset(case), cluster)
+    peer = replace(plan, lines=lines_of_peer(case, plan))
+    sizes = (compared_bytes(one, case["figure"]) / 2**30 for one in (plan, peer))
+    planned, as_peer = sizes
+    return Comparison(case=case, planned=planned, as_peer=as_peer)
+
+
+def make_table(found: list[Comparison]) -> str:
+    """Return the table and the distribution as Markdown."""
+    lines = [
+        "| case | source | figure | measured GiB | planned | with the peer's terms | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        case = one.case
+        why = f"; not compared: {case['not_comparable']}" if "not_comparable" in case else ""
+        lines.append(
+            f"| {case['name']}: {case['about']}{why} | {case['source']} | {FIGURES[case['figure']]} | "
+            f"{case['measured_gib']:.1f} | {one.planned:.1f} | {one.as_peer:.1f} | {one.ratio:.2f} |"
+        )
+    ratios = sorted(one.ratio for one in found if "not_comparable" not in one.case)
+    inside = sum(LOW <= ratio <= HIGH for ratio in ratios)
+    low = sum(ratio < 1 / HIGH for ratio in ratios)
+    lines += [
+        "",
+        f"{len(ratios)} cases are compared: {inside} lie between {LOW:.2f} and {HIGH:.2f}, median {median(ratios):.2f}, least "
+        f"{ratios[0]:.2f}, most",
+        f"{ratios[-1]:.2f}; {low} took more than 10 % above the plan.",
+    ]
+    return "\n".join(lines)
+
+
+MARK = "<!-- made by python -m benchmarks.planner -->"
+"""Line of the page below which the table stands, up to the next such line."""
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, help="Markdown file whose table is replaced")
+    arguments = parser.parse_args()
+    data = json.loads(CASES.read_text(encoding="utf-8"))
+    table = make_table([compare(case, data["models"]) for case in data["cases"]])
+    if arguments.to is None:
+        print(table)
+        return
+    before, _, rest = arguments.to.read_text(encoding="utf-8").partition(MARK)
+    after = rest.partition(MARK)[2]
+    arguments.to.write_text(f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -48,6 +48,8 @@ its group."""
 TRACEBACK_HINT = "; the full traceback is in "
 """Words before the path of the log in the message of an unexpected error."""
 
+SHARED_FILE_PREFIX = "seen-"
+"""Prefix of a file that the hosts of a launch look for, to learn whether they share the run folder."""
 MAX_RECORD_BYTES = 1 << 20
 """Largest record that is read."""
 MAX_ERROR_CHARS = 80_000
@@ -176,22 +178,15 @@ def _read_record(path: Path) -> RankRecord | None:
     return None
 
 
-def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
-    """Remove the records of these ranks from earlier launches. Call it before they start."""
-    get_workers_dir(run_dir).mkdir(parents=True, exist_ok=True)
-    names = {f"rank-{rank:05d}" for rank in ranks}
-    for path in get_workers_dir(run_dir).glob("rank-*.json"):
-        if path.name.split(".")[0] in names:
-            path.unlink(missing_ok=True)
+def remove_worker_files(run_dir: Path, ranks: Collection[int]) -> None:
+    """Remove the records of these ranks from earlier launches, and what killed launches left.
 
-
-def remove_launch_files(run_dir: Path) -> None:
-    """Remove the files that killed launches, on one host or several, left.
-
-    Call it while this launch holds the run folder's lease.
+    Call it before the ranks start, while this launch holds the run folder's lease.
     """
-    for pattern in ("port-*", "seen-*"):
-        for path in get_workers_dir(run_dir).glob(pattern):
+    names = {f"rank-{rank:05d}" for rank in ranks}
+    for path in get_workers_dir(run_dir).glob("*"):
+        is_record = path.suffix == ".json" and path.name.split(".")[0] in names
+        if is_record or path.name.startswith(SHARED_FILE_PREFIX):
             path.unlink(missing_ok=True)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from dstrain.errors import (
     one_line,
 )
 from dstrain.files import get_host_id
-from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
+from dstrain.launch.command import describe_port_owner
 from dstrain.launch.multihost.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
 from dstrain.train.health.liveness import (
@@ -89,20 +89,26 @@ class Rendezvous:
             self.liveness = Liveness(HashStore(), 0, [Member(socket.gethostname())], self._timeout)
             self.liveness.start()
             return self
-        with self._named_port_owner(), rendezvous_errors(self._timeout):
-            place = os.environ.get(PORT_FILE_ENV)
-            port_file = Path(place) if place else None
-            self._store = connect_store(self._timeout, port_file)
-            found = self._exchange_members()
-            # All ranks have sent their message, so all have read the file.
-            if port_file and self.rank == 0:
-                port_file.unlink(missing_ok=True)
-        if found["fault"]:
-            raise UsageError(found["fault"])
+        try:
+            self._store = connect_store(self._timeout)
+        except OSError as error:  # on rank 0 alone: nobody else listens
+            port, host = int(os.environ["MASTER_PORT"]), socket.gethostname()
+            what = f"rank 0 cannot listen on port {port} of {host} ({error.strerror or error})"
+            if error.errno == errno.EADDRINUSE:
+                what = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
+            fix = "rerun the command, with another --master-port if you gave one, or end that process"
+            raise PeerFailureError("meeting the other processes", what, fix) from error
+        with rendezvous_errors(self._timeout):
+            fault = self._exchange_members()
+        if fault:
+            raise UsageError(fault)
         return self
 
-    def _exchange_members(self) -> dict[str, Any]:
-        """Tell rank 0 where this rank runs and with which versions, and read what it made of those of all ranks."""
+    def _exchange_members(self) -> str:
+        """Tell rank 0 where this rank runs and with which versions, and read what it made of those of all ranks.
+
+        Returns the message on versions that differ, '' if none do.
+        """
         own = {
             "host": socket.gethostname(),
             "place": f"{get_host_id()} {os.path.realpath(cache_root())}",
@@ -143,21 +149,7 @@ class Rendezvous:
         members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
         self.liveness = Liveness(self._store, self.rank, members, self._timeout)
         self.liveness.start()
-        return {"fault": one_line(str(found["fault"]))}
-
-    @contextlib.contextmanager
-    def _named_port_owner(self) -> Iterator[None]:
-        """Context that names the process that holds rank 0's port, if it is taken."""
-        try:
-            yield
-        except PeerFailureError as error:
-            port = os.environ.get("MASTER_PORT", "")
-            if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
-                owner = describe_port_owner(int(port))
-                what = f"the rendezvous port {port} of {socket.gethostname()} is already in use{owner}"
-                fix = "rerun the command, with another --master-port if you gave one, or end that process"
-                raise PeerFailureError(error.phase, what, fix) from error
-            raise
+        return one_line(str(found["fault"]))
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -17,7 +17,6 @@ import psutil
 
 import dstrain
 from dstrain.files import get_host_id
-from dstrain.launch.command import find_port_fault
 from dstrain.launch.processes import start_time
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 from dstrain.process_setup import count_available_cores
@@ -126,44 +125,6 @@ def _ssh_server_address() -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     return "" if address.startswith(("127.", "::1")) else address
-
-
-class ReservedPort:
-    """Port of this host, reserved while the other hosts test whether they reach it."""
-
-    def __init__(self) -> None:
-        self._server: socket.socket | None = None
-
-    def bind(self, address: str, port: int) -> dict[str, Any]:
-        """Listen on the port, 0 for a free one.
-
-        Returns the port and the interface that has the address, or a fault.
-        """
-        if port and (fault := find_port_fault(port)):
-            return {"fault": fault}
-        try:
-            both = socket.has_dualstack_ipv6()
-            # Dual-stack, since the other hosts may resolve the name to either kind of address.
-            family = socket.AF_INET6 if both else socket.AF_INET
-            self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-        except OSError as error:
-            return {"fault": f"port {port}: {error.strerror}"}
-        return {"port": self._server.getsockname()[1], "interface": find_route_interface(address)}
-
-    def reserve(self) -> None:
-        """Stop listening, so that rank 0 can, but stay bound: the kernel gives the port to no other
-        process.
-        """
-        if self._server is None:
-            return
-        place, family = self._server.getsockname(), self._server.family
-        self._server.close()
-        self._server = socket.socket(family, socket.SOCK_STREAM)
-        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            self._server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        with contextlib.suppress(OSError):  # taken in between: rank 0 reports by which process
-            self._server.bind(place)
 
 
 def try_connect(address: str, port: int) -> dict[str, Any]:

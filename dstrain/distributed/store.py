@@ -59,9 +59,9 @@ _HOST_ERROR_FIXES = {
 def connect_store(timeout: timedelta) -> Any:
     """Return the store of all ranks, which rank 0 serves.
 
-    Ranks meet at MASTER_ADDR and MASTER_PORT: dstrain's launcher listens there before it starts rank 0, which inherits the
-    socket, so that no other process can take the port. Under torchrun its agent has a store there, which lives on when
-    ranks are started again, with the keys of the earlier ones: rank 0 opens its own and writes its address there.
+    Ranks meet at MASTER_ADDR and MASTER_PORT: dstrain's launcher listens there before it starts rank 0, which inherits
+    the socket, so that no other process can take the port. Under torchrun its agent has a store there, which lives on
+    when ranks are started again, with the keys of the earlier ones: rank 0 opens its own and writes its address there.
 
     Reads RANK, WORLD_SIZE and MASTER_*. Raises PeerFailureError where rank 0 does not answer, RunError for an error of
     this host's network, and OSError where rank 0 cannot listen.

@@ -21,8 +21,7 @@ class LaunchOptions:
     """Launch options of the command line; None or empty if not given."""
 
     num_gpus: int | None = None
-    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs,
-    or one process."""
+    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs, or one process."""
     num_nodes: int | None = None
     """Hosts to take from the top of the hostfile; nodes of a Slurm job."""
     hostfile: str | None = None
@@ -88,10 +87,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 
 def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
-    """Plan a launch of `dstrain ARGUMENTS` on this host only.
-
-    Raises UsageError if the options do not fit it.
-    """
+    """Plan a launch of `dstrain ARGUMENTS` on this host only. Raises UsageError if the options do not fit it."""
     gpu_count = 0 if is_cpu_requested(env) else count_gpus()
     devices = select_devices(options, env, gpu_count)
     num_processes = len(devices) or options.num_gpus or 1
@@ -208,9 +204,7 @@ def free_port() -> int:
 
 
 def check_loopback() -> None:
-    """Raise UsageError if loopback does not work: the processes would try to connect for
-    timeout_minutes.
-    """
+    """Raise UsageError if loopback does not work: the processes would try to connect for timeout_minutes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

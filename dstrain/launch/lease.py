@@ -32,8 +32,8 @@ HEARTBEAT_SECONDS = 3.0
 LEASE_TIMEOUT_SECONDS = 15.0
 """A holder on another host whose heartbeat does not change for this long is dead."""
 STALE_LISTING_SECONDS = 90.0
-"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one
-for up to 60 s (acdirmax in nfs(5))."""
+"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one for up to 60 s
+(acdirmax in nfs(5))."""
 RELEASED_HEARTBEAT = "released----"
 """Heartbeat of a released lease, as long as the others: a heartbeat is overwritten in place."""
 MAX_LEASE_BYTES = 64 * 1024
@@ -139,10 +139,7 @@ class Lease:
         self.release()
 
     def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
-        """Acquire the folder.
-
-        Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then.
-        """
+        """Acquire the folder. Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._holder = LeaseHolder(

@@ -40,8 +40,7 @@ class StopState:
 
     def __init__(self, saves_checkpoint: bool = True, can_restart: bool = False) -> None:
         self.saves_checkpoint, self.can_restart = saves_checkpoint, can_restart
-        """True if the workers write a checkpoint when asked to stop; else the first signal kills
-        them."""
+        """True if the workers write a checkpoint when asked to stop; else the first signal kills them."""
         self.first_signal_at: float | None = None
         """Time at which a signal was first forwarded."""
         self.stop_requested_at: float | None = None
@@ -57,8 +56,8 @@ class StopState:
 def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     """Run a group to its end and return the exit code for the shell.
 
-    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are
-    recorded in `stop_state`. Call it from the main thread.
+    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are recorded in
+    `stop_state`. Call it from the main thread.
     """
     stop_state = stop_state or StopState()
     with _capture_signals() as signals, _as_subreaper():

@@ -61,8 +61,8 @@ POLLS_PER_SECOND = 5000
 class Rendezvous:
     """Context in which this rank prepares its data; it ends when all ranks have. A single process waits for nobody.
 
-    Raises PeerFailureError if another rank does not connect, ends or stops sending heartbeats. If its
-    preparation fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
+    Raises PeerFailureError if another rank does not connect, ends or stops sending heartbeats. If its preparation
+    fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
     """
 
     liveness: Liveness

@@ -38,10 +38,7 @@ FORWARDED_PREFIXES = (
 
 
 def plan_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str], config: LaunchConfig) -> Launch:
-    """Plan a launch of `dstrain ARGUMENTS` on this host or on those of a hostfile.
-
-    Raises UsageError.
-    """
+    """Plan a launch of `dstrain ARGUMENTS` on this host or on those of a hostfile. Raises UsageError."""
     check_launcher(options)
     local_env = {**env, **dict(entry.split("=", 1) for entry in config.env if "=" in entry)}
     # The ranks of one command get a key of their own; with --no-ssh the user gives all commands the same one.
@@ -118,11 +115,10 @@ def _show_range(numbers: range) -> str:
 
 
 def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: Sequence[Path]) -> dict[str, str]:
-    """Return the environment for the ranks: forwarded names, then DeepSpeed's files, then
-    `launch.env`.
+    """Return the environment for the ranks: forwarded names, then DeepSpeed's files, then `launch.env`.
 
-    `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which
-    may not exist. Raises UsageError.
+    `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which may not exist.
+    Raises UsageError.
     """
     found = {
         name: value

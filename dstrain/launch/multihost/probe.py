@@ -80,8 +80,7 @@ def find_source_diff(expected: Mapping[str, str], actual: Mapping[str, str]) -> 
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 _EXTERNAL_ADDRESS = "192.0.2.1"
-"""Address reserved for documentation (RFC 5737), which no host has: its route is the default
-route."""
+"""Address reserved for documentation (RFC 5737), which no host has: its route is the default route."""
 
 
 def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
@@ -108,9 +107,7 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
 
 
 def get_interfaces_by_address() -> dict[str, str]:
-    """Return the network interface of each of this host's addresses, without loopback and
-    link-local ones.
-    """
+    """Return the network interface of each of this host's addresses, without loopback and link-local ones."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     interfaces: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -139,8 +136,8 @@ def try_connect(address: str, port: int) -> dict[str, Any]:
 def find_route_interface(address: str) -> str:
     """Return the interface over which this host sends to an address or name; '' if unknown.
 
-    For this host itself, return its only interface. Gloo would use the address of this host's name,
-    which on Debian is 127.0.1.1, where no other host reaches it.
+    For this host itself, return its only interface. Gloo would use the address of this host's name, which on Debian is
+    127.0.1.1, where no other host reaches it.
     """
     interfaces = get_interfaces_by_address()
     with contextlib.suppress(OSError):
@@ -156,10 +153,9 @@ def find_route_interface(address: str) -> str:
 def find_gloo_interface(worker: Worker, master_addr: str) -> str:
     """Return the interface for gloo in a worker of any launcher; '' if gloo's own choice is right.
 
-    `master_addr` is MASTER_ADDR or ''. On one host, over loopback, gloo needs none. On several, the
-    name of rank 0's host may resolve to loopback on that host: then the interface of the default
-    route is used. NCCL is not configured: it looks at the interfaces, prefers InfiniBand, and never
-    uses the host name (NCCL_SOCKET_IFNAME in its manual).
+    `master_addr` is MASTER_ADDR or ''. On one host, over loopback, gloo needs none. On several, the name of rank 0's
+    host may resolve to loopback on that host: then the interface of the default route is used. NCCL is not configured:
+    it looks at the interfaces, prefers InfiniBand, and never uses the host name (NCCL_SOCKET_IFNAME in its manual).
     """
     several = worker.local_world_size < worker.world_size
     if worker.world_size == 1 or not master_addr or not (several or _is_external_address(master_addr)):

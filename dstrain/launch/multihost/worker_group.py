@@ -30,10 +30,7 @@ CLEANUP_CONNECT_SECONDS = 4
 
 @contextlib.contextmanager
 def open_worker_group(launch: Launch, run_dir: Path) -> Iterator[WorkerGroup]:
-    """Yield the worker group of a launch, ready to start.
-
-    Raises UsageError if a host cannot take part.
-    """
+    """Yield the worker group of a launch, ready to start. Raises UsageError if a host cannot take part."""
     if not launch.hosts:
         yield LocalWorkerGroup(launch, run_dir)
         return
@@ -130,11 +127,10 @@ class MultiHostWorkerGroup(WorkerGroup):
         return bool(self.alive_ranks)
 
     def kill(self) -> list[str]:
-        """SIGKILL all processes on every host; if an agent does not answer, once over a separate
-        ssh session.
+        """SIGKILL all processes on every host; if an agent does not answer, once over a separate ssh session.
 
-        If that fails too, the agent kills its ranks when its channel is closed, and ranks kill
-        themselves when their agent is stopped.
+        If that fails too, the agent kills its ranks when its channel is closed, and ranks kill themselves when their
+        agent is stopped.
         """
         asked = [client for client in self._clients if not client.close_reason]
         for client in asked:

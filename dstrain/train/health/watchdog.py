@@ -29,9 +29,9 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 class Watchdog:
     """Context manager that watches the phase named by `liveness.log.phase`.
 
-    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
-    faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
-    while it runs, so that the C timer fires only if no Python code runs any more.
+    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
+    not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
+    if no Python code runs any more.
     """
 
     def __init__(self, liveness: Liveness, run_dir: Path, timeout: timedelta) -> None:
@@ -156,8 +156,8 @@ def peer_watchdog(
     """Replace torch's connection errors inside by a PeerFailureError that names the failed rank.
 
     Raises StoppedBySignal instead if a signal stopped the other rank before the first step. `run_dir` is for the stacks
-    of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the last
-    part of the message. Ends the heartbeats. Collective.
+    of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the
+    last part of the message. Ends the heartbeats. Collective.
     """
     liveness.log = world.log
     try:

@@ -116,7 +116,8 @@ class LocalWorkerGroup(WorkerGroup):
             self._listener = open_listener(launch.master_addr, launch.master_port)
         port = launch.master_port if self._listener is None else self._listener.getsockname()[1]
         # Variables of a launch around this one are dropped; what torchrun and DeepSpeed's launcher set is set.
-        environment = {name: value for name, value in launch.environment.items() if name not in HOST_ONLY_VARIABLES}
+        dropped = (*HOST_ONLY_VARIABLES, "MASTER_PORT")
+        environment = {name: value for name, value in launch.environment.items() if name not in dropped}
         environment |= {
             "WORLD_SIZE": str(launch.world_size),
             "LOCAL_WORLD_SIZE": str(len(launch.ranks)),

@@ -60,7 +60,8 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     `stop_state`. Call it from the main thread.
     """
     stop_state = stop_state or StopState()
-    with _capture_signals() as signals, _as_subreaper():
+    with _capture_signals() as signals:
+        set_child_subreaper(True)
         try:
             group.start()
             _wait_for_exit(stop_state, group, signals)
@@ -69,6 +70,7 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
             exit_codes, aborted = dict(group.exit_codes), group.abort_reason
             # Also after a success: no process of the launch may be left.
             remaining = group.kill()
+            set_child_subreaper(False)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
@@ -118,15 +120,6 @@ def _capture_signals() -> Iterator[deque[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _as_subreaper() -> Iterator[None]:
-    set_child_subreaper(True)
-    try:
-        yield
-    finally:
-        set_child_subreaper(False)
 
 
 def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int]) -> None:

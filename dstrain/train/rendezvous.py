@@ -16,7 +16,6 @@ from dstrain.cache import cache_root, check_once
 from dstrain.distributed.store import connect_store, find_connection_error, rendezvous_errors
 from dstrain.errors import (
     EXIT_FAILED,
-    EXIT_USAGE,
     DstrainError,
     PeerFailureError,
     UsageError,
@@ -98,7 +97,7 @@ class Rendezvous:
                 what = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
             fix = "rerun the command, with another --master-port if you gave one, or end that process"
             raise PeerFailureError("meeting the other processes", what, fix) from error
-        with rendezvous_errors(self._timeout):
+        with rendezvous_errors(self._timeout), foreign_values():
             fault = self._exchange_members()
         if fault:
             raise UsageError(fault)
@@ -131,21 +130,18 @@ class Rendezvous:
             }
             set_value(self._store, "members", found)
         found = get_value(self._store, "members", dict)
-        with foreign_values():
-            hosts = [one_line(found["hosts"][index]) for index in found["host"]]
-            self._first_with_cache = [int(first) for first in found["first"]]
-            if not len(hosts) == len(self._first_with_cache) == self.size:
-                raise ValueError(len(hosts))
+        hosts = [one_line(found["hosts"][index]) for index in found["host"]]
+        self._first_with_cache = [int(first) for first in found["first"]]
+        if not len(hosts) == len(self._first_with_cache) == self.size:
+            raise ValueError(len(hosts))
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        peers = [
-            decode(content, dict) for content in self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
-        ]
-        with foreign_values():
-            pids = {
-                rank: int(peer["pid"])
-                for rank, peer in zip(here, peers, strict=True)
-                if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
-            }
+        contents = self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
+        peers = {rank: decode(content, dict) for rank, content in zip(here, contents, strict=True)}
+        pids = {
+            rank: int(peer["pid"])
+            for rank, peer in peers.items()
+            if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
+        }
         members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
         self.liveness = Liveness(self._store, self.rank, members, self._timeout)
         self.liveness.start()
@@ -221,7 +217,7 @@ class Rendezvous:
         pause = max(min(POLL_SECONDS, limit / 20), self.size / POLLS_PER_SECOND)
         while not is_done():
             if self.liveness.failure is not None:
-                raise self._to_exception(self.liveness.failure)
+                raise self.liveness.to_exception(self.liveness.failure, ACTION, FIX_HINT)
             if (now := time.monotonic()) >= look_at:
                 if now - look_at > limit / 2:  # this process was suspended, and maybe the others with it
                     seen = [(beat, now) for beat, _ in seen]
@@ -253,14 +249,6 @@ class Rendezvous:
             )
         )
 
-    def _to_exception(self, failure: Failure) -> BaseException:
-        """Return the failure of another rank as an exception with the same exit code."""
-        if failure.stop_signal:
-            return StoppedBySignal(failure.stop_signal)
-        who = "" if failure.is_peer_lost else f"{self.liveness.describe_rank(failure.rank)} failed: "
-        what = f"{who}{failure.error}"
-        return UsageError(what) if failure.exit_code == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
-
     def _rank_keys(self, kind: str) -> list[str]:
         return [store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
@@ -271,7 +259,7 @@ class Rendezvous:
             yield
         except RuntimeError as error:
             if self.liveness.failure is not None:  # read before rank 0 ended, and the store with it
-                raise self._to_exception(self.liveness.failure) from error
+                raise self.liveness.to_exception(self.liveness.failure, ACTION, FIX_HINT) from error
             if (why := find_connection_error(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
@@ -281,9 +269,8 @@ class Rendezvous:
 def _parse_hello(content: bytes) -> dict[str, Any]:
     """Return {"host", "place", "software"} of a rank."""
     found = decode(content, dict)
-    with foreign_values():
-        software = {str(name): one_line(version) for name, version in found["software"].items()}
-        return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
+    software = {str(name): one_line(version) for name, version in found["software"].items()}
+    return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
 
 
 def _find_version_fault(hellos: list[dict[str, Any]]) -> str:

@@ -175,21 +175,18 @@ def peer_watchdog(
     except Exception as error:
         reason = find_connection_error(error)
         if reason is None:
-            liveness.write_last_status("failed", _summarize(error))
-            liveness.report_failure(Failure(rank=world.rank, error=_summarize(error)))
+            text = _summarize(error)
+            liveness.write_last_status("failed", text)
+            liveness.report_failure(Failure(rank=world.rank, error=f"{text}; see logs/rank-{world.rank:05d}.log"))
             raise
         known = error if isinstance(error, PeerFailureError) else None
         phase = known.phase if known else world.log.phase or phase
         _log_error(error, phase, liveness, run_dir)
         failure = liveness.diagnose_failure(reason)
-        if failure.stop_signal:
-            raise StoppedBySignal(failure.stop_signal) from error
         if failure.table:
             with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
                 log_stderr(failure.table)
-        who = "" if failure.is_peer_lost else f"{liveness.describe_rank(failure.rank)} failed: "
-        log = "" if failure.is_peer_lost else f"; see logs/rank-{failure.rank:05d}.log"
-        raise PeerFailureError(phase, f"{who}{failure.error}{log}", known.fix if known else fix) from error
+        raise liveness.to_exception(failure, phase, known.fix if known else fix) from error
     finally:
         liveness.close()
         # Without a phase nothing is reported as stalled.

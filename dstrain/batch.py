@@ -113,18 +113,6 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailedPass:
-    """A forward pass that ran out of memory, in a step that all ranks dropped because of it."""
-
-    rank: int
-    host: str
-    samples: int
-    """Samples of the micro-batch; 0 for a filler."""
-    text: str
-    """What was being done, and which allocation failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Results of one optimizer step (or one evaluation pass) on this rank: sums, not means."""
 
@@ -149,8 +137,6 @@ class StepResult:
     """Ids of the samples with a non-finite loss in a skipped step; of all its samples if no loss was non-finite."""
     loss_is_finite: bool = True
     """False if a loss itself was not finite, not only a gradient (fp16 finds its loss scale that way)."""
-    out_of_memory: tuple[FailedPass, ...] = ()
-    """The forward passes of all ranks that ran out of memory: the step was dropped, and can be taken again."""
 
 
 def to_floats(values: Sequence[torch.Tensor | float]) -> list[float]:

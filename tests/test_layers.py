@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,10 +104,10 @@ def test_commands_that_do_not_compute_answer_without_torch(tmp_path: Path) -> No
 
 
 def test_help_answers_at_once(tmp_path: Path) -> None:
-    """Under 0.5 s, as the contract says, in one of a few tries: the tests beside it take the cores too."""
+    """Under 0.5 s, as the contract says, of processor time: the tests beside it take the cores too."""
     times: list[float] = []
-    while len(times) < 3 or (min(times) >= 0.5 and len(times) < 20):
-        start = time.perf_counter()
+    for _ in range(3):
+        start = sum(os.times()[2:4])
         subprocess.run(
             [sys.executable, "-m", "dstrain", "--help"],
             cwd=tmp_path,
@@ -116,5 +115,5 @@ def test_help_answers_at_once(tmp_path: Path) -> None:
             check=True,
             capture_output=True,
         )
-        times.append(time.perf_counter() - start)
+        times.append(sum(os.times()[2:4]) - start)
     assert min(times) < 0.5, times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -66,13 +67,15 @@ def train(
     The argument RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
     """
     from dstrain.commands.recipe_args import TrainRequest
-    from dstrain.commands.train import launch_or_train
+    from dstrain.commands.train import launch_training, train_as_rank
+    from dstrain.launch.topology import worker_from_env
 
     request = TrainRequest(
         recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, run_dir=run_dir, resume=resume,
         allowed_changes=allowed,
     )  # fmt: skip
-    sys.exit(launch_or_train(request, launch, dry_run))
+    worker = None if dry_run else worker_from_env(os.environ)
+    sys.exit(launch_training(request, launch, dry_run) if worker is None else train_as_rank(worker, request))
 
 
 @main.command()

@@ -19,7 +19,7 @@ from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.resume import ResumeOptions
+from dstrain.train.start import ResumeOptions
 from dstrain.units import format_count
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
-    from dstrain.train.memory.monitor import MemoryForecast
-    from dstrain.train.setup.plan import RunPlan
+    from dstrain.train.memory import MemoryForecast
+    from dstrain.train.plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the measured ones: the first ones allocate memory and load kernels. Their operations are counted."""
@@ -97,7 +97,7 @@ class BenchJob:
     def prepare(self, world_size: int, device: Device) -> PreparedBench:
         import os
 
-        from dstrain.train.setup.plan import make_plan
+        from dstrain.train.plan import make_plan
 
         worker = worker_from_env(os.environ) or SINGLE_WORKER
         return PreparedBench(make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker))
@@ -106,7 +106,7 @@ class BenchJob:
         hash_weights(prepared.plan.task, include_base=False)
 
     def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
-        from dstrain.train.setup.plan import make_memory_monitor
+        from dstrain.train.plan import make_memory_monitor
 
         memory = make_memory_monitor(prepared.plan, world)
         with memory.explain():
@@ -116,7 +116,7 @@ class BenchJob:
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
         from dstrain.train.build_model import count_parameters
-        from dstrain.train.setup.build_run import build_engine, with_frozen_outputs
+        from dstrain.train.build_run import build_engine, with_frozen_outputs
 
         plan = with_frozen_outputs(plan, world)
         with contextlib.closing(RunLog(plan.run_dir, world.rank)) as run_log:
@@ -163,7 +163,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops
     from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
-    from dstrain.train.setup.plan import build_loader
+    from dstrain.train.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
     module = engine.train_module
@@ -191,7 +191,7 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
     import torch
 
     from dstrain.train.engine.base import seed_step
-    from dstrain.train.setup.plan import build_schedule
+    from dstrain.train.plan import build_schedule
 
     device, schedule = engine.world.device, build_schedule(plan)
     steps = loader.iter_steps(0)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from dstrain.cache import file_state, load_file_result, save_file_result
-from dstrain.config import Recipe, RunConfig, resolve_batch
+from dstrain.config import RunConfig
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
-from dstrain.preset import Device, read_preset
-from dstrain.tasks import builtin_tasks, make_task
+from dstrain.preset import Device
+from dstrain.tasks import Task, builtin_tasks, make_task
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.copies import open_filesystem
 from dstrain.train.ds_config import resolve_ds_config
-from dstrain.train.resume import (
-    ResumeOptions,
-    check_inputs_unchanged,
-    digest_input_files,
-    find_compatible_candidate,
-    with_saved_batch_total,
-)
+from dstrain.train.inputs import check_inputs_unchanged, digest_input_files
+from dstrain.train.start import Start
 
 MAX_CHECKED_BYTES = 256 << 20
 """Larger data files, in total, are only checked by the ranks: reading them twice would take
@@ -34,40 +30,30 @@ MAX_CHECKED_RECORDS = 2000
 """Number of records read before the launch; the ranks read all."""
 
 
-def check_launch(
-    recipe: Recipe, run_dir: Path, resume: ResumeOptions, world_size: int, device: Device
-) -> dict[str, Any]:
-    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON.
+def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, device: Device) -> dict[str, Any]:
+    """Check what a run will probably start with. Returns the DeepSpeed JSON.
 
     Raises UsageError.
     """
-    config = recipe.config
-    task = make_task(config)
     task.checks.required_keys()
-    if config.save.copy_to is not None:
-        open_filesystem(config.save.copy_to)
-    preset = read_preset(config.ds_config)
-    start = find_compatible_candidate(run_dir, resume, config)
-    # The total of a resumed run stays, also with another number of processes.
-    batch_config = with_saved_batch_total(config.batch, start, resume.allowed_keys)
-    batch = resolve_batch(
-        batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
-    )
-    return resolve_ds_config(config, preset, batch, world_size, device, run_dir)
+    if start.config.save.copy_to is not None:
+        open_filesystem(start.config.save.copy_to)
+    return resolve_ds_config(start.config, start.preset, start.batch, world_size, device, run_dir)
 
 
-def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
+def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
     """Check small data files that no earlier start has checked. Raises UsageError.
 
     The ranks check all data, whatever its size.
     """
+    config = task.recipe
     items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
     files = [Path(item.path).expanduser() for item in items]
     # Hub datasets, and files that only other hosts have, are left to the ranks.
     if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MAX_CHECKED_BYTES:
         return
-    if (start := find_compatible_candidate(run_dir, resume, config)) is not None:
-        check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
+    if start.point.checkpoint is not None:
+        check_inputs_unchanged(start.point.checkpoint, digest_input_files(task), allowed_keys)
     data = config.data.model_dump(mode="json")
     cache_entry = {"checked_records": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
     if config.task not in builtin_tasks() or all(load_file_result(file, cache_entry) for file in files):

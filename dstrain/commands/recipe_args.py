@@ -128,11 +128,6 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
     check_keys(request.allowed_changes, "--allow-change")
     # Absolute: workers may start in another folder.
     config = resolve_paths(recipe.config, recipe.folder)
-    if (
-        config.optim.lr is None
-        and (began_with := _read_learning_rate(get_run_dir(request, recipe.name), request.resume)) is not None
-    ):
-        config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": began_with})})
     return Recipe(fill_learning_rate(fill_lora(config)), recipe.name, recipe.folder)
 
 
@@ -149,21 +144,6 @@ def get_run_dir(request: TrainRequest, name: str) -> Path:
     # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder
     # is created.
     return Path(os.path.realpath((request.run_dir or Path("runs") / name).expanduser()))
-
-
-def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
-    """Return the learning rate of the run to resume; None if there is none.
-
-    A recipe without a rate resumes with it, even if the task's default has changed since.
-    """
-    from dstrain.train.resume import ResumeOptions, find_resume_candidate, read_recorded_recipe
-
-    try:
-        start = find_resume_candidate(run_dir, ResumeOptions(resume))
-        before = None if start is None else read_recorded_recipe(start)
-        return None if before is None else before.optim.lr
-    except UsageError:  # reported in full when the run starts
-        return None
 
 
 def _check_dir_options(request: TrainRequest) -> None:

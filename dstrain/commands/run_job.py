@@ -196,11 +196,12 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     from dstrain.distributed.world import SingleProcessWorld
     from dstrain.models.params import is_zero3
     from dstrain.train.engine.base import remove_private_nvme_path
+    from dstrain.train.plan import get_preset_device, set_up_process, use_device
     from dstrain.train.rendezvous import Rendezvous
-    from dstrain.train.setup.plan import get_preset_device, set_up_process
 
     config = job.check_recipe()
     device = set_up_process(worker, config)
+    use_device(device)
     timeout = timedelta(minutes=config.timeout_minutes)
     rendezvous = Rendezvous(worker, timeout)
     command = job.to_argv()[0]

@@ -273,12 +273,12 @@ class SelftestJob:
 
     def _train(self, preset: str, run: str, world: World, stop_after: int | None = None) -> int:
         """Train or resume one run; return its exit code. Collective."""
+        from dstrain.train.build_run import build_run
         from dstrain.train.health.signals import SignalHandler
-        from dstrain.train.resume import ResumeOptions
+        from dstrain.train.plan import make_plan
         from dstrain.train.run import train
-        from dstrain.train.setup.build_run import build_run
-        from dstrain.train.setup.plan import make_plan
-        from dstrain.train.setup.startup import finish_run
+        from dstrain.train.start import ResumeOptions
+        from dstrain.train.startup import finish_run
 
         recipe = resolve_recipe(self._request(preset, self._run_dir(preset, run).name))
         worker = worker_from_env(os.environ) or SINGLE_WORKER
@@ -335,7 +335,7 @@ def _expect(code: int, expected: int) -> None:
 
 
 def _device(world: World) -> Device:
-    from dstrain.train.setup.plan import get_preset_device
+    from dstrain.train.plan import get_preset_device
 
     return get_preset_device(world.device)
 

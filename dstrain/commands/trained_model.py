@@ -118,12 +118,12 @@ class SavedModel:
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint
-        from dstrain.train.resume import iter_input_changes
+        from dstrain.train.inputs import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
-        recorded = checkpoint.read_run_info().get("inputs", {})
+        recorded = checkpoint.run_info.get("inputs", {})
         # Another path than the run's is the user's word.
-        if model.path and model.path == checkpoint.read_run_info().get("recipe", {}).get("model", {}).get("path"):
+        if model.path and model.path == checkpoint.run_info.get("recipe", {}).get("model", {}).get("path"):
             digest = config_fingerprint(model.path)
             for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
                 fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
@@ -263,7 +263,7 @@ def _check_model_config(
 
     Weights of the same shapes would be loaded into another model.
     """
-    from dstrain.train.resume import read_recorded_recipe
+    from dstrain.train.start import read_recorded_recipe
 
     named = {text.partition("=")[0].strip() for text in overrides}
     if config is None or any(name == "model" or f"{name}.".startswith("model.config.") for name in named):
@@ -333,7 +333,7 @@ def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) ->
 
     base = weights_fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None
     base = world.broadcast(base)
-    if info.read_run_info().get("base") != base:
+    if info.run_info.get("base") != base:
         raise CheckpointError(f"{info.path}: {BASE_CHANGED_MESSAGE}")
 
 

@@ -50,13 +50,11 @@ class BatchPlan:
         micro = math.ceil(largest / 2)
         return BatchPlan(self.total, micro, math.ceil(self.total / (micro * world_size))) if largest > 1 else None
 
-    def ds_accumulate(self, world_size: int, can_shrink: bool) -> int:
-        """Return the forward passes per step for the DeepSpeed JSON; `can_shrink`: `batch.on_oom` is shrink."""
+    @property
+    def ds_accumulate(self) -> int:
+        """Forward passes per step for the DeepSpeed JSON."""
         # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
-        if self.accumulate is None:
-            return 2
-        # Or may become larger: with 1 DeepSpeed has no buffers to add gradients in.
-        return max(self.accumulate, 2) if can_shrink and self.largest_micro(world_size) > 1 else self.accumulate
+        return 2 if self.accumulate is None else self.accumulate
 
     def to_config(self, batch: BatchConfig) -> BatchConfig:
         """Return a recipe's `batch` with the sizes of this plan."""

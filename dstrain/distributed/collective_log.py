@@ -75,10 +75,6 @@ class CollectiveLog:
         groups = list(self._group_logs.values())
         return time.monotonic() - max([self._last_activity, *(group.last_activity for group in groups)])
 
-    def count_started(self) -> int:
-        """Return the number of collectives that this process has entered, in all groups."""
-        return sum(group.last_started for group in list(self._group_logs.values()))
-
     def group_log(self, group: Any) -> GroupLog:
         """Return the log of a process group; None is the default group of all ranks."""
         group_log = self._group_logs.get(group)

@@ -321,7 +321,7 @@ def make_run_settings(
     return RunSettings(
         precision=precision,
         micro=batch.largest_micro(world_size),
-        accumulate=batch.ds_accumulate(world_size, can_shrink=config.batch.on_oom == "shrink"),
+        accumulate=batch.ds_accumulate,
         world_size=world_size,
         total=batch.total,
         clip=config.optim.clip,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError, fix_for_os_error
+from dstrain.process_setup import log_stdout
 
 Row = Mapping[str, Any]
 """Metrics of a log or evaluation: name -> number, text or None."""
@@ -102,6 +103,16 @@ class RunLog:
             self._check_after_pause()
             self._events.append({"time": format_current_time(), "event": event, **fields})
             self._events.sync()
+
+    def announce(self, line: str, event: str, **fields: Any) -> None:
+        """Log an event, and print its line on the terminal."""
+        self.log_event(event, **fields)
+        if self._is_writer:
+            log_stdout(line)
+
+    def warn(self, text: str) -> None:
+        """Announce a warning."""
+        self.announce(f"warning: {text}", "warning", what=text)
 
     def _check_after_pause(self) -> None:
         """Raise where this process stood still for so long that another launch may have taken the folder, and has."""

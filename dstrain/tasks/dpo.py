@@ -4,21 +4,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
-from dstrain.errors import Fault, RecipeError
-from dstrain.tasks.common.pairs import PairChecks, pair_metrics, tiny_pair_recipe
-from dstrain.tasks.common.reference import ReferenceChecks
+from dstrain.tasks.common.pairs import PairChecks, PairTask, pair_metrics, tiny_pair_recipe
+from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
 from dstrain.tasks.common.task import Loss, ReferenceKind
-from dstrain.tasks.safety.pair_task import SafePairTask
+from dstrain.tasks.common.text import TextChecks
+from dstrain.tasks.safety.options import REWARD_MODEL_OPTIONS, SafetyOptions
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from dstrain.data.loading.rows import PackedRows, PaddedRows
 
 LossType = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"]
 REFERENCE_FREE_LOSSES = ("orpo", "simpo")
@@ -31,30 +35,20 @@ class DPOChecks(PairChecks, ReferenceChecks):
 
     task: DPO
 
-    def reference(self) -> None:
-        super().reference()
-        for model in self.task.reward_models:
-            model.check_files()
-
-    def run(self) -> None:
-        super().run()
-        source = self.task.model_source
-        if self.task.shows_corrupted and not source.is_multimodal:
-            problem = f"compares images, and {source.config.model_type} is a text-only model"
-            fix = "leave it out, or name a vision-language model (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
-            raise RecipeError(Fault("options.safety.image_weight", problem, fix))
-
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(SafePairTask):
+class DPO(PairTask, ReferenceTask):
     """Policies trained on pairs: DPO and its variants (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that the functions below name;
     summed over pairs. With `safety`: SafeDPO, MM-DPO and mDPO, see `dstrain.tasks.safety.pair_loss`.
+    Rows of a batch: B prompts with the chosen answers, then B with the rejected ones.
     """
 
+    path_options = (*ReferenceTask.path_options, *REWARD_MODEL_OPTIONS)
+    variants: ClassVar[Mapping[str, str]] = {"safety": "dstrain.tasks.safety.safe_dpo:SafeDPO"}
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
-    checks_class = DPOChecks
+    checks_class: ClassVar[type[TextChecks]] = DPOChecks
 
     beta: float = 0.1
     """Strength of the penalty on the divergence from the reference; IPO's tau, ORPO's lambda, SimPO's scale."""
@@ -66,6 +60,8 @@ class DPO(SafePairTask):
     """Weight of an SFT term: the mean -log p of the chosen answer's tokens, added to the loss of each pair."""
     simpo_gamma: float = 0.5
     """SimPO's margin: the target difference of the two rewards."""
+    safety: SafetyOptions | None = None
+    """Safety-aware DPO: a block of options. An empty one, safety: {}, logs the safety metrics of the data's labels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,43 +72,66 @@ class DPO(SafePairTask):
             raise ValueError(
                 f"rpo_alpha is {self.rpo_alpha:g}, but it must be at least 0, and unset for orpo, whose loss has an SFT term"
             )
+        if self.safety is not None and self.variants:
+            raise ValueError("safety belongs to SafeDPO, which make_task takes where it is set")
         if self.loss_type in REFERENCE_FREE_LOSSES and (self.precompute_ref_log_probs or self.ref_model):
             raise ValueError(f"loss_type {self.loss_type} has no reference; leave its options out")
-        if self.safety is not None and self.safety.changes_loss:
-            others = {"loss_type": self.loss_type != "sigmoid", "label_smoothing": self.label_smoothing, "rpo_alpha": self.rpo_alpha}  # fmt: skip
-            if wrong := [name for name, is_set in others.items() if is_set]:
-                raise ValueError(
-                    f"safety is a loss of its own, for loss_type sigmoid; leave out {' and '.join(wrong)}, or write "
-                    "safety: {} to log its metrics only"
-                )
 
     @cached_property
     def reference_kind(self) -> ReferenceKind:
         return "none" if self.loss_type in REFERENCE_FREE_LOSSES else super().reference_kind
+
+    def sequences(self, examples: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
+        return [ids for ids, _ in self.rows(examples)]
+
+    def rows(self, examples: Sequence[Mapping[str, Any]]) -> list[tuple[np.ndarray, int]]:
+        """Return (token ids, index where the answer starts) of each row."""
+        shown = [(side, example) for side in ("chosen", "rejected") for example in examples]
+        return [(example[side], int(example["prompt_length"])) for side, example in shown]
+
+    def output_tensors(
+        self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
+    ) -> dict[str, torch.Tensor]:
+        from dstrain.data.loading.rows import answer_masks
+
+        # `loss_mask` is (rows, K): 1 at the tokens of answers.
+        return rows.target_tensors(answer_masks(self.rows(examples)))
+
+    def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        return self.cached_reference_outputs(examples)
+
+    @property
+    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # a variant has more, by its options
+        return ("ref_chosen_logps", "ref_rejected_logps")
+
+    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return log p of the answers under the reference, (B,) each."""
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return dict(zip(self.ref_columns, answer_log_probs(model, batch).sum(-1).chunk(2), strict=True))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
         from dstrain.tasks.common.forward import answer_log_probs
 
-        every = answer_log_probs(model, batch).sum(-1)  # (2B + B',)
-        sums = every[: 2 * len(batch.tensors["margin"])]  # (2B,)
-        # At least 1: a row without a target must not divide by 0.
-        lengths = batch.tensors["loss_mask"].sum(-1)[: len(sums)].clamp(min=1)  # (2B,)
-        scale = lengths if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
-        reference = torch.zeros_like(sums)  # (2B,)
+        sums = answer_log_probs(model, batch).sum(-1)  # (2B,), and B' of a variant
+        pairs = sums[: 2 * len(batch.tensors["margin"])]  # (2B,)
+        reference = torch.zeros_like(pairs)  # (2B,)
         if self.reference_kind != "none":
             reference = torch.cat([batch.tensors["ref_chosen_logps"], batch.tensors["ref_rejected_logps"]])
-        ratios = ((sums - reference) / scale).view(2, -1)  # (2, B): chosen, rejected
-        if self.safety is not None and self.safety.changes_loss:
-            return self.safe_loss(ratios, every, batch)
-        chosen, rejected = ratios
-        pairs = self._pair_losses(chosen, rejected)
+        scale = answer_lengths(batch, pairs) if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(pairs)
+        ratios = ((pairs - reference) / scale).view(2, -1)  # (2, B): chosen, rejected
+        return self.pair_loss(ratios, sums, batch)
+
+    def pair_loss(self, ratios: torch.Tensor, sums: torch.Tensor, batch: Batch) -> Loss:
+        """Return the loss; (2, B) log-ratios, (2B,) log-probs under the policy."""
+        sums = sums[: ratios.numel()]
+        losses = self._pair_losses(*ratios)
         if self.rpo_alpha or self.loss_type == "orpo":
-            nll_chosen = -(sums / lengths).chunk(2)[0]  # (B,), mean over the tokens of an answer
-            pairs = nll_chosen + pairs if self.loss_type == "orpo" else pairs + self.rpo_alpha * nll_chosen
-        metrics = pair_metrics(self.beta * ratios.detach(), sums.view(2, -1))
-        return Loss(pairs.sum(), {**metrics, **self.safety_metrics(self.beta * ratios.detach(), batch)})
+            nll_chosen = -(sums / answer_lengths(batch, sums)).chunk(2)[0]  # (B,), mean over the tokens of an answer
+            losses = nll_chosen + losses if self.loss_type == "orpo" else losses + self.rpo_alpha * nll_chosen
+        return Loss(losses.sum(), pair_metrics(self.beta * ratios.detach(), sums.view(2, -1)))
 
     def _pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """Return the losses of log-ratios, or of mean log-probabilities without a reference; (B,), (B,) -> (B,)."""
@@ -134,6 +153,11 @@ class DPO(SafePairTask):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pair_recipe(folder, "dpo")
+
+
+def answer_lengths(batch: Batch, sums: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of each answer, at least 1 so that a row without a target does not divide by 0; like `sums`."""
+    return batch.tensors["loss_mask"].sum(-1)[: len(sums)].clamp(min=1)
 
 
 def dpo_sigmoid(logits: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:

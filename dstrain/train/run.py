@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from dstrain.batch import Progress, StepResult
 from dstrain.data.loading.loader import Loader, Step
-from dstrain.data.loading.micro_batches import make_limits
 from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
@@ -19,11 +18,10 @@ from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.engine.base import Engine, seed_step
-from dstrain.train.engine.module import free_cached_memory
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import SAVE_SIGNAL, GracePeriod, SignalHandler
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
-from dstrain.train.memory.monitor import MemoryMonitor
+from dstrain.train.memory import MemoryMonitor, free_cached_memory
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.saver import CheckpointSaver
 from dstrain.train.state.engine_state import open_checkpoint
@@ -104,9 +102,7 @@ class Run:
     def _load_checkpoint(self, checkpoint: CheckpointInfo) -> None:
         reset = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
         if reset:
-            self.run_log.log_event("optimizer_state_reset", step=checkpoint.step, what=reset)
-            if self.engine.world.rank == 0:
-                log_stdout(reset)
+            self.run_log.announce(reset, "optimizer_state_reset", step=checkpoint.step, what=reset)
 
     @contextmanager
     def phase(self, name: Phase, progress: Progress) -> Iterator[None]:
@@ -135,30 +131,12 @@ class Run:
         self.monitors.begin(progress.step + 1)
         lr = self.schedule.lr(progress.step)
         if not self.memory.can_shrink:
-            return self.engine.step(step.batches, lr, None, weight)
+            return self.engine.step(step.batches, lr, weight)
         try:
-            return self.engine.step(step.batches, lr, step.make_filler, weight)
+            return self.engine.step(step.batches, lr, weight)
         except Exception as error:
             self._save_before_restart(error, progress)
             raise
-
-    def shrink_micro_batch(
-        self, result: StepResult, progress: Progress, steps: Generator[Step, None, None]
-    ) -> tuple[Run, Generator[Step, None, None]]:
-        """Return this run with half the micro-batch, and its steps after `progress`; `steps` is closed. Collective.
-
-        Raises OutOfMemoryError or PeerFailureError if the passes that failed cannot be reduced.
-        """
-        reduced = self.memory.reduce(result.out_of_memory, self.run_log, progress.step)
-        steps.close()  # the threads of the loader
-        batch, sampler = self.memory.micro_batch.config.batch, self.loader.sampler
-        limits = make_limits(batch, reduced.micro, sampler.costs)
-        loader = replace(self.loader, sampler=replace(sampler, accumulate=reduced.accumulate, limits=limits))
-        evaluation = self.evaluation
-        if evaluation is not None:
-            evaluation = replace(evaluation, micro_batch_size=reduced.generation_micro, batch=batch)
-        run = replace(self, loader=loader, evaluation=evaluation)
-        return run, run.iter_steps(progress)
 
     def _save_before_restart(self, error: Exception, progress: Progress) -> None:
         """Save the last whole step after a pass ran out of memory, if this is the only process and a restart follows.
@@ -293,10 +271,6 @@ def train(run: Run) -> Progress:
         with run.phase("step", progress):
             step = next(steps)  # in the phase: a rank that waits for data keeps the others waiting
             result = run.take_step(step, progress, weight)
-            if result.out_of_memory:  # all ranks have dropped the step: take it again, in smaller passes
-                run, steps = run.shrink_micro_batch(result, progress, steps)
-                weight = None
-                continue
             progress = progress.advance(step.num_samples)
             run.end_step(result, progress)
             due, weight = run.sync(step, progress)

@@ -16,10 +16,10 @@ from dstrain.commands.trained_model import ModelSelector, load_saved_model
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
-from dstrain.train.resume import ResumeOptions
+from dstrain.train.build_run import build_run, with_frozen_outputs
+from dstrain.train.plan import make_plan
 from dstrain.train.run import Run
-from dstrain.train.setup.build_run import build_run, with_frozen_outputs
-from dstrain.train.setup.plan import make_plan
+from dstrain.train.start import ResumeOptions
 from tests.parity.cases import weights, world
 from tests.resume.cases import run
 

@@ -36,8 +36,8 @@ from dstrain.train.build_model import build_model
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.resume import digest_model_files, dump_training_recipe
-from dstrain.train.setup.run_dir import save_base_config
+from dstrain.train.inputs import digest_model_files, dump_training_recipe
+from dstrain.train.run_dir import save_base_config
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run

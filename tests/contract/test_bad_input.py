@@ -22,8 +22,9 @@ from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.resume import ResumeOptions, dump_training_recipe
-from dstrain.train.setup.run_dir import write_run_config
+from dstrain.train.inputs import dump_training_recipe
+from dstrain.train.run_dir import write_run_config
+from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import write_hashed_file
 
 Folder = Path
@@ -434,7 +435,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
 
 def plan(folder: Path, changes: list[str], resume: ResumeOptions | None = None) -> None:
     """Plan a run as a worker does before it joins the others."""
-    from dstrain.train.setup.plan import make_plan
+    from dstrain.train.plan import make_plan
 
     wish = TrainRequest(recipe=RECIPE, overrides=changes)
     try:

@@ -21,7 +21,7 @@ from dstrain.models.params import freeze
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_model
-from dstrain.train.setup.build_run import summarize_components
+from dstrain.train.build_run import summarize_components
 from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 

@@ -32,13 +32,13 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
+from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.resume import ResumeOptions, decide_start
 from dstrain.train.saver import CheckpointSaver
-from dstrain.train.setup.build_run import prepare_start
+from dstrain.train.start import ResumeOptions, find_resume_point
 from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.kill_points import Points
@@ -251,8 +251,8 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
     """Start as `dstrain train` does, then take and save `more` steps. Returns the error where it cannot. Collective."""
     scene = Scene(store, rank, size, Path(folder), engine)
     try:
-        decision = decide_start(scene.checkpoints, ResumeOptions("auto"))
-        start = prepare_start(decision, scene.checkpoints, scene.journal, _recipe().save.prune_when_full)
+        point = find_resume_point(scene.checkpoints, ResumeOptions("auto"))
+        start = prepare_start(point, scene.checkpoints, scene.journal, _recipe().save.prune_when_full)
         assert start is not None
         scene.engine.load(open_checkpoint(start.path, scene.world))
     except DstrainError as error:

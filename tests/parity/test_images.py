@@ -65,7 +65,6 @@ TOWERS: dict[str, dict[str, Any]] = {
 FAST = (
     ("one rank never sees an image", "trained", 3),
     ("the last passes stand in for one with an image", "trained", 2),
-    ("there is no image at all", "trained", 3),
     ("looks in between", "trained", 3),
 )
 GRID = [

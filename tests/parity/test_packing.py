@@ -33,9 +33,10 @@ QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft
 """Cases and stages that stand for the others."""
 BY_TWO = (
     (1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3),
-    (2, "rm, with images", 3), (1, "kto", 3), (2, "sft", 0),
+    (2, "rm, with images", 3), (1, "kto", 3), (2, "sft", 0), (1, "rm", 3), (1, "rm, adapters", 3), (1, "dpo", 2),
+    (1, "vlm, with images", 3), (2, "dpo, adapters", 3), (2, "dpo, with images", 3),
 )  # fmt: skip
-"""Cells that others stand for: two processes for one; with images vlm and dpo, with adapters rm, without shards dpo, safe."""
+"""Cells that others stand for: two processes for one; with images vlm, with adapters rm, without shards dpo, safe."""
 PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
 

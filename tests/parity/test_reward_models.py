@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
 from tests.workers import Workers
@@ -21,7 +22,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """Name -> ZeRO stage, options of safety, sections of the recipe."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["online", SLOW("online, adapters"), SLOW("cached")]
+)  # unit/tasks/safety/test_reward_models
 def test_a_step_with_reward_models_is_the_same_in_two_processes(
     case: str, one: Workers, two: Workers, tmp_path: Path
 ) -> None:
@@ -36,7 +39,7 @@ def test_a_step_with_reward_models_is_the_same_in_two_processes(
         assert distance(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [SLOW(2), 3])
 def test_models_online_are_sharded_with_the_policy_and_stored_nowhere(stage: int, two: Workers, tmp_path: Path) -> None:
     safety = {"harmless_rm": str(export_reward_model(tmp_path)), "scoring": "online"}
     changes = {"options": {"safety": safety}}

@@ -17,12 +17,11 @@ from dstrain.batch import Batch, StepResult
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.data.loading.loader import Loader, Step
 from dstrain.launch.topology import Worker
-from dstrain.train.memory.reduced_batch import apply_reduced_batch
-from dstrain.train.resume import ResumeOptions
+from dstrain.train.build_run import build_run, with_frozen_outputs
+from dstrain.train.plan import make_plan
 from dstrain.train.run import train
-from dstrain.train.setup.build_run import build_run, with_frozen_outputs
-from dstrain.train.setup.plan import make_plan
-from dstrain.train.setup.startup import finish_run
+from dstrain.train.start import ResumeOptions
+from dstrain.train.startup import finish_run
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader
 from tests.memory_limits import limit_micro_batch
@@ -46,12 +45,7 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
     torch.set_num_threads(1)
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
     asked = resolve_recipe(TrainRequest(recipe=recipe, overrides=sets))
-    plan = make_plan(
-        apply_reduced_batch(asked, Path(run_dir), ranks.size, resume),
-        Path(run_dir),
-        ResumeOptions(resume, allowed),
-        worker,
-    )
+    plan = make_plan(asked, Path(run_dir), ResumeOptions(resume, allowed), worker)
     if memory is not None:
         mock.patch.object(
             psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)
@@ -75,9 +69,8 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
 
     made.engine.step = step  # type: ignore[method-assign]
     try:
-        with mock.patch.object(
-            files, "write_state_file", _no_room if full and ranks.rank == 1 else files.write_state_file
-        ):
+        write = _no_room if full and ranks.rank == 1 else files.write_state_file
+        with mock.patch.object(files, "write_state_file", write), made.memory.explain():
             code = finish_run(made, train(made).step)
     except Crash:
         return {"crashed": True, "samples": seen}

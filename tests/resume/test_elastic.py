@@ -66,7 +66,6 @@ def meetings(pair: Pair, values: int) -> set[Any]:
 
 QUICK: tuple[Pair, ...] = (
     ("zero0", 1, "full", "fp32", "zero3", 3),
-    ("zero2", 2, "frozen", "fp32", "zero1_offload", 3),
     ("zero3", 3, "full", "bf16", "zero2", 1),
     ("zero2", 1, "lora", "fp32", "zero3", 2),
 )
@@ -249,7 +248,7 @@ LEARNING = {
 }
 
 
-@pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[:3]))
+@pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[1:3]))
 def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     sets = ["steps=6", *LEARNING[claim]]
     whole = workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)

@@ -164,8 +164,6 @@ class Step:
     """The micro-batches of this rank, as many as on every other rank."""
     num_samples: int
     """Samples of the step over all ranks."""
-    make_filler: Callable[[], Batch]
-    """Make a batch of weight 0 with the step's first sample."""
     next_weight: Callable[[], float | None] = lambda: None
     """Return the weight of this rank's batches of the next step; None while they are not made, and at the end."""
 
@@ -176,7 +174,6 @@ class _StartedStep:
 
     batches: list[Future[Batch]]
     num_samples: int
-    filler_id: int
 
 
 @dataclass(kw_only=True)
@@ -212,7 +209,7 @@ class Loader:
                 batches = [self._make_batch(share, int(ids[0]), places) for share, places in shares]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
-                yield Step(batches, len(ids), partial(self._make_batch, [], int(ids[0]), []))
+                yield Step(batches, len(ids))
             return
         # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL. Steps are
         # divided over the ranks in a thread of its own, one after another: they share the order of an epoch.
@@ -240,16 +237,14 @@ class Loader:
             started = queue.popleft().result()
             batches = [future.result() for future in started.batches]
             self._wait_seconds += time.perf_counter() - began
-            make_filler = partial(self._make_batch, [], started.filler_id, [])
-            yield Step(batches, started.num_samples, make_filler, partial(_weight_of_first, queue))
+            yield Step(batches, started.num_samples, partial(_weight_of_first, queue))
 
     def _start_step(self, pool: ThreadPoolExecutor, consumed_samples: int) -> _StartedStep:
         """Divide a step over the ranks, and let the threads of `pool` make this rank's batches."""
         ids = self.sampler.step_ids(consumed_samples)
         shares = self.sampler.micro_batches(ids, consumed_samples, self.rank)
-        filler_id = int(ids[0])
-        batches = [pool.submit(self._make_batch, share, filler_id, places) for share, places in shares]
-        return _StartedStep(batches, len(ids), filler_id)
+        batches = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in shares]
+        return _StartedStep(batches, len(ids))
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
         batch = make_batch(self.examples, self.collate, ids, filler_id, positions)

@@ -250,6 +250,9 @@ class Task(ABC):
     """Options that name a model's folder or Hub id, `safety.harmless_rm` in a block: looked up next to the recipe too,
     and not downloaded where only a folder of somebody else names it."""
 
+    variants: ClassVar[Mapping[str, str]] = {}
+    """Option -> `module:Class` of the task that takes the place of this class where the option is set."""
+
     packs_batches: ClassVar[bool] = False
     """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
 

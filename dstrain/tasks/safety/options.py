@@ -89,6 +89,9 @@ class SafetyOptions:
         return self.method == "safedpo" and not self.harmless_rm
 
 
+HEADS = ("helpful", "harmless")
+"""Names of the reward models: `options.safety.helpful_rm`, and the columns `helpful_chosen`, `helpful_rejected`."""
+REWARD_MODEL_OPTIONS = tuple(f"safety.{name}_rm" for name in HEADS)
 MIN_CROP_AREA = 0.01
 """Smallest share of an image that its corrupted copy shows."""
 

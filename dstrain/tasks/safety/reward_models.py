@@ -23,7 +23,7 @@ from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, Scorer, Split
 from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.rm import SCORE_POSITIONS, RewardModel
-from dstrain.tasks.safety.options import SafetyOptions
+from dstrain.tasks.safety.options import HEADS, SafetyOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenStore
 
 SIDES = ("chosen", "rejected")
-HEADS = ("helpful", "harmless")
-"""Names of the reward models: `options.safety.helpful_rm`, and the columns `helpful_chosen`, `helpful_rejected`."""
-REWARD_MODEL_OPTIONS = tuple(f"safety.{name}_rm" for name in HEADS)
 SCORE_HEAD_FILE = "score.safetensors"
 FOLDER_FIX = "give a folder that `dstrain export` wrote from a run of task rm"
 

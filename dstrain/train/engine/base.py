@@ -16,7 +16,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
 from dstrain.models.params import init_deepspeed
-from dstrain.train.engine.module import MakeFiller, TrainModule, compute_step_stats, evaluate_batch
+from dstrain.train.engine.module import TrainModule, compute_step_stats, evaluate_batch
 from dstrain.train.state.files import CheckpointReader, StateFile
 from dstrain.train.state.layout import StateSlice
 
@@ -50,13 +50,11 @@ class Engine(EvalEngine, Protocol):
         self,
         batches: Sequence[Batch],
         lr: float,
-        make_filler: MakeFiller | None = None,
         weight: float | None = None,
     ) -> StepResult:
         """Take one optimizer step over these micro-batches of this rank. Collective.
 
-        With `make_filler`, a forward pass that runs out of memory where the step can still be dropped on all ranks
-        raises nothing: see `StepResult.out_of_memory`. `weight`: that of the batches of all ranks, where it is known.
+        `weight`: that of the batches of all ranks, where it is known.
         """
 
     def state_slices(self) -> Iterator[list[StateSlice]]:

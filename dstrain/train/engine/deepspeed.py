@@ -23,8 +23,6 @@ from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
 from dstrain.models.params import ParamGroup, init_deepspeed
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
-    ForwardRecovery,
-    MakeFiller,
     StepAccumulator,
     TrainModule,
     compute_step_stats,
@@ -102,11 +100,9 @@ class DeepSpeedEngine:
         self,
         batches: Sequence[Batch],
         lr: float,
-        make_filler: MakeFiller | None = None,
         weight: float | None = None,
     ) -> StepResult:
         self.engine.train()
-        recovery, counters = self._make_recovery(make_filler), self._read_counters()
         batches = with_scores(self.engine, batches, self.world)
         # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
         batches = with_step_stats(self.engine, self.train_module.loss_inputs, batches, self.world)
@@ -125,10 +121,10 @@ class DeepSpeedEngine:
             # DeepSpeed counts passes to find the last; with a limit of tokens each step has another number of them.
             self.engine.set_gradient_accumulation_boundary(is_last)
             self.world.log.activity = describe_pass("forward", index, batches)
-            total, metrics = recovery.run(self._forward, batch) if recovery else self._forward(batch)
+            total, metrics = self.engine(batch.to(self.world.device))
             self.world.log.activity = describe_pass("backward", index, batches)
             # A new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
-            loss = scale_loss_or_nan(total, recovery.scale(scale) if recovery else scale)
+            loss = scale_loss_or_nan(total, scale)
             self.engine.backward(loss, scale_wrt_gas=False)
             sums.add(total, metrics)
             # Before the last `engine.step`, the one that updates: the others only count micro-batches.
@@ -137,32 +133,11 @@ class DeepSpeedEngine:
                 if self._max_grad_norm:
                     norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
-        if recovery:
-            recovery.close()
         norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
         applied = math.isfinite(norm) and self.engine.was_step_applied()
-        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass if recovery else None)
-        if outcome.get("out_of_memory"):  # the step is taken again, as if it had not been tried
-            self._restore_counters(counters)
+        outcome = step_outcome(sums, batches, applied, self.world)
         self.world.log.activity = ""
         return sums.result(batches, grad_norm=norm, **outcome)
-
-    def _make_recovery(self, make_filler: MakeFiller | None) -> ForwardRecovery | None:
-        if make_filler is None or not self._can_repeat_forward():
-            return None
-        return ForwardRecovery(self.world, make_filler, self.train_module.model.parameters())
-
-    def _can_repeat_forward(self) -> bool:
-        """Return True where an interrupted forward pass leaves nothing behind, and a filler needs no other columns.
-
-        A sharded model gathers weights in the pass; timers would start twice; scores and step statistics are computed
-        before, for the batches of the step only.
-        """
-        needs_columns = len(self.train_module.reward_models) or self.train_module.loss_inputs.step_stats is not None
-        return not (self.is_sharded or self.engine.wall_clock_breakdown() or needs_columns)
-
-    def _forward(self, batch: Batch) -> Any:
-        return self.engine(batch.to(self.world.device))
 
     def evaluate(self, batch: Batch) -> StepResult:
         return evaluate_batch(self.engine, batch, self.world)

@@ -1,25 +1,22 @@
-"""What engines share: task and models as one torch module, sums and outcome of a step, forward passes out of memory."""
+"""What engines share: task and models as one torch module, sums and outcome of a step."""
 
 # Shapes: B rows; a column of a batch is (B, ...). A loss is a sum over the rows; its weight divides it once per step.
 
 from __future__ import annotations
 
-import gc
 import math
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 
-from dstrain.batch import Batch, FailedPass, StepResult, to_floats
+from dstrain.batch import Batch, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters import adapters_disabled
 from dstrain.models.params import unwrap_peft
 from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficient
-from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import FrozenModel, Loss, LossInputs
 from dstrain.train.state.engine_state import StoredModel
@@ -293,100 +290,24 @@ def set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
 
 
 def step_outcome(
-    accumulator: StepAccumulator, batches: Sequence[Batch], is_applied: bool, world: World,
-    failed_pass: FailedPass | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    accumulator: StepAccumulator, batches: Sequence[Batch], is_applied: bool, world: World
+) -> dict[str, Any]:
     """Return the fields of a StepResult that tell whether the step was applied.
 
-    `failed_pass`: the pass of this rank that ran out of memory, if one did. Of a step that was not applied, `suspects`
-    are the samples of the batches with a loss that is not finite; if all losses are finite, all samples of the step.
-    Collective if the step was not applied, which every rank decides alike.
+    Of a step that was not applied, `suspects` are the samples of the batches with a loss that is not finite; if all
+    losses are finite, all samples of the step. Collective if the step was not applied, which every rank decides alike.
     """
     if is_applied:
-        if failed_pass is not None:
-            what = "the step was applied without samples of this rank; write batch.on_oom: stop"
-            raise RunError(f"{failed_pass.text}; {what}")
         return {"applied": True}
     # float() waits for the GPU, so only here, for a step that was not applied.
     is_bad = [not math.isfinite(float(loss)) for loss in accumulator.losses]
     per_rank = world.gather(
-        (
-            [batch.samples for batch, bad in zip(batches, is_bad, strict=True) if bad],
-            [b.samples for b in batches],
-            failed_pass,
-        )
+        ([batch.samples for batch, bad in zip(batches, is_bad, strict=True) if bad], [b.samples for b in batches])
     )
-    with_bad_loss = [samples for bad, _, _ in per_rank for samples in bad]
-    suspects = with_bad_loss or [samples for _, every, _ in per_rank for samples in every]
+    with_bad_loss = [samples for bad, _ in per_rank for samples in bad]
+    suspects = with_bad_loss or [samples for _, every in per_rank for samples in every]
     return {
         "applied": False,
-        "out_of_memory": tuple(failed for _, _, failed in per_rank if failed is not None),
         "loss_is_finite": not with_bad_loss,
         "suspects": tuple(sorted(sample for samples in suspects for sample in samples)),
     }
-
-
-MakeFiller = Callable[[], Batch]
-"""Function that returns a filler batch of one sample."""
-ForwardPass = Callable[[Batch], tuple[torch.Tensor, Any]]
-
-
-class ForwardRecovery:
-    """Forward passes of one step. After one ran out of memory, a filler takes the place of it and of those after it.
-
-    So this rank enters the collectives that the others wait in, and its gradients become nan: every engine drops a step
-    with a gradient that is not finite, on all ranks, and leaves weights and optimizer state as they are. Only for a
-    pass in which this rank had entered no collective; there the error is raised.
-    """
-
-    def __init__(self, world: World, make_filler: MakeFiller, parameters: Iterable[torch.Tensor]) -> None:
-        """`parameters`: those of the model; the trained ones get gradients of nan."""
-        self._world, self._make_filler, self._parameters = world, make_filler, parameters
-        self._hooks: list[Any] = []
-        self._filler: Batch | None = None
-        self.failed_pass: FailedPass | None = None
-
-    def run(self, forward: ForwardPass, batch: Batch) -> tuple[torch.Tensor, Any]:
-        """Return the results of the pass; of the filler, if this pass or one before it ran out of memory."""
-        if self._filler is None:
-            number = self._world.log.count_started()
-            failure = None
-            try:
-                return forward(batch)
-            except (RuntimeError, MemoryError) as error:
-                failure = find_allocation_failure(error)
-                if failure is None or self._world.log.count_started() != number:
-                    raise
-            # After the except clause: the error holds the frames of the pass, and they its activations.
-            self._drop_pass(failure, batch)
-            # A loss of nan alone is not enough: the gradient of relu (hinge) and of torch.where (dropped pairs) is 0 where
-            # the filler is on their flat side, whatever the factor.
-            for one in self._parameters:
-                if one.requires_grad:
-                    self._hooks.append(one.register_hook(lambda gradient: torch.full_like(gradient, math.nan)))
-            self._filler = self._make_filler()
-        return forward(self._filler)
-
-    def close(self) -> None:
-        """Call it after the last backward pass of the step."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def scale(self, scale: float) -> float:
-        """Return the factor of the loss; nan after a failed pass."""
-        return scale if self.failed_pass is None else math.nan
-
-    def _drop_pass(self, failure: AllocationFailure, batch: Batch) -> None:
-        text = f"{self._world.log.activity}: could not allocate {failure.describe()}"
-        self.failed_pass = FailedPass(
-            rank=self._world.rank, host=socket.gethostname(), samples=len(batch.samples), text=text
-        )
-        free_cached_memory()
-
-
-def free_cached_memory() -> None:
-    """Return unused memory of torch's allocator to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -14,8 +14,6 @@ from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params import ParamGroup
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
-    ForwardRecovery,
-    MakeFiller,
     StepAccumulator,
     TrainModule,
     compute_step_stats,
@@ -60,7 +58,6 @@ class TorchEngine:
         self,
         batches: Sequence[Batch],
         lr: float,
-        make_filler: MakeFiller | None = None,
         weight: float | None = None,
     ) -> StepResult:
         self.train_module.train()
@@ -71,16 +68,12 @@ class TorchEngine:
         known = None if len(self.train_module.reward_models) else weight
         weight = total_step_weight(batches, self.world, self.train_module.loss_inputs, known)
         sums = StepAccumulator()
-        parameters = self.train_module.model.parameters()
-        recovery = ForwardRecovery(self.world, make_filler, parameters) if make_filler else None
         for index, batch in enumerate(batches):
             self.world.log.activity = describe_pass("forward", index, batches)
-            total, metrics = recovery.run(self._forward, batch) if recovery else self._forward(batch)
+            total, metrics = self.train_module(batch.to(self.world.device))
             self.world.log.activity = describe_pass("backward", index, batches)
-            scale_loss_or_nan(total, recovery.scale(1 / weight) if recovery else 1 / weight).backward()
+            scale_loss_or_nan(total, 1 / weight).backward()
             sums.add(total, metrics)
-        if recovery:
-            recovery.close()
         self.world.log.activity = OPTIMIZER_UPDATE
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
@@ -89,12 +82,9 @@ class TorchEngine:
             set_lr(self._optimizer, self._lr_scales, lr)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass if recovery else None)
+        outcome = step_outcome(sums, batches, applied, self.world)
         self.world.log.activity = ""
         return sums.result(batches, grad_norm=norm, **outcome)
-
-    def _forward(self, batch: Batch) -> Any:
-        return self.train_module(batch.to(self.world.device))
 
     def evaluate(self, batch: Batch) -> StepResult:
         return evaluate_batch(self.train_module, batch, self.world)

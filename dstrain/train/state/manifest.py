@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -227,8 +228,9 @@ class CheckpointInfo:
         assert self.samples is not None, f"{self.path} is {self.status}"
         return Progress(self.step, self.samples)
 
-    def read_run_info(self) -> dict[str, Any]:
-        """Return run.json: the recipe, versions and preset of the run that wrote the checkpoint."""
+    @cached_property
+    def run_info(self) -> dict[str, Any]:
+        """Content of run.json, read once: the recipe, versions and preset of the run that wrote the checkpoint."""
         return json.loads(read_limited(self.path / "run.json", MAX_JSON_BYTES))
 
 

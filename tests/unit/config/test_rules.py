@@ -91,9 +91,8 @@ def test_a_batch_of_tokens_is_halved_and_written_back() -> None:
     assert BatchPlan(total=8, micro=4, accumulate=2).half(1) == BatchPlan(8, 2, 4)
     assert BatchPlan(total=8, micro=1, accumulate=8).half(1) is None
     assert half is not None
-    assert half.ds_accumulate(1, False) == 2
-    assert BatchPlan(total=8, micro=8, accumulate=1).ds_accumulate(1, True) == 2
-    assert BatchPlan(total=8, micro=8, accumulate=1).ds_accumulate(1, False) == 1
+    assert half.ds_accumulate == 2
+    assert BatchPlan(total=8, micro=8, accumulate=1).ds_accumulate == 1
     sizes = BatchPlan(total=8, micro=4, accumulate=2).to_config(BatchConfig(total=8))
     assert (sizes.total, sizes.micro, sizes.accumulate) == (8, 4, None)
     written = half.to_config(BatchConfig(total=8, tokens_per_micro=512))

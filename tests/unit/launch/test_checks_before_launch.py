@@ -21,8 +21,8 @@ from dstrain.config import resolve_batch
 from dstrain.launch.command import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.worker import LAUNCH_ID_ENV
-from dstrain.train.memory.reduced_batch import MicroBatchSize, apply_reduced_batch
-from dstrain.train.setup import build_run
+from dstrain.train import build_run
+from dstrain.train.start import with_reduced_batch, write_reduced_batch
 from tests.vision_recipes import named_recipe
 
 OWN = """
@@ -148,7 +148,7 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     def train(run: Any) -> Any:
         raise DataError("x.jsonl:7: cannot be used")
 
-    monkeypatch.setattr("dstrain.train.setup.build_run.train", train)
+    monkeypatch.setattr("dstrain.train.build_run.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         build_run._train_to_end(None)  # type: ignore[arg-type]
 
@@ -156,23 +156,20 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
 def test_memory_that_runs_out_twice_restarts_twice(
     launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first: list[Any] = []
     micros: list[int] = []
 
-    def train_and_shrink(planned: Any, recipe: Any, run_dir: Path, resume: Any) -> tuple[int, bool]:
+    def train_and_shrink(planned: Any, task: Any, run_dir: Path, resume: Any) -> tuple[int, bool]:
         run_dir.mkdir(exist_ok=True)
-        first.append(recipe)
-        micros.append(recipe.config.batch.micro)
-        # As the workers do: from the recipe that was asked for.
-        config = apply_reduced_batch(first[0], run_dir, 2, "auto").config
-        micro = MicroBatchSize(config, resolve_batch(config.batch, 2), 2, run_dir)
-        reduced = micro.find_reduced()
+        # As the ranks do: from the recipe that was asked for.
+        config = with_reduced_batch(task.recipe, run_dir, 2)
+        micros.append(config.batch.micro)
+        reduced = resolve_batch(config.batch, 2).half(2)
         if reduced is None:
             return 0, False
-        micro.store(reduced, 1)
+        write_reduced_batch(run_dir, config, reduced, 2, 1)
         return 1, True
 
-    monkeypatch.setattr("dstrain.commands.train._launch_training", train_and_shrink)
+    monkeypatch.setattr("dstrain.commands.train._launch_ranks", train_and_shrink)
     sets = ("batch.total=16", "batch.micro=8", "batch.on_oom=shrink")
     assert launch(lambda run_dir: 1, *(word for one in sets for word in ("--set", one))) == 0
     assert micros == [8, 4, 2, 1]

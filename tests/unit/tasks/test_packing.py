@@ -22,6 +22,7 @@ from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import resolve_packing
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_train_module
+from tests.cells import mark_slow
 from tests.model_families import family
 from tests.parity.cases import one_step, several_steps
 from tests.parity.test_step import SGD, distance
@@ -82,10 +83,21 @@ def check_equal(task: str, changes: dict[str, Any], samples: Sequence[int] = SAM
     found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
     assert distance(found, wanted, "before") == 0
     assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
-    assert distance(found, wanted) <= 1e-6
+    assert distance(found, wanted) <= 1.5e-6, "1.06e-6 was seen on an AMD EPYC, of 1.0e-6 between padded steps alone"
 
 
-@pytest.mark.parametrize("case", CASES)
+REPEATED = (
+    "dpo, ipo", "dpo, robust", "dpo, simpo",  # sigmoid, hinge and orpo: with and without a reference
+    "kto, a reference remembered", "dpo with images, a reference remembered",  # dpo, a reference remembered
+    "rm with images, idefics3", "dpo with images, idefics3",  # vlm with images, idefics3
+    "dpo with images, safe", "dpo with images, checkpointing",  # dpo, safe; dpo, with gradient checkpointing
+    "rm of a vision-language model, text alone", "dpo of a vision-language model, text alone",  # sft and vlm
+    "dpo with images, adapters", "sft, qwen3", "rm, mistral",  # rm with images, adapters; attention/test_model_types
+)  # fmt: skip
+"""Cases whose claim those of the comment make too."""
+
+
+@pytest.mark.parametrize("case", mark_slow(CASES, REPEATED))
 def test_a_packed_step_is_the_padded_one(case: str) -> None:
     name, changes = CASES[case]
     check_equal(name, changes)

@@ -12,7 +12,7 @@ import pytest
 
 from dstrain.errors import CheckpointError
 from dstrain.train.checkpoints import read_best_name, remove_checkpoint, select_checkpoint
-from dstrain.train.setup.run_dir import replace_folder
+from dstrain.train.run_dir import replace_folder
 from tests.unit.train.test_checkpoints import save, solo, steps
 
 

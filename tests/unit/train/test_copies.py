@@ -17,8 +17,8 @@ from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from dstrain.train.checkpoints import read_best_name
 from dstrain.train.copies import RunCopy
-from dstrain.train.resume import ResumeOptions
-from dstrain.train.setup.plan import open_copy
+from dstrain.train.plan import open_copy
+from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import find_fault
 from tests.resume.test_background import RUN
 from tests.unit.train.test_checkpoints import OneRank, save, solo, steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,12 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
 from dstrain.models.params import build_param_groups
+from dstrain.planner.workload import Cluster
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.resume import ResumeOptions, dump_training_recipe, find_compatible_candidate
+from dstrain.train.inputs import dump_training_recipe
+from dstrain.train.start import ResumeOptions, guess_start
 from dstrain.train.state.manifest import write_hashed_file
 from tests.workers import ROOT
 
@@ -62,22 +63,14 @@ def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path:
     assert sorted({round(group.lr_scale, 6) for group in build_param_groups(net, task.recipe.optim)}) == [1.0, 100.0]
 
 
-def test_a_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -> None:
+def test_another_default_than_the_run_began_with_is_refused_with_both(tmp_path: Path) -> None:
     recipe, run_dir = started(tmp_path), tmp_path / "run"
     began(run_dir, recipe, lr=3e-05)
-    wish = TrainRequest(recipe=str(recipe), run_dir=run_dir)
-    assert resolve_recipe(wish).config.optim.lr == 3e-05
-    assert find_compatible_candidate(run_dir, ResumeOptions(), resolve_recipe(wish).config) is not None
-    elsewhere = TrainRequest(recipe=str(recipe), run_dir=tmp_path / "other", resume=str(run_dir))
-    assert resolve_recipe(elsewhere).config.optim.lr == 3e-05
-    assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, resume="never")).config.optim.lr == 1e-5
-    assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=tmp_path / "new")).config.optim.lr == 1e-5
-    named = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, overrides=["optim.lr=1e-3"]))
-    with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.001, but the run was started with 3e-05; put it back"):
-        find_compatible_candidate(run_dir, ResumeOptions(), named.config)
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "checkpoints").mkdir()
-    assert resolve_recipe(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
+    config = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir)).config
+    with pytest.raises(ResumeError, match=r"optim\.lr: is 1e-05, but the run was started with 3e-05; put it back"):
+        guess_start(config, run_dir, ResumeOptions(), 1, Cluster(kind="cpu"))
+    same = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, overrides=["optim.lr=3e-05"])).config
+    assert guess_start(same, run_dir, ResumeOptions(), 1, Cluster(kind="cpu")).point.step == 1
 
 
 def started(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from dstrain.data.formats.messages import (
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.tasks.safety.pair_task import read_safety_labels
+from dstrain.tasks.safety.safe_dpo import read_safety_labels
 from tests.vocabulary import message as said
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])

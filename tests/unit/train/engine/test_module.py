@@ -97,31 +97,6 @@ def test_padding_is_counted_with_fillers_and_never_below_zero() -> None:
     assert sums.result([without]).computed_tokens == 0
 
 
-def test_a_failed_pass_drops_the_step_where_the_fillers_loss_is_flat(tmp_path: Path) -> None:
-    """As with hinge, whose gradient is 0 from the margin on: 0, not nan, of a factor nan."""
-    task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
-    objective = build_train_module(task)
-    optim = OptimConfig(name="sgd")
-    engine = TorchEngine(objective, build_param_groups(objective.model, optim), optim, torch.device("cpu"))
-    examples: Any = task.examples("train")
-    batches = [make_batch(examples, task.collate, ids, 0) for ids in ([0, 1], [2, 3])]
-    forward = objective.forward
-
-    def limited(batch: Batch, *args: Any, **options: Any) -> Any:
-        total, metrics = forward(batch, *args, **options)
-        if batch.samples == (2, 3):
-            torch.empty(2**50, dtype=torch.uint8)
-        return torch.relu(total - 100) if batch.is_filler else total, metrics
-
-    objective.forward = limited  # type: ignore[method-assign]
-    before = [parameter.clone() for parameter in objective.parameters()]
-    result = engine.step(batches, 1e-3, lambda: make_batch(examples, task.collate, [], 0))
-    assert [one.samples for one in result.out_of_memory] == [2]
-    assert not result.applied
-    assert all(torch.equal(a, b) for a, b in zip(before, objective.parameters(), strict=True))
-    assert engine.step(batches[:1], 1e-3).applied, "nothing of it is left"
-
-
 # Between a batch and the update of the weights, the host waits for a GPU only where the list below says so.
 #
 # A CPU never waits, so the operators are counted that would wait on a GPU; tests/gpu/test_syncs.py counts the waits.

@@ -1,22 +1,22 @@
-"""Pairs with safety labels or without: records, batches, corrupted images, losses."""
+"""DPO with safety labels or scores: SafeDPO, MM-DPO and mDPO. Records, batches, corrupted images, losses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import SAFETY_KEYS, Preference, to_chosen_rejected
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
-from dstrain.errors import DataError, suggest_name
-from dstrain.tasks.common.pairs import PairTask, pair_metrics
-from dstrain.tasks.common.reference import ReferenceTask
-from dstrain.tasks.common.task import Loss, LossInputs, Split, Sums
+from dstrain.errors import DataError, Fault, RecipeError, suggest_name
+from dstrain.tasks.common.pairs import pair_metrics
+from dstrain.tasks.common.task import Loss, LossInputs, Split
+from dstrain.tasks.dpo import DPO, DPOChecks
 from dstrain.tasks.safety.options import (
     HARMLESS_COLUMNS,
     HELPFUL_COLUMNS,
@@ -26,12 +26,7 @@ from dstrain.tasks.safety.options import (
     SafetyOptions,
     order_pairs,
 )
-from dstrain.tasks.safety.reward_models import (
-    REWARD_MODEL_OPTIONS,
-    FrozenRewardModel,
-    cached_scores,
-    make_reward_models,
-)
+from dstrain.tasks.safety.reward_models import FrozenRewardModel, cached_scores, make_reward_models
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,40 +156,64 @@ def corrupt_images(images: Sequence[Image], examples: Examples, options: SafetyO
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafePairTask(PairTask, ReferenceTask):
-    """A task on pairs with a reference and with safety options.
+class SafeDPOChecks(DPOChecks):
+    """The checks of DPO, of the reward models, and of images to corrupt."""
+
+    task: SafeDPO
+
+    def reference(self) -> None:
+        super().reference()
+        for model in self.task.reward_models:
+            model.check_files()
+
+    def run(self) -> None:
+        super().run()
+        source = self.task.model_source
+        if self.task.shows_corrupted and not source.is_multimodal:
+            problem = f"compares images, and {source.config.model_type} is a text-only model"
+            fix = "leave it out, or name a vision-language model (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
+            raise RecipeError(Fault("options.safety.image_weight", problem, fix))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafeDPO(DPO):
+    """DPO where `safety` is set: SafeDPO, MM-DPO and mDPO, see `dstrain.tasks.safety.pair_loss`.
 
     Rows of a batch: B prompts with the data's chosen answers, B with the rejected ones, and B' preferred answers
     of pairs with images, whose images are corrupted. Labels and scores reorder pairs in the loss, not in the batch.
     """
 
-    path_options = (*ReferenceTask.path_options, *REWARD_MODEL_OPTIONS)
+    checks_class = SafeDPOChecks
+    variants: ClassVar[Mapping[str, str]] = {}
 
-    safety: SafetyOptions | None = None
+    safety: SafetyOptions = field(default_factory=SafetyOptions)
     """Safety-aware DPO: a block of options. An empty one, safety: {}, logs the safety metrics of the data's labels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         options = self.safety
-        if options is None:
-            return
         if options.method != "none" and options.scores_pairs and options.image_weight and self.precompute_ref_log_probs:
             raise ValueError(
                 "precompute_ref_log_probs does not know which answer reward models prefer, and safety.image_weight "
                 "needs its log-probs; leave out one of them, or label the data"
             )
+        if options.changes_loss:
+            others = {"loss_type": self.loss_type != "sigmoid", "label_smoothing": self.label_smoothing, "rpo_alpha": self.rpo_alpha}  # fmt: skip
+            if wrong := [name for name, is_set in others.items() if is_set]:
+                raise ValueError(
+                    f"safety is a loss of its own, for loss_type sigmoid; leave out {' and '.join(wrong)}, or write "
+                    "safety: {} to log its metrics only"
+                )
         # Metrics depend on the options; the fields of a frozen dataclass are set this way in __post_init__.
         object.__setattr__(self, "metric_names", (*self.metric_names, *options.metric_names))
 
     @property
     def shows_corrupted(self) -> bool:
         """True where batches have rows with corrupted images."""
-        return self.safety is not None and self.safety.image_weight > 0
+        return self.safety.image_weight > 0
 
     def parse(self, record: Mapping[str, Any]) -> Preference:
         preference = super().parse(record)
-        if self.safety is None:
-            return preference
         if self.safety.scaling_weight and not self.safety.scores_pairs and preference.margin is None:
             raise BadRecord(
                 "no 'margin', which options.safety.scaling_weight needs; write a number, or name helpful_rm"
@@ -203,24 +222,18 @@ class SafePairTask(PairTask, ReferenceTask):
         return replace(preference, chosen_safe=chosen, rejected_safe=rejected)
 
     def scalar_columns(self, preference: Preference) -> dict[str, float]:
-        columns = super().scalar_columns(preference)
-        if self.safety is None:
-            return columns
         labels = (preference.chosen_safe, preference.rejected_safe)
-        return columns | {
+        return super().scalar_columns(preference) | {
             name: float("nan" if label is None else label) for name, label in zip(LABEL_COLUMNS, labels, strict=True)
         }
 
     def encode_key(self) -> dict[str, Any]:
-        key = super().encode_key()
-        if self.safety is None:
-            return key
         needs_margin = bool(self.safety.scaling_weight) and not self.safety.scores_pairs
-        return {**key, "safety_labels": self.safety.needs_labels, "margins": needs_margin}
+        return {**super().encode_key(), "safety_labels": self.safety.needs_labels, "margins": needs_margin}
 
     def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
         dataset = super().examples(split)
-        if dataset is None or self.safety is None:
+        if dataset is None:
             return dataset
         index = dataset.store.image_index
         if self.shows_corrupted and (index is None or not len(index)):
@@ -230,20 +243,19 @@ class SafePairTask(PairTask, ReferenceTask):
     @property
     def has_cached_scores(self) -> bool:
         """True where reward models score the pairs before training."""
-        return self.safety is not None and self.safety.scores_pairs and self.safety.scoring == "cached"
+        return self.safety.scores_pairs and self.safety.scoring == "cached"
 
     def _select_pairs(self, dataset: Dataset, split: Split) -> Dataset:
         """Return the dataset ordered by its scores, which only the started processes compute."""
         from dstrain.data.token_store import TokenizedDataset
 
-        assert self.safety is not None
         assert isinstance(dataset, TokenizedDataset)
         return order_dataset(dataset, self.safety, split)
 
     @cached_property
     def reward_models(self) -> tuple[FrozenRewardModel, ...]:
         """The frozen reward models that score the pairs."""
-        return () if self.safety is None else make_reward_models(self, self.safety)
+        return make_reward_models(self, self.safety)
 
     def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         reason = super().packing_unsupported_reason(shares_prefixes)
@@ -255,67 +267,56 @@ class SafePairTask(PairTask, ReferenceTask):
         return reason
 
     def collate(self, examples: Examples) -> Batch:
-        batch = super().collate(examples)
-        return batch if self.safety is None else replace(batch, weight=float(count_selected(examples, self.safety)))
+        return replace(super().collate(examples), weight=float(count_selected(examples, self.safety)))
 
     def length_diff(self, examples: Examples) -> list[float]:
-        lengths = super().length_diff(examples)
-        order = None if self.safety is None else order_examples(examples, self.safety)
+        lengths, order = super().length_diff(examples), order_examples(examples, self.safety)
         if order is None:
             return lengths
         pairs = zip(lengths, order.swap, order.keep, strict=True)
         return [-length if swap else length for length, swap, keep in pairs if keep]
 
-    def sequences(self, examples: Examples) -> list[np.ndarray]:
-        return [ids for ids, _ in self._rows(examples)]
-
-    def _rows(self, examples: Examples) -> list[tuple[np.ndarray, int]]:
-        """Return (token ids, index where the answer starts) of each row."""
-        shown = [(side, example) for side in ("chosen", "rejected") for example in examples]
+    def rows(self, examples: Examples) -> list[tuple[np.ndarray, int]]:
+        shown = super().rows(examples)
         if self.shows_corrupted:
-            assert self.safety is not None
             sides = preferred_sides(examples, self.safety)
-            shown += [(sides[index], examples[index]) for index in pairs_with_images(examples)]
-        return [(example[side], int(example["prompt_length"])) for side, example in shown]
+            corrupted = [(sides[index], examples[index]) for index in pairs_with_images(examples)]
+            shown += [(example[side], int(example["prompt_length"])) for side, example in corrupted]
+        return shown
 
     def row_images(self, examples: Examples, repeats: int, positions: Sequence[int] | None = None) -> list[Image]:
         images = super().row_images(examples, 1, positions)
         if not self.shows_corrupted:
             return images * repeats
-        assert self.safety is not None
         return images * repeats + corrupt_images(images, examples, self.safety, self.recipe.seed)
 
     def output_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
-        from dstrain.data.loading.rows import answer_masks
-
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.
         online = self.reward_models if self.packing.is_packed and not self.has_cached_scores else ()
         pad_token_ids = {model.positions_name: model.task.tokenizer.pad_token_id for model in online}
-        # `loss_mask` is (2B + B', K): 1 at the tokens of answers.
-        return {**rows.target_tensors(answer_masks(self._rows(examples))), **rows.score_tensors(pad_token_ids)}
+        return {**super().output_tensors(examples, rows), **rows.score_tensors(pad_token_ids)}
 
     def extra_tensors(self, examples: Examples) -> dict[str, torch.Tensor]:
         import torch
 
-        tensors = self.cached_reference_outputs(examples)
-        if self.safety is not None:
-            tensors |= cached_scores(examples)
-            labels = {name: [example[name] for example in examples] for name in LABEL_COLUMNS if name in examples[0]}
-            tensors |= {name: torch.tensor(values, dtype=torch.float32) for name, values in labels.items()}  # (B,)
+        labels = {name: [example[name] for example in examples] for name in LABEL_COLUMNS if name in examples[0]}
+        tensors = {
+            **super().extra_tensors(examples),
+            **cached_scores(examples),
+            **{name: torch.tensor(values, dtype=torch.float32) for name, values in labels.items()},  # (B,)
+        }
         if self.shows_corrupted:
             tensors["corrupted_pairs"] = torch.tensor(pairs_with_images(examples), dtype=torch.int64)  # (B',)
         return tensors
 
     @property
     def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the options
-        columns = ("ref_chosen_logps", "ref_rejected_logps")
-        return (*columns, "ref_corrupted_logps") if self.shows_corrupted else columns
+        return (*super().ref_columns, "ref_corrupted_logps") if self.shows_corrupted else super().ref_columns
 
     @property
     def reference_key(self) -> Mapping[str, Any]:
         if not self.shows_corrupted:
             return {}
-        assert self.safety is not None
         crop = [CORRUPTION_VERSION, self.recipe.seed, self.safety.crop_max_area]
         return {"corrupted": crop, "method": self.safety.method}
 
@@ -331,11 +332,8 @@ class SafePairTask(PairTask, ReferenceTask):
 
     @property
     def loss_inputs(self) -> LossInputs:
-        inputs = super().loss_inputs
-        if self.safety is None:
-            return inputs
         return replace(
-            inputs,
+            super().loss_inputs,
             scorers=[model.to_scorer() for model in self.reward_models],
             select=self._select_pairs if self.has_cached_scores else None,
             update_weight=self._with_pair_weight if self.safety.drops_in_step else None,
@@ -344,24 +342,19 @@ class SafePairTask(PairTask, ReferenceTask):
     def _with_pair_weight(self, batch: Batch) -> Batch:
         from dstrain.tasks.safety.pair_loss import with_pair_weight
 
-        assert self.safety is not None
         return with_pair_weight(self.safety, batch)
 
-    def safety_metrics(self, rewards: torch.Tensor, batch: Batch) -> Sums:
-        """Return the metrics of safety; `rewards`: (2, B) of the data's chosen and rejected answers."""
+    def pair_loss(self, ratios: torch.Tensor, sums: torch.Tensor, batch: Batch) -> Loss:
+        """Return the loss; (2, B) log-ratios, (2B + B',) log-probs under the policy."""
         from dstrain.tasks.safety.pair_loss import SafePairs
 
-        return {} if self.safety is None else SafePairs.from_batch(self.safety, batch).metrics(rewards)
-
-    def safe_loss(self, ratios: torch.Tensor, sums: torch.Tensor, batch: Batch) -> Loss:
-        """Return the loss under safety options; (2, B) log-ratios, (2B + B',) log-probs under the policy."""
-        from dstrain.tasks.safety.pair_loss import SafePairs
-
-        assert self.safety is not None
         pairs, count = SafePairs.from_batch(self.safety, batch), ratios.shape[1]
+        rewards = self.beta * ratios.detach()
+        if not self.safety.changes_loss:
+            plain = super().pair_loss(ratios, sums, batch)
+            return Loss(plain.total, {**plain.metrics, **pairs.metrics(rewards)})
         preferred, other = pairs.reorder(ratios)
-        losses = pairs.losses(preferred, other, self.beta)
-        rewards, kept = self.beta * ratios.detach(), pairs.trained_order.keep
+        losses, kept = pairs.losses(preferred, other, self.beta), pairs.trained_order.keep
         metrics = pair_metrics(pairs.reorder(rewards) * kept, pairs.reorder(sums[: 2 * count].view(2, -1)) * kept)
         metrics |= pairs.metrics(rewards)
         if self.shows_corrupted:

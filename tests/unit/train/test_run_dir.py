@@ -13,8 +13,8 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
-from dstrain.train.resume import ResumeOptions, with_saved_batch_total
-from dstrain.train.setup.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
+from dstrain.train.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
+from dstrain.train.start import ResumeOptions, with_saved_batch_total
 from tests.unit.distributed.thread_world import on_ranks
 
 
@@ -42,7 +42,7 @@ def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wanted: dict[str, int | None]) -> None:
-    start: Any = SimpleNamespace(read_run_info=lambda: {"batch_total": 12})
+    start: Any = SimpleNamespace(run_info={"batch_total": 12})
     found = with_saved_batch_total(BatchConfig(**batch), start, [])
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)

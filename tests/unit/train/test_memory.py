@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ import torch
 from dstrain.config import RunConfig, resolve_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import OutOfMemoryError, RunError
+from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.train.memory.monitor import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
-from dstrain.train.memory.reduced_batch import MicroBatchSize
+from dstrain.train.memory import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
@@ -37,10 +37,10 @@ def monitor(run_dir: Path, forecast: MemoryForecast | None = None, **sections: A
         "batch": {"total": 16, "micro": 8},
     }
     config = RunConfig.model_validate(values | sections)
-    micro = MicroBatchSize(config, resolve_batch(config.batch, 1), 1, run_dir)
     return MemoryMonitor(
-        micro_batch=micro, preset=read_preset("zero2"), world=SingleProcessWorld(), run_dir=run_dir, forecast=forecast
-    )
+        config=config, batch=resolve_batch(config.batch, 1), preset=read_preset("zero2"), world=SingleProcessWorld(),
+        run_dir=run_dir, forecast=forecast,
+    )  # fmt: skip
 
 
 def fail(watch: MemoryMonitor, phase: str, activity: str, step: int | None = 3) -> OutOfMemoryError:
@@ -139,7 +139,7 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
 def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.train.memory.monitor.peak_process_bytes", lambda device: 2**30)
+    monkeypatch.setattr("dstrain.train.memory.peak_process_bytes", lambda device: 2**30)
     watch = monitor(tmp_path, FORECAST)
     watch.world.device = torch.device("cuda", 0)
     watch.compare_with_forecast(2, RunLog(tmp_path))
@@ -149,7 +149,7 @@ def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
 
 @pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])
 def test_the_planner_is_asked_for_lines_and_fixes(
-    kind: str, device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Literal["cuda", "cpu"], device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the forecast is of tensors, since torch does not measure what is outside of its allocator."""
     lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
@@ -157,21 +157,21 @@ def test_the_planner_is_asked_for_lines_and_fixes(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
     )  # fmt: skip
     fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
-    monkeypatch.setattr("dstrain.train.memory.monitor.plan_memory", lambda config, preset, cluster: plan)
-    monkeypatch.setattr("dstrain.train.memory.monitor.suggest_fixes", lambda *_: [fix])
+    monkeypatch.setattr("dstrain.train.memory.plan_memory", lambda config, preset, cluster: plan)
+    monkeypatch.setattr("dstrain.train.memory.suggest_fixes", lambda *_: [fix])
     watch = monitor(tmp_path)
-    found = make_forecast(watch.micro_batch.config, watch.preset, {"kind": kind})
+    found = make_forecast(watch.config, watch.preset, Cluster(kind=kind))
     assert found == replace(FORECAST, device_bytes=device_bytes)
 
 
 def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
     watch = monitor(tmp_path)  # its model does not exist
-    assert make_forecast(watch.micro_batch.config, watch.preset, {}) is None
+    assert make_forecast(watch.config, watch.preset, Cluster()) is None
 
 
 def test_a_run_from_a_config_has_a_forecast(tmp_path: Path) -> None:
     config = RunConfig.model_validate(SFT.tiny(tmp_path))
-    found = make_forecast(config, read_preset("zero2"), {"kind": "cpu"})
+    found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"))
     assert found is not None
     assert found.device_bytes > 2**20
     assert any(name.startswith("gradients") for name, _, _ in found.lines)

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
-from dstrain.batch import FailedPass
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import World
-from dstrain.errors import OutOfMemoryError, PeerFailureError, first_names
+from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
 from dstrain.planner.fixes import suggest_fixes
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
-from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
-from dstrain.train.engine.module import OPTIMIZER_UPDATE, free_cached_memory
+from dstrain.train.engine.module import OPTIMIZER_UPDATE
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
-from dstrain.train.memory.reduced_batch import MicroBatchSize, describe_reduction
+from dstrain.train.start import describe_reduction, write_reduced_batch
 from dstrain.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -49,18 +47,17 @@ class MemoryForecast:
     """Changes of the recipe that save device memory, the cheapest in speed first."""
 
 
-def make_forecast(config: RunConfig, preset: Preset, cluster: Mapping[str, Any]) -> MemoryForecast | None:
-    """Return the planner's forecast; None where it cannot read the shape of the model. `cluster`: fields of Cluster."""
-    where = Cluster(**cluster)
+def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
+    """Return the planner's forecast; None where it cannot read the shape of the model."""
     try:
-        plan = plan_memory(config, preset, where)
-        fixes = [fix.describe() for fix in suggest_fixes(config, preset, where)]
+        plan = plan_memory(config, preset, cluster)
+        fixes = [fix.describe() for fix in suggest_fixes(config, preset, cluster)]
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
     return MemoryForecast(
         # torch's allocator does not see what is outside of it; on a CPU the whole process is measured.
-        device_bytes=plan.tensor_bytes if where.kind == "cuda" else plan.gpu_bytes,
+        device_bytes=plan.tensor_bytes if cluster.kind == "cuda" else plan.gpu_bytes,
         host_bytes_per_node=plan.host_bytes_per_node,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
         fixes=tuple(fixes),
@@ -87,7 +84,8 @@ COMPARED_STEP = 2
 class MemoryMonitor:
     """Memory of a run on this rank."""
 
-    micro_batch: MicroBatchSize
+    config: RunConfig
+    batch: BatchPlan
     preset: Preset
     world: World
     run_dir: Path
@@ -95,8 +93,8 @@ class MemoryMonitor:
 
     @property
     def can_shrink(self) -> bool:
-        """True if the run may go on with a smaller micro-batch."""
-        return self.micro_batch.find_reduced() is not None
+        """True if a restart with a smaller micro-batch may go on where memory runs out (`batch.on_oom: shrink`)."""
+        return self.config.batch.on_oom == "shrink" and self.batch.half(self.world.size) is not None
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
@@ -125,27 +123,6 @@ class MemoryMonitor:
             return log.activity not in ("", OPTIMIZER_UPDATE)
         return log.phase.startswith("evaluation ") or (not log.phase and log.activity == PRECOMPUTING)
 
-    def reduce(self, failed: Sequence[FailedPass], run_log: RunLog, step: int) -> BatchPlan:
-        """Halve the micro-batch after a step that all ranks dropped; `step`: steps taken. Collective.
-
-        Raises OutOfMemoryError on the ranks that ran out of memory and PeerFailureError on the others if no pass can
-        be reduced.
-        """
-        reduced = self.micro_batch.find_reduced([one.samples for one in failed])
-        if reduced is None:
-            raise self._refuse(failed)
-        change = describe_reduction(self.micro_batch.plan, reduced)
-        if self.world.rank == 0:
-            self.micro_batch.store(reduced, step)
-            who = first_names([one.rank for one in failed], 8)
-            what = f"rank{'s' * (len(failed) > 1)} {who} ran out of memory in {failed[0].text}"
-            run_log.log_event(
-                "micro_batch_reduced", step=step, change=change, what=what, ranks=[f.rank for f in failed]
-            )
-            log_stdout(f"{what}; the step is taken again with {change}")
-        self.micro_batch.use(reduced)
-        return reduced
-
     def compare_with_forecast(self, steps_of_this_start: int, run_log: RunLog) -> None:
         """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
         if steps_of_this_start != COMPARED_STEP:
@@ -155,20 +132,12 @@ class MemoryMonitor:
         fields: dict[str, int] = {}
         if self.forecast is not None and self.world.device.type == "cuda":
             fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
-        run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
-        if self.world.rank == 0:
-            log_stdout(describe_forecast(self.forecast, measured, self.world.device.type))
+        line = describe_forecast(self.forecast, measured, self.world.device.type)
+        run_log.announce(line, "memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
 
     def _where(self) -> str:
         log = self.world.log
         return ", ".join(filter(None, [log.phase, log.activity])) or "starting"
-
-    def _refuse(self, failed: Sequence[FailedPass]) -> Exception:
-        own = next((one for one in failed if one.rank == self.world.rank), None)
-        if own is None:
-            what = f"rank {failed[0].rank} on {failed[0].host} ran out of memory; see its log"
-            return PeerFailureError(self.world.log.phase, what, RESTART_HINT)
-        return self._compose(f"{self.world.log.phase}, {own.text}", is_on_device=True)
 
     def _to_error(self, failure: AllocationFailure) -> OutOfMemoryError:
         """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
@@ -186,25 +155,27 @@ class MemoryMonitor:
 
     def _store_reduced(self) -> str:
         """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
-        reduced = self.micro_batch.find_reduced()
+        reduced = self.batch.half(self.world.size) if self.can_shrink else None
         if reduced is None:
             return ""
+        steps_taken = max((self.world.log.step or 1) - 1, 0)
         try:
-            return self.micro_batch.store(reduced, max((self.world.log.step or 1) - 1, 0))
+            write_reduced_batch(self.run_dir, self.config, reduced, self.world.size, steps_taken)
         except OSError:  # a full disk: the run ends with its error as if the recipe said stop
             return ""
+        return describe_reduction(self.batch, reduced)
 
     def _compose(self, where: str, is_on_device: bool, change: str = "", reason: str = "") -> OutOfMemoryError:
-        micro, device = self.micro_batch, self.world.device
+        device = self.world.device
         place = f" ({device})" if device.type == "cuda" else ""
         title = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
         if is_on_device:
             memory = describe_device_memory(device, self.forecast)
             planned = None if self.forecast is None else self.forecast.fixes
-            fixes = list(planned or list_fixes(micro.config, micro.plan, self.preset, micro.world_size))
+            fixes = list(planned or list_fixes(self.config, self.batch, self.preset, self.world.size))
         else:
             memory = describe_host_memory()
-            fixes = list_host_fixes(micro.config, self.preset, device.type == "cpu")
+            fixes = list_host_fixes(self.config, self.preset, device.type == "cpu")
         last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
         return OutOfMemoryError(format_message(title, [reason, *memory] if reason else memory, fixes, last), change)
 
@@ -284,6 +255,13 @@ def _lora(config: RunConfig) -> Iterator[str]:
         )
     if config.model.quantize is None:
         yield "model.quantize: nf4, with model.lora: saves about 1.4 bytes per frozen parameter"
+
+
+def free_cached_memory() -> None:
+    """Return unused memory of torch's allocator to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def format_message(title: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:

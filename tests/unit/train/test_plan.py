@@ -14,14 +14,14 @@ from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.resources import get_extensions_dir
 from dstrain.tasks import find_task
-from dstrain.train.resume import ResumeOptions
-from dstrain.train.setup.plan import (
+from dstrain.train.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
     _remove_if_unchanged,
     make_plan,
     remove_stale_locks,
 )
+from dstrain.train.start import ResumeOptions
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:
@@ -67,7 +67,7 @@ def age(path: Path, seconds: float) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dstrain.train.setup.plan.LOCAL_FILESYSTEMS", set())
+    monkeypatch.setattr("dstrain.train.plan.LOCAL_FILESYSTEMS", set())
 
 
 def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.probe import read_installed_versions
 from dstrain.models.load import read_config
 from dstrain.process_setup import log_stdout
-from dstrain.train.resume import ResumeOptions, get_run_dir, is_change_allowed
+from dstrain.train.start import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,11 +19,10 @@ from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
-from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
-from dstrain.train.resume import ResumeChange
+from dstrain.train.plan import RunPlan
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
-from dstrain.train.setup.plan import RunPlan
+from dstrain.train.start import REDUCED_BATCH_FILE, read_reduced_batch
 from dstrain.train.state.manifest import CheckpointInfo
 
 MAX_FAILURE_LENGTH = 4000
@@ -86,32 +85,23 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         for line in (*describe_truncation(reports), *selections, *describe_frozen_models(plan.task, plan.preset.stage)):
             log_stdout(line)
     for line in plan.task.checks.info_messages():
-        run_log.log_event("notice", what=line)
-        if world.rank == 0:
-            log_stdout(line)
-    if plan.task.needs_vision:
-        found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
-        report_warnings(warn_without_images(found), run_log, world)
-    warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
-    report_warnings((*plan.task.checks.warnings(), *warnings), run_log, world)
+        run_log.announce(line, "notice", what=line)
+    found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
+    for line in (
+        *(warn_without_images(found) if plan.task.needs_vision else ()),
+        *plan.task.checks.warnings(),
+        *ds_config_warnings(plan.ds_config),
+        *batch_warnings(plan.batch, world.size),
+    ):
+        run_log.warn(line)
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):
-        run_log.log_event("resharded", step=start.step, how=resharding)
-        if world.rank == 0:
-            log_stdout(resharding)
+        run_log.announce(resharding, "resharded", step=start.step, how=resharding)
 
 
 def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
     if batch.accumulate is None:
         return {"total": batch.total, "micro": batch.micro, "tokens_per_micro": batch.tokens}
     return {"total": batch.total, "micro": batch.micro, "accumulate": batch.accumulate}
-
-
-def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> None:
-    """Report warnings in events.jsonl and on rank 0's terminal."""
-    for line in warnings:
-        run_log.log_event("warning", what=line)
-        if world.rank == 0:
-            log_stdout(f"warning: {line}")
 
 
 def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
@@ -121,19 +111,8 @@ def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
         return
     sizes = {key: (reduced.recipe[key], reduced.batch[key]) for key in ("micro", "tokens_per_micro")}
     change = ", ".join(f"batch.{key} {old} -> {new}" for key, (old, new) in sizes.items() if old != new)
-    what = (
-        f"{change}, since memory ran out after step {reduced.step} ({FILE_NAME}); batch.total stays {plan.batch.total}"
-    )
-    run_log.log_event("micro_batch_reduced", step=plan.start.step, change=change, what=what)
-    log_stdout(what)
-
-
-def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: World) -> None:
-    """Report differences from the checkpoint in events.jsonl and on rank 0's terminal."""
-    for change in changes:
-        run_log.log_event(change.event_name, **change.event_fields)
-        if world.rank == 0:
-            log_stdout(change.message)
+    what = f"{change}, since memory ran out after step {reduced.step} ({REDUCED_BATCH_FILE}); batch.total stays {plan.batch.total}"
+    run_log.announce(what, "micro_batch_reduced", step=plan.start.point.step, change=change, what=what)
 
 
 def describe_frozen_models(task: Task, stage: int) -> list[str]:
@@ -176,7 +155,7 @@ def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:
     """Return a sentence about another world size, ZeRO stage or preset; empty if all are the same."""
-    before = (start.read_run_info().get("preset"), start.world_size, start.zero_stage)
+    before = (start.run_info.get("preset"), start.world_size, start.zero_stage)
     now = (plan.preset.name, world_size, plan.preset.stage)
     if before == now:
         return ""

@@ -7,6 +7,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,19 +25,14 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, ResumeError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.models.weights import _cached_digest, weights_fingerprint
+from dstrain.planner.workload import Cluster
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task, make_task
+from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.resume import (
-    ResumeOptions,
-    StartDecision,
-    check_fingerprints,
-    decide_start,
-    dump_training_recipe,
-    fingerprint_weights,
-)
-from dstrain.train.setup.build_run import prepare_start
-from dstrain.train.setup.plan import RunPlan, make_plan
+from dstrain.train.inputs import check_fingerprints, dump_training_recipe, fingerprint_weights
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.start import ResumeOptions, ResumePoint, Start, decide_start, find_resume_point
 from dstrain.train.state.manifest import (
     CheckpointFault,
     CheckpointInfo,
@@ -68,9 +64,9 @@ def plan_run(folder: Path, resume: str = "auto", rendezvous: Any = None) -> RunP
     return make_plan(resolve_recipe(request), folder / "run", ResumeOptions(resume), worker, rendezvous)
 
 
-def decide(folder: Path, resume: str = "auto", world: Any = None) -> StartDecision:
+def decide(folder: Path, resume: str = "auto", world: Any = None) -> ResumePoint:
     checkpoints = CheckpointStore(folder=folder / "checkpoints", world=world or SingleProcessWorld())
-    return decide_start(checkpoints, ResumeOptions(resume))
+    return find_resume_point(checkpoints, ResumeOptions(resume))
 
 
 def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged(tmp_path: Path) -> None:
@@ -81,9 +77,9 @@ def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged
     save(tmp_path / "run", 1, recipe=recipe, inputs={}, batch_total=4)
     flip_byte(save(tmp_path / "run", 2, recipe=recipe, inputs={}, batch_total=8))
     plan = plan_run(tmp_path)
-    assert (plan.batch.total, plan.start.step) == (4, 1)
+    assert (plan.batch.total, plan.start.point.step) == (4, 1)
     checkpoints = CheckpointStore(folder=tmp_path / "run" / "checkpoints", world=SingleProcessWorld())
-    start = prepare_start(plan.start, checkpoints, RunLog(tmp_path / "run"), prune_when_full=False)
+    start = prepare_start(plan.start.point, checkpoints, RunLog(tmp_path / "run"), prune_when_full=False)
     assert start is not None
     assert start.step == 1
     assert [path.name.split("-", 2)[2] for path in checkpoints.folder.glob("superseded-*")] == ["step-00000002"]
@@ -96,6 +92,21 @@ def test_every_rank_gets_the_decision_of_all(tmp_path: Path) -> None:
     assert [decision.step for decision in decisions] == [1, 1, 1]
     assert len({decision.skipped[0].status for decision in decisions}) == 1
     assert "state is not what was written" in decisions[0].skipped[0].status
+
+
+def test_rank_0_decides_preset_and_batch_for_all(tmp_path: Path) -> None:
+    """Another host may see an old micro_batch.json, and ranks read different amounts of free memory."""
+    config = RunConfig.model_validate({"task": "rm", "ds_config": "auto", "batch": {"total": 16}})
+    choices = iter([SimpleNamespace(preset="zero2", micro=4, reason="it fits")])
+
+    def start(world: Any) -> Start:
+        return decide_start(config, tmp_path, ResumeOptions(), 2, Cluster(gpus_per_node=2, kind="cpu"), world)
+
+    with mock.patch("dstrain.train.start.choose_preset", side_effect=lambda *_: next(choices)):
+        first, second = on_ranks(2, start)
+    assert (first.config, first.preset, first.batch) == (second.config, second.preset, second.batch)
+    assert (first.preset.name, first.batch.micro, first.batch.accumulate) == ("zero2", 4, 2)
+    assert (first.auto, second.auto) == ("ds_config auto: it fits", "")
 
 
 def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> None:
@@ -112,7 +123,7 @@ def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> 
 
 def test_resume_never_begins_a_new_run(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert decide(tmp_path, "never") == StartDecision()
+    assert decide(tmp_path, "never") == ResumePoint()
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -142,7 +153,7 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
         return read_checkpoint_info(path, fault)
 
     monkeypatch.setattr("dstrain.train.checkpoints.find_fault", find_fault)
-    monkeypatch.setattr("dstrain.train.resume.read_checkpoint_info", read_on_rank_0)
+    monkeypatch.setattr("dstrain.train.start.read_checkpoint_info", read_on_rank_0)
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
         assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)
@@ -228,7 +239,7 @@ def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tm
 def test_a_reference_of_its_own_is_named_by_its_own_key(tmp_path: Path) -> None:
     made = task(weights(tmp_path / "base"), ref_model=str(weights(tmp_path / "other")), lora=True)
     start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
-    assert {"base", "options.ref_model"} <= start.read_run_info().keys()
+    assert {"base", "options.ref_model"} <= start.run_info.keys()
     weights(tmp_path / "other", b"newer")
     with pytest.raises(ResumeError, match=r"--allow-change options\.ref_model$"):
         check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ("model.path",))

@@ -1,226 +1,33 @@
-"""Where a run goes on: candidates, recorded inputs, changes of the recipe, fingerprints."""
+"""What a run is trained on: digests of its inputs, recorded in checkpoints and compared when it goes on."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
 from dstrain.cache import file_digest
-from dstrain.config import BatchPlan, RunConfig, check_learning_changes, find_learning_changes
-from dstrain.config.schema import BatchConfig, DatasetConfig
+from dstrain.config import BatchPlan, RunConfig, find_learning_changes
+from dstrain.config.schema import DatasetConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.sources.open import find_structure_files, open_source
 from dstrain.data.token_store import TokenizedDataset
-from dstrain.errors import CheckpointError, DataError, Fault, ResumeError
+from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.models.params import is_zero3
 from dstrain.models.weights import BASE_CHANGED_MESSAGE, config_fingerprint, weights_fingerprint
 from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.tasks import Task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.registry import digest_task_files
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.state.manifest import (
-    MANIFEST_FILE,
-    CheckpointInfo,
-    find_fault,
-    find_latest_complete,
-    read_checkpoint_info,
-)
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """The options --resume and --allow-change."""
-
-    source: str = "auto"
-    """auto, never, or the folder of a run or of a checkpoint."""
-    allowed_keys: Collection[str] = ()
-    """Keys that may differ from the recipe the run was started with."""
-
-    @property
-    def names_folder(self) -> bool:
-        """True if --resume is a folder, not auto or never."""
-        return self.source not in ("auto", "never")
-
-
-def is_change_allowed(key: str, allowed_keys: Collection[str]) -> bool:
-    """Return True if --allow-change names the key or a block that contains it."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed_keys)
-
-
-def find_resume_candidate(run_dir: Path, options: ResumeOptions) -> CheckpointInfo | None:
-    """Return the newest checkpoint that is complete by its file sizes; None if a new run begins.
-
-    Hashes are not compared, so this is a guess for messages before the launch. The ranks decide
-    with `decide_start`. Raises ResumeError if --resume names a folder without a usable checkpoint.
-    """
-    if options.source == "never":
-        return None
-    if options.names_folder:
-        return find_checkpoint_at(options.source)
-    return find_latest_complete(run_dir / "checkpoints")
-
-
-def find_compatible_candidate(run_dir: Path, options: ResumeOptions, config: RunConfig) -> CheckpointInfo | None:
-    """Return the candidate after `check_recipe_unchanged`. Raises ResumeError."""
-    candidate = find_resume_candidate(run_dir, options)
-    check_recipe_unchanged(candidate, config, options.allowed_keys)
-    return candidate
-
-
-def find_checkpoint_at(folder: str) -> CheckpointInfo:
-    """Return the checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder.
-
-    Only sizes are compared. Raises ResumeError.
-    """
-    path = Path(folder).expanduser().resolve()
-    if (path / MANIFEST_FILE).is_file():
-        fault = find_fault(path, check_hashes=False)
-        if fault:
-            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
-        return read_checkpoint_info(path, None)
-    newest = find_latest_complete(path / "checkpoints")
-    if newest is None:
-        raise ResumeError(f"--resume {folder}: holds no complete checkpoint; give a run folder or a checkpoint in it")
-    return newest
-
-
-def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:
-    """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
-    if checkpoint is None:
-        return
-    recorded = read_recorded_recipe(checkpoint)
-    if recorded.batch.total is None and config.batch.total == checkpoint.read_run_info().get("batch_total"):
-        # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
-        total = config.batch.total
-        recorded = recorded.model_copy(update={"batch": recorded.batch.model_copy(update={"total": total})})
-    info = checkpoint.read_run_info()
-    digests = {*info, *(key for key, what in info.get("inputs", {}).items() if "digest" in what)}
-    if faults := check_learning_changes(recorded, config, allowed_keys, digests):
-        raise ResumeError(faults)
-
-
-def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig:
-    """Return the recipe that a checkpoint was trained with, from run.json: recipe.yaml may have been edited.
-
-    Raises ResumeError.
-    """
-    try:
-        return RunConfig.model_validate(checkpoint.read_run_info().get("recipe"))
-    except ValidationError as error:
-        at = ".".join(map(str, error.errors()[0]["loc"])) or "recipe"
-        raise ResumeError(
-            f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); "
-            f"resume with the version that wrote it"
-        ) from None
-
-
-def get_run_dir(checkpoint: CheckpointInfo) -> Path:
-    """Return the run folder of a checkpoint."""
-    return checkpoint.path.parent.parent
+from dstrain.train.start import get_run_dir, is_change_allowed, read_recorded_recipe
+from dstrain.train.state.manifest import CheckpointInfo
 
 
 def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
     """Return the recipe as a checkpoint records it: without keys about launching and logging."""
     return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
-
-
-def with_saved_batch_total(
-    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
-) -> BatchConfig:
-    """Return the recipe's batch with the total the run began with, whatever the world size is now."""
-    total = None if checkpoint is None else checkpoint.read_run_info().get("batch_total")
-    if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
-        return batch
-    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
-        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
-    return batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartDecision:
-    """The checkpoint to continue from, and the newer ones that are damaged."""
-
-    checkpoint: CheckpointInfo | None = None
-    """None if a new run begins."""
-    skipped: tuple[CheckpointInfo, ...] = ()
-    """Damaged checkpoints that are newer, newest first."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps that were taken before this start."""
-        return 0 if self.checkpoint is None else self.checkpoint.step
-
-    def after_cleanup(self, checkpoints: CheckpointStore) -> StartDecision:
-        """Return the same decision with the names that `remove_incomplete` has restored.
-
-        A process killed between the two renames of a commit leaves `step-N.old` without `step-N`.
-        The decision finds it under the first name, and the cleanup gives it the second.
-        """
-        return replace(
-            self,
-            checkpoint=None if self.checkpoint is None else _without_old_suffix(self.checkpoint, checkpoints),
-            skipped=tuple(_without_old_suffix(info, checkpoints) for info in self.skipped),
-        )
-
-
-def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartDecision:
-    """Choose the checkpoint to continue from; every byte of it is verified, each rank reads a share.
-
-    Rank 0 lists the folder, since another host may see an old listing over NFS, and the faults of all
-    ranks are exchanged: every rank returns the same decision. Nothing on disk is changed. Collective.
-
-    Raises ResumeError if --resume names a folder without a checkpoint, CheckpointError if the named
-    checkpoint, or each one of the run folder, is damaged.
-    """
-    if options.source == "never":
-        return StartDecision()
-    if options.names_folder:
-        path = _find_requested(checkpoints, options.source)
-        if fault := checkpoints.find_fault(path):
-            raise CheckpointError(f"--resume {options.source}: {path} is damaged ({fault}); choose another")
-        return StartDecision(checkpoint=read_checkpoint_info(path, None))
-    newest, skipped = checkpoints.find_latest_valid()
-    if newest is None and skipped:
-        raise CheckpointError(
-            f"{checkpoints.folder}: all of its {len(skipped)} checkpoints are damaged, {skipped[0].path.name} is "
-            f"{skipped[0].status}; restore an undamaged copy there, or give a new --run-dir to start a new run"
-        )
-    return StartDecision(checkpoint=newest, skipped=tuple(skipped))
-
-
-def _find_requested(checkpoints: CheckpointStore, source: str) -> Path:
-    """Return the checkpoint that rank 0 finds at `--resume DIR`. Raises its ResumeError on every rank. Collective."""
-    path = fault = ""
-    if checkpoints.world.rank == 0:
-        try:
-            path = str(_check_not_replaced(find_checkpoint_at(source).path, checkpoints, source))
-        except ResumeError as error:  # raised below, where the other ranks raise it too
-            fault = str(error)
-    # Only rank 0's answer counts; the others take part so that all raise alike.
-    path, fault = checkpoints.world.gather((path, fault))[0]
-    if fault:
-        raise ResumeError(fault)
-    return Path(path)
-
-
-def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -> Path:
-    """Return the path. Raises ResumeError for `step-N.old` beside its successor: the cleanup removes it."""
-    successor = path.with_suffix("")
-    if path.suffix == ".old" and successor.exists() and path.parent == checkpoints.folder.resolve():
-        raise ResumeError(f"--resume {source}: was replaced by {successor.name}; choose that one")
-    return path
-
-
-def _without_old_suffix(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
-    if info.path.suffix != ".old" or info.path.parent.resolve() != checkpoints.folder.resolve():
-        return info
-    return replace(info, path=info.path.with_suffix(""))
 
 
 # A path in the recipe does not show that a file has changed between two starts. Another file would change
@@ -303,7 +110,7 @@ def with_selected_samples(inputs: InputDigests, task: Task, dataset: Dataset) ->
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it."""
-    recorded = checkpoint.read_run_info().get("inputs")
+    recorded = checkpoint.run_info.get("inputs")
     if recorded is None:
         raise ResumeError(f"{checkpoint.path}/run.json: it does not record the run's inputs; choose another checkpoint")
     faults, tokens = [], _CHANGE_MESSAGES["tokens"]
@@ -410,7 +217,7 @@ def iter_resume_changes(
     found = find_learning_changes(before, run.config)
     for key, (old, new) in found.items():
         yield ResumeChange("changed", {"key": key, "before": old, "now": new}, f"{key}: {new!r} {at}, {old!r} before")
-    recorded = checkpoint.read_run_info().get("inputs", {})
+    recorded = checkpoint.run_info.get("inputs", {})
     for key, what in iter_input_changes(recorded, inputs):
         yield ResumeChange("changed", {"key": key, "what": what}, f"{key}: {at} {what}")
     old, new = (digests.get("data.eval", {}).get("path") for digests in (recorded, inputs))
@@ -427,7 +234,7 @@ def iter_resume_changes(
 
 def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlanValues) -> Iterator[ResumeChange]:
     """Yield the learning rate of the next step by the old schedule and by the new one."""
-    steps = checkpoint.read_run_info().get("steps", run.steps)
+    steps = checkpoint.run_info.get("steps", run.steps)
     old, new = (
         LRSchedule(
             scale_lr(config.optim.peak_lr, config.optim.scale_lr, run.batch.total, config.optim.scale_lr_base),
@@ -474,7 +281,7 @@ def check_fingerprints(
     allowed change of its options, is accepted.
     """
     check_inputs_unchanged(checkpoint, current.get("inputs", {}), allowed_keys)
-    before = checkpoint.read_run_info()
+    before = checkpoint.run_info
     if before.get("base") != current.get("base"):
         raise ResumeError(f"{checkpoint.path}: {BASE_CHANGED_MESSAGE}")
     reference_key = get_reference_key(task)

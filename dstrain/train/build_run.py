@@ -31,19 +31,31 @@ from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
-from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
-from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
-from dstrain.train.profiler import StepProfiler
-from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.resume import (
-    StartDecision,
+from dstrain.train.inputs import (
     check_fingerprints,
     dump_training_recipe,
-    get_run_dir,
     iter_resume_changes,
     with_selected_samples,
 )
+from dstrain.train.memory import PRECOMPUTING, MemoryMonitor
+from dstrain.train.plan import (
+    RunPlan,
+    build_loader,
+    build_schedule,
+    interval_in_steps,
+    make_memory_monitor,
+    scaled_lr,
+)
+from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+from dstrain.train.profiler import StepProfiler
+from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.run import Run, StepMonitors, train
+from dstrain.train.run_dir import (
+    archive_previous_run,
+    get_library_versions,
+    replace_folder,
+    write_run_config,
+)
 from dstrain.train.saver import (
     CheckpointSaver,
     DiskForecast,
@@ -52,28 +64,13 @@ from dstrain.train.saver import (
     ensure_disk_space,
     get_free_bytes,
 )
-from dstrain.train.setup.plan import (
-    RunPlan,
-    build_loader,
-    build_schedule,
-    interval_in_steps,
-    make_memory_monitor,
-    scaled_lr,
-)
-from dstrain.train.setup.run_dir import (
-    archive_previous_run,
-    get_library_versions,
-    replace_folder,
-    write_run_config,
-)
-from dstrain.train.setup.startup import (
+from dstrain.train.start import ResumePoint, get_run_dir
+from dstrain.train.startup import (
     finish_run,
     make_sinks,
-    report_changes,
     report_failure,
     report_reduced_batch,
     report_start,
-    report_warnings,
 )
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
@@ -168,10 +165,11 @@ def build_run(
     config, run_dir, checkpoints = plan.config, plan.run_dir, _open_checkpoints(plan, world)
     run_log = RunLog(run_dir, world.rank, partial(check_lease, run_dir, plan.launch_id))
     weights = world.broadcast(plan.fingerprints)
-    start = prepare_start(plan.start, checkpoints, run_log, config.save.prune_when_full)
+    start = prepare_start(plan.start.point, checkpoints, run_log, config.save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
-        report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), run_log, world)
+        for change in iter_resume_changes(start, plan, weights.get("inputs", {})):
+            run_log.announce(change.message, change.event_name, **change.event_fields)
     if world.rank == 0:
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
@@ -260,9 +258,8 @@ def _build_saver(
     run_log.log_event(
         "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
     )
-    if (warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
-        run_log.log_event("warning", what=warning)
-        log_stdout(warning)
+    if warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full):
+        run_log.announce(warning, "warning", what=warning)
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
@@ -306,7 +303,8 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
     scorers = {s.name: "cached" if s.is_cached else "model" for s in plan.task.loss_inputs.scorers}
     fields |= {"reward_models": scorers} if scorers else {}
     run_log.log_event("model", parameters=total, trainable=trained, reference=reference, **fields)
-    report_warnings(batch_norm_warnings(train_module.model), run_log, world)
+    for line in batch_norm_warnings(train_module.model):
+        run_log.warn(line)
     if world.rank == 0:
         log_stdout(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained")
         for part in components:
@@ -359,7 +357,7 @@ def summarize_components(model: torch.nn.Module, optim: OptimConfig, lr_factor: 
 
 
 def prepare_start(
-    start: StartDecision, checkpoints: CheckpointStore, run_log: RunLog, prune_when_full: bool
+    point: ResumePoint, checkpoints: CheckpointStore, run_log: RunLog, prune_when_full: bool
 ) -> CheckpointInfo | None:
     """Make the run folder fit the start: no partial or newer checkpoints, no later rows in metrics.jsonl.
 
@@ -367,16 +365,16 @@ def prepare_start(
     """
     # First: it may restore the name of the checkpoint to continue from.
     removed = checkpoints.remove_incomplete()
-    start = start.after_cleanup(checkpoints)
-    checkpoint = start.checkpoint
+    point = point.after_cleanup(checkpoints)
+    checkpoint = point.checkpoint
     if checkpoint is not None and prune_when_full:  # the events below take room
         ensure_disk_space(checkpoints, checkpoint.size, True, run_log.log_event)
     for name in removed:
         run_log.log_event("partial_checkpoint_removed", checkpoint=name)
-    for info in start.skipped:
+    for info in point.skipped:
         run_log.log_event("checkpoint_skipped", checkpoint=info.path.name, why=info.status)
     # Rows after the checkpoint will be written again.
-    dropped = run_log.truncate_after(start.step)
+    dropped = run_log.truncate_after(point.step)
     if checkpoint is not None:
         why = f"the run continues from step {checkpoint.step}"
         for name in checkpoints.supersede_newer(checkpoint):

@@ -11,9 +11,9 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
+from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.resume import ResumeOptions, decide_start
-from dstrain.train.setup.build_run import prepare_start
+from dstrain.train.start import ResumeOptions, find_resume_point
 from dstrain.train.state.manifest import write_hashed_file
 
 
@@ -30,7 +30,9 @@ def start(checkpoints: CheckpointStore) -> Any:
     journal = RunLog(checkpoints.folder.parent)
     for step in (1, 2, 3):
         journal.log_metrics({"step": step})
-    return prepare_start(decide_start(checkpoints, ResumeOptions("auto")), checkpoints, journal, prune_when_full=False)
+    return prepare_start(
+        find_resume_point(checkpoints, ResumeOptions("auto")), checkpoints, journal, prune_when_full=False
+    )
 
 
 def damage(checkpoints: CheckpointStore, step: int) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from dstrain.commands.evaluate import show_metrics
-from dstrain.distributed.world import SingleProcessWorld
-from dstrain.train.setup.startup import format_last_eval, report_warnings, task_name
+from dstrain.report.run_log import RunLog
+from dstrain.train.startup import format_last_eval, task_name
 
 
 def test_the_last_evaluation_is_a_step_of_the_whole_run(tmp_path: Path) -> None:
@@ -43,9 +42,8 @@ def test_a_damaged_row_does_not_fail_a_run_that_is_done(row: str, tmp_path: Path
     assert format_last_eval(tmp_path, 40000) == ""
 
 
-def test_control_characters_of_a_file_name_do_not_reach_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    class Log:
-        def log_event(self, *_: object, **__: object) -> None: ...
-
-    report_warnings(["d\x1b]0;x\x07\x9b8m.jsonl has no images"], cast("Any", Log()), SingleProcessWorld())
+def test_control_characters_of_a_file_name_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunLog(tmp_path).warn("d\x1b]0;x\x07\x9b8m.jsonl has no images")
     assert capsys.readouterr().out == "warning: d\\x1b]0;x\\x07\\x9b8m.jsonl has no images\n"

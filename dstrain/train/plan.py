@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
+from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_steps
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
@@ -26,7 +26,8 @@ from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
-from dstrain.preset import Device, Preset, read_preset
+from dstrain.planner.workload import Cluster
+from dstrain.preset import Device, Preset
 from dstrain.process_setup import count_available_cores, log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
 from dstrain.resources import get_extensions_dir
@@ -34,26 +35,19 @@ from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.train.build_model import resolve_model_dtype
-from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.copies import RunCopy, describe_error
-from dstrain.train.ds_config import check_offload_folders, resolve_auto_on_rank_0, resolve_ds_config
-from dstrain.train.memory.monitor import MemoryMonitor, make_forecast
-from dstrain.train.memory.reduced_batch import MicroBatchSize, use_batch_of_rank_0
-from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.resume import (
-    ResumeOptions,
-    StartDecision,
+from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
+from dstrain.train.inputs import (
     check_fingerprints,
     check_inputs_unchanged,
-    check_recipe_unchanged,
-    decide_start,
     digest_input_files,
     digest_inputs,
     fingerprint_weights,
-    with_saved_batch_total,
 )
-from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
-from dstrain.train.state.manifest import CheckpointInfo
+from dstrain.train.memory import MemoryMonitor, make_forecast
+from dstrain.train.rendezvous import Rendezvous
+from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.start import ResumeOptions, Start, decide_start
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of torch's CUDA allocator, read when the first tensor is put on a GPU; torch 2.9 added the second."""
@@ -75,14 +69,12 @@ class RunPlan:
     device: torch.device
     run_dir: Path
     resume: ResumeOptions
-    start: StartDecision
-    """The checkpoint to continue from; all ranks have agreed on it."""
+    start: Start
+    """What all ranks have agreed to start with; the fields above follow from it."""
     local_world_size: int
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
     """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
-    micro_batch: MicroBatchSize
-    """The size of the forward passes now; `batch` is that of the start."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
     copy: RunCopy | None = None
@@ -99,7 +91,7 @@ class RunPlan:
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
-    """Set threads, device and log levels of this process, alike under every launcher; return the device."""
+    """Set threads and log levels of this process, alike under every launcher; return its device for `use_device`."""
     # Before torch and DeepSpeed read it.
     os.environ.update(worker.environment)
     os.environ.setdefault("MASTER_PORT", str(free_port()))  # launchers set it for more than one process
@@ -132,8 +124,13 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(index)
-    torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this process, which takes some memory of it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def make_plan(
@@ -149,16 +146,15 @@ def make_plan(
     device = set_up_process(worker, recipe.config)
     with rendezvous or contextlib.nullcontext():
         world: Ranks = rendezvous or SingleProcessWorld()
-        config = use_batch_of_rank_0(recipe.config, world)
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
-        config = resolve_auto_on_rank_0(config, run_dir, resume, worker, get_preset_device(device), world)
-        preset = read_preset(config.ds_config)
-        copy = open_copy(config, run_dir, resume, world)
-        start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
-        checkpoint = start.checkpoint
-        check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
-        batch = _resolve_batch(config, preset, checkpoint, resume, worker.world_size)
-        ds_config = resolve_ds_config(config, preset, batch, worker.world_size, get_preset_device(device), run_dir)
+        copy = open_copy(recipe.config, run_dir, resume, world)
+        kind = get_preset_device(device)
+        start = decide_start(recipe.config, run_dir, resume, worker.world_size, worker_cluster(worker, kind), world)
+        use_device(device)  # only now: `auto` reads the free memory
+        if start.auto and worker.rank == 0:
+            log_stdout(start.auto)
+        config, preset, batch, checkpoint = start.config, start.preset, start.batch, start.point.checkpoint
+        ds_config = resolve_ds_config(config, preset, batch, worker.world_size, kind, run_dir)
         check_offload_folders(ds_config, run_dir)
         task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
         recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it
@@ -173,8 +169,7 @@ def make_plan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, steps=steps, device=device,
         train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
         sampler=replace(sampler, total_samples=total_samples), fingerprints=fingerprints,
-        local_world_size=worker.local_world_size,
-        micro_batch=MicroBatchSize(config, batch, worker.world_size, run_dir), copy=copy,
+        local_world_size=worker.local_world_size, copy=copy,
     )  # fmt: skip
 
 
@@ -205,15 +200,6 @@ def open_copy(config: RunConfig, run_dir: Path, resume: ResumeOptions, world: Ra
     return copy
 
 
-def _resolve_batch(
-    config: RunConfig, preset: Preset, checkpoint: CheckpointInfo | None, resume: ResumeOptions, world_size: int
-) -> BatchPlan:
-    batch = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
-    # The preset's accumulation would contradict the total that was taken from the checkpoint.
-    accumulate = preset.accumulate if batch is config.batch else None
-    return resolve_batch(batch, world_size, preset.micro, accumulate)
-
-
 def _prepare_datasets(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
@@ -241,6 +227,12 @@ def _prepare_datasets(
     with log_if_slow("hashing the data files and the weights, to compare them when the run is resumed"):
         inputs = digest_inputs(task, train_dataset, eval_dataset)
         return train_dataset, eval_dataset, {**fingerprint_weights(task, ds_config), "inputs": inputs}
+
+
+def worker_cluster(worker: Worker, device: Device) -> Cluster:
+    """Return the processes that a launcher started, of which `worker` is one."""
+    nodes = max(1, worker.world_size // worker.local_world_size)
+    return Cluster(gpus_per_node=worker.local_world_size, nodes=nodes, kind=device.kind, bf16=device.bf16)
 
 
 def get_preset_device(device: torch.device) -> Device:
@@ -308,17 +300,13 @@ def build_loader(plan: RunPlan, world: World) -> Loader:
 
 def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
     """Return the monitor of a run's memory, with rank 0's forecast on every rank. Collective."""
-    device = get_preset_device(plan.device)
-    per_node = plan.local_world_size
-    cluster = {
-        "gpus_per_node": per_node,
-        "nodes": max(world.size // per_node, 1),
-        "kind": device.kind,
-        "bf16": device.bf16,
-    }
+    device, per_node = get_preset_device(plan.device), plan.local_world_size
+    nodes = max(world.size // per_node, 1)
+    cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
     forecast = make_forecast(plan.config, plan.preset, cluster) if world.rank == 0 else None
     return MemoryMonitor(
-        micro_batch=plan.micro_batch,
+        config=plan.config,
+        batch=plan.batch,
         preset=plan.preset,
         world=world,
         run_dir=plan.run_dir,

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 
-from dstrain.config import BatchPlan, Recipe, RunConfig, read_recipe, resolve_batch
+from dstrain.config import BatchPlan, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError, RunError
-from dstrain.train.memory.reduced_batch import FILE_NAME, MicroBatchSize, apply_reduced_batch, read_reduced_batch
+from dstrain.planner.workload import Cluster
+from dstrain.train.start import (
+    REDUCED_BATCH_FILE,
+    ResumeOptions,
+    describe_reduction,
+    guess_start,
+    read_reduced_batch,
+    with_reduced_batch,
+    write_reduced_batch,
+)
 
 
-def recipe(**batch: Any) -> Recipe:
+def recipe(**batch: Any) -> RunConfig:
     values = {
         "task": "rm",
         "model": {"path": "x"},
@@ -23,15 +32,16 @@ def recipe(**batch: Any) -> Recipe:
         "steps": 4,
         "batch": {"on_oom": "shrink", **batch},
     }
-    return Recipe(RunConfig.model_validate(values), "test", Path())
+    return RunConfig.model_validate(values)
 
 
-def shrink(run_dir: Path, asked: Recipe, world_size: int = 2, samples: tuple[int, ...] = ()) -> str:
-    """Store half the micro-batch of a run; return what changed."""
-    micro = MicroBatchSize(asked.config, resolve_batch(asked.config.batch, world_size), world_size, run_dir)
-    reduced = micro.find_reduced(samples)
+def shrink(run_dir: Path, config: RunConfig, world_size: int = 2) -> str:
+    """Write half the micro-batch of a run; return what changed."""
+    batch = resolve_batch(config.batch, world_size)
+    reduced = batch.half(world_size)
     assert reduced is not None
-    return micro.store(reduced, 3)
+    write_reduced_batch(run_dir, config, reduced, world_size, 3)
+    return describe_reduction(batch, reduced)
 
 
 @pytest.mark.parametrize(
@@ -73,70 +83,65 @@ def test_a_preset_that_fixes_the_micro_batch_is_refused_with_shrink() -> None:
 def test_the_next_start_takes_the_smaller_one_and_keeps_the_recipes_reaction(tmp_path: Path) -> None:
     asked = recipe(micro=8, accumulate=2)
     assert shrink(tmp_path, asked) == "batch.micro 8 -> 4"
-    found = apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch
+    found = with_reduced_batch(asked, tmp_path, 2).batch
     assert (found.total, found.micro, found.accumulate, found.on_oom) == (32, 4, None, "shrink")
     stops = recipe(micro=8, accumulate=2, on_oom="stop")
-    assert apply_reduced_batch(stops, tmp_path, 2, "auto").config.batch.on_oom == "stop"
+    assert with_reduced_batch(stops, tmp_path, 2).batch.on_oom == "stop"
     assert read_recipe(tmp_path / "recipe.yaml").config.batch.micro == 4
 
 
 def test_a_second_failure_remembers_the_recipe_of_the_first(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     shrink(tmp_path, asked)
-    assert shrink(tmp_path, apply_reduced_batch(asked, tmp_path, 2, "auto")) == "batch.micro 4 -> 2"
-    assert apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch.micro == 2
+    assert shrink(tmp_path, with_reduced_batch(asked, tmp_path, 2)) == "batch.micro 4 -> 2"
+    assert with_reduced_batch(asked, tmp_path, 2).batch.micro == 2
 
 
 def test_a_size_between_the_recipe_and_the_newest_one_is_known(tmp_path: Path) -> None:
     """A launch of RUN/recipe.yaml asks for the size that was the newest when it began."""
     asked = recipe(total=64, micro=8)
     shrink(tmp_path, asked)
-    again = replace(read_recipe(tmp_path / "recipe.yaml"), name="test")
+    again = read_recipe(tmp_path / "recipe.yaml").config
     shrink(tmp_path, again)
-    assert apply_reduced_batch(again, tmp_path, 2, "auto").config.batch.micro == 2
-    assert apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch.micro == 2
+    assert with_reduced_batch(again, tmp_path, 2).batch.micro == 2
+    assert with_reduced_batch(asked, tmp_path, 2).batch.micro == 2
 
 
 def test_ranks_that_write_one_after_the_other_write_the_same(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     for _ in range(2):
-        config = apply_reduced_batch(asked, tmp_path, 2, "auto")
+        config = with_reduced_batch(asked, tmp_path, 2)
         contents = set()
         for _ in range(3):
             shrink(tmp_path, config)
-            contents.add((tmp_path / FILE_NAME).read_text())
+            contents.add((tmp_path / REDUCED_BATCH_FILE).read_text())
         assert len(contents) == 1
 
 
-def test_another_batch_preset_or_world_and_a_new_run_begin_with_the_recipe(tmp_path: Path) -> None:
+def test_another_batch_preset_or_world_begins_with_the_recipe(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     shrink(tmp_path, asked)
-    other = asked.config.model_copy(update={"ds_config": "zero3"})
-    for changed, world_size, resume in (
-        (recipe(total=64, micro=16), 2, "auto"),
-        (Recipe(other, "test", Path()), 2, "auto"),
-        (asked, 4, "auto"),
-        (asked, 2, "never"),
-    ):
-        assert apply_reduced_batch(changed, tmp_path, world_size, resume) == changed
+    other = asked.model_copy(update={"ds_config": "zero3"})
+    for changed, world_size in ((recipe(total=64, micro=16), 2), (other, 2), (asked, 4)):
+        assert with_reduced_batch(changed, tmp_path, world_size) == changed
 
 
-def test_a_pass_of_one_sample_and_stop_have_no_smaller_one(tmp_path: Path) -> None:
+def test_a_new_run_begins_with_the_recipe(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
-    micro = MicroBatchSize(asked.config, resolve_batch(asked.config.batch, 2), 2, tmp_path)
-    assert micro.find_reduced([8, 1]) is None
-    stops = recipe(total=64, micro=8, on_oom="stop")
-    assert MicroBatchSize(stops.config, micro.plan, 2, tmp_path).find_reduced() is None
+    shrink(tmp_path, asked)
+    for resume, micro in (("never", 8), ("auto", 4)):
+        start = guess_start(asked, tmp_path, ResumeOptions(resume), 2, Cluster(gpus_per_node=2, kind="cpu"))
+        assert start.batch.micro == micro
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text("{")
+    (tmp_path / REDUCED_BATCH_FILE).write_text("{")
     with pytest.raises(RunError, match=r"micro_batch\.json: is not readable"):
         read_reduced_batch(tmp_path)
-    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / REDUCED_BATCH_FILE).unlink()
     shrink(tmp_path, recipe(total=64, micro=8))
-    values = json.loads((tmp_path / FILE_NAME).read_text())
-    (tmp_path / FILE_NAME).write_text(json.dumps(values | {"recipe": 8}))
+    values = json.loads((tmp_path / REDUCED_BATCH_FILE).read_text())
+    (tmp_path / REDUCED_BATCH_FILE).write_text(json.dumps(values | {"recipe": 8}))
     with pytest.raises(RunError, match=r"micro_batch\.json: is not readable"):
         read_reduced_batch(tmp_path)
     shrink(tmp_path, recipe(total=64, micro=8))  # it is replaced when memory runs out again

@@ -1,1 +1,0 @@
-"""Construction of a run: its plan, its folder, its preset and its parts."""

@@ -43,6 +43,8 @@ RANK_KEY_ENV = "DSTRAIN_RANK_KEY"
 """Environment variable with a secret of the ranks of a run; dstrain's launcher sets it."""
 LISTENER_ENV = "DSTRAIN_LISTENER"
 """Environment variable of rank 0 with the descriptor of a socket that listens for the ranks."""
+MAX_WAITING_RANKS = 4096
+"""Connections that the kernel keeps until rank 0, which starts later than the socket is opened, accepts them."""
 _HOST_ERROR_FIXES = {
     "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or set "
     "GLOO_SOCKET_IFNAME to another one",
@@ -97,12 +99,13 @@ def listen_at(address: str, port: int) -> socket.socket:
         found = str(socket.getaddrinfo(address, None, family, socket.SOCK_STREAM)[0][4][0])
         if not found.startswith("127.") or address in (found, "localhost"):
             try:
-                return socket.create_server((found, port), family=family)
+                return socket.create_server((found, port), family=family, backlog=MAX_WAITING_RANKS)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=MAX_WAITING_RANKS, dualstack_ipv6=both)
 
 
 def _serve(listener: socket.socket, timeout: timedelta) -> Any:

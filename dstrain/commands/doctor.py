@@ -23,9 +23,14 @@ from dstrain.commands.run_job import run_job
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault
 from dstrain.launch.multihost.agent import Agent, serve
-from dstrain.launch.multihost.agent_client import AgentClient, open_agents, request_replies
+from dstrain.launch.multihost.agent_client import (
+    AgentClient,
+    iter_host_faults,
+    open_agents,
+    request_host_info,
+    request_replies,
+)
 from dstrain.launch.multihost.hostfile import Host, read_hostfile
-from dstrain.launch.multihost.plan import iter_host_faults, remote_command, request_host_info
 from dstrain.launch.topology import is_cpu_requested, visible_gpus
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
@@ -84,14 +89,9 @@ def check_hosts(hosts: Sequence[Host], run_dir: Path, folder: Path) -> list[Find
     """Check the hosts of a hostfile: each by itself, and each with the others. `folder` is one that they should share."""
     findings: list[Finding] = []
 
-    def make_command(host: Host, nonce: str) -> list[str]:
-        return remote_command(
-            host, ["dstrain.commands.doctor", f"{HEARTBEAT_SECONDS:g}", nonce], HEARTBEAT_SECONDS, os.environ
-        )
-
     with (
         tempfile.TemporaryDirectory(prefix="dstrain-doctor-") as logs,
-        open_agents(hosts, make_command, Path(logs), HEARTBEAT_SECONDS) as clients,
+        open_agents(hosts, Path(logs), HEARTBEAT_SECONDS, "dstrain.commands.doctor") as clients,
     ):
         request_host_info(clients, folder, is_cpu_requested(os.environ))
         for client in clients:
@@ -103,8 +103,8 @@ def check_hosts(hosts: Sequence[Host], run_dir: Path, folder: Path) -> list[Find
         answering = [client for client in clients if client.host_info]
         by_place = {f"{client.host.location} {client.host.name}": client.host.name for client in answering}
         if answering:
-            faults = list(iter_host_faults(answering, run_dir))
-            findings += [_make_finding(_name_check(fault), fault, by_place[fault.where]) for fault in faults]
+            faults = iter_host_faults(answering, run_dir)
+            findings += [_make_finding(check, fault, by_place[fault.where]) for check, fault in faults]
             findings += _check_clocks(answering)
             findings += _check_network(answering)
             # Its own last, and long: another process imports torch.
@@ -120,17 +120,6 @@ def check_hosts(hosts: Sequence[Host], run_dir: Path, folder: Path) -> list[Find
 
 def _make_finding(check: str, fault: Fault, host: str) -> Finding:
     return Finding(host=host, check=check, state="fault", problem=f"{fault.problem}; {fault.fix}")
-
-
-def _name_check(fault: Fault) -> str:
-    """Return the name of the check of `iter_host_faults` that found a fault."""
-    words = {
-        "same machine": "machine",
-        "does not see": "run folder",
-        "has no folder": "folder",
-        "GPUs, but slot": "GPUs",
-    }
-    return next((name for text, name in words.items() if text in fault.problem), "versions")
 
 
 def _judge_lines(host: str, lines: Sequence[EnvironmentLine]) -> list[Finding]:

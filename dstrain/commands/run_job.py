@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dstrain.config import RunConfig
 from dstrain.errors import OutOfMemoryError, UsageError
 from dstrain.files import get_host_id
-from dstrain.launch.command import LaunchOptions, LocalLaunch
-from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch
+from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
+from dstrain.launch.multihost.plan import plan_launch
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.preset import Device
@@ -171,7 +171,7 @@ def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | Non
         launch = plan_launch(options, [*job.to_argv(), "--scratch", str(new_scratch_dir)], env, config.launch)
         if job.is_parallel and (line := cpu_overload_warning(launch)):
             log_stderr(f"warning: {line}")
-        if (launch.world_size > 1 and job.is_parallel) or isinstance(launch, MultiHostLaunch):
+        if (launch.world_size > 1 and job.is_parallel) or launch.hosts:
             return _launch_workers(launch, new_scratch_dir)
         if launch.devices:
             # Before torch is loaded, which reads it once.
@@ -275,7 +275,7 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
     return run_worker(scratch_dir, worker.rank, run)
 
 
-def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) -> JobResult:
+def _launch_workers(launch: Launch, scratch_dir: Path) -> JobResult:
     """Start the workers and wait for them. If they fail, their logs are kept."""
     from dstrain.errors import EXIT_DONE, EXIT_FAILED
     from dstrain.launch.multihost.worker_group import open_worker_group

@@ -70,7 +70,7 @@ def find_liveness(history: RunHistory, timeout: float = LEASE_TIMEOUT_SECONDS) -
 
 def _read_holder(run_dir: Path) -> LeaseHolder | None:
     with contextlib.suppress(OSError):  # the folder of no launch, or one that this user may not read
-        return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
+        return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1])
     return None
 
 

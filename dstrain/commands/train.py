@@ -18,9 +18,9 @@ from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_reci
 from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
-from dstrain.launch.command import LaunchOptions, LocalLaunch
+from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
-from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
+from dstrain.launch.multihost.plan import plan_launch, show_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.workload import Cluster
@@ -33,7 +33,7 @@ from dstrain.train.run_dir import check_run_dir_writable
 from dstrain.train.start import ResumeOptions, Start, guess_start
 from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
 
-Launch = LocalLaunch | MultiHostLaunch | SlurmLaunch
+AnyLaunch = Launch | SlurmLaunch
 
 
 def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
@@ -50,7 +50,7 @@ def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dr
     start = _guess_start(recipe.config, run_dir, resume, launch, device)
     ds_config = check_launch(task, start, run_dir, launch.world_size, device)
     check_data(task, start, resume.allowed_keys)
-    if isinstance(launch, LocalLaunch):  # on other hosts each rank checks its own folders
+    if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
         if start.auto:
@@ -76,13 +76,13 @@ def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dr
     return code
 
 
-def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: Launch, device: Device) -> Start:
+def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, device: Device) -> Start:
     """Return what the ranks of a launch will probably start with."""
     devices: tuple[str, ...] = ()
-    if isinstance(launch, MultiHostLaunch):
-        per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
-    elif isinstance(launch, SlurmLaunch):
+    if isinstance(launch, SlurmLaunch):
         per_node, nodes = launch.tasks_per_node, launch.nodes
+    elif launch.hosts:
+        per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
     else:
         per_node, devices = len(launch.ranks), launch.devices
         nodes = max(1, launch.world_size // per_node)
@@ -90,7 +90,7 @@ def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch
     return guess_start(config, run_dir, resume, launch.world_size, cluster, devices)
 
 
-def _plan_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]) -> Launch:
+def _plan_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]) -> AnyLaunch:
     """Return the launch of a request."""
     options, arguments = LaunchOptions(**launch_options), request.to_argv(run_dir)
     if options.launcher == "slurm":
@@ -129,27 +129,24 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
     return resume_own_run(request, request.run_dir) if again and request.run_dir is not None else request
 
 
-def _launch_ranks(
-    launch: LocalLaunch | MultiHostLaunch, task: Task, run_dir: Path, resume: ResumeOptions
-) -> tuple[int, bool]:
+def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptions) -> tuple[int, bool]:
     """Acquire the run folder's lease, start the processes and supervise them.
 
     Returns the exit code, and True if the workers ran out of memory and the next start has a smaller micro-batch.
     """
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.supervise import StopState, supervise
-    from dstrain.launch.worker import LAUNCH_ID_ENV, remove_launch_files, remove_rank_records
+    from dstrain.launch.worker import LAUNCH_ID_ENV, remove_worker_files
 
     is_new = not run_dir.exists()
     check_run_dir_writable(run_dir)
     with Lease(run_dir) as lease:
         # With --no-ssh each host has its own command: that of rank 0 holds the lease.
-        alone = isinstance(launch, MultiHostLaunch) or launch.local_ranks is None
+        alone = launch.has_all_ranks
         if alone or 0 in launch.ranks:
             lease.acquire()
         if alone:
-            remove_rank_records(run_dir, launch.ranks)
-            remove_launch_files(run_dir)
+            remove_worker_files(run_dir, launch.ranks)
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
         # With --no-ssh this command cannot start the ranks of other hosts again.
         code, stop_state = EXIT_USAGE, StopState(can_restart=alone)
@@ -169,10 +166,10 @@ def _launch_ranks(
         return code, bool(stop_state.restart)
 
 
-def describe_start(launch: LocalLaunch | MultiHostLaunch) -> str:
+def describe_start(launch: Launch) -> str:
     """Return the line that is printed before the first output of a worker."""
     count = launch.world_size
-    where = f" on {len(launch.hosts)} hosts" if isinstance(launch, MultiHostLaunch) else ""
+    where = f" on {len(launch.hosts)} hosts" if launch.hosts else ""
     return f"starting {count} process{'es' * (count != 1)}{where}; loading torch and DeepSpeed takes some seconds"
 
 
@@ -182,7 +179,7 @@ def has_progress(run_dir: Path) -> bool:
     return bool(list_checkpoint_names(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def show_dry_run(start: Start, ds_config: Mapping[str, Any], launch: Launch, run_dir: Path) -> str:
+def show_dry_run(start: Start, ds_config: Mapping[str, Any], launch: AnyLaunch, run_dir: Path) -> str:
     """Return the resolved recipe, DeepSpeed JSON, batch, start and launch command or job script."""
     command = launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)
     begin = (
@@ -211,7 +208,7 @@ def show_batch(start: Start, world_size: int) -> str:
     return "\n".join([*lines, *warnings])
 
 
-def detect_device(launch: Launch) -> Device:
+def detect_device(launch: AnyLaunch) -> Device:
     """Return the device of the ranks, as far as this host knows."""
     return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
 

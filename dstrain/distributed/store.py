@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -11,11 +12,9 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from dstrain.errors import PeerFailureError, RunError
-from dstrain.files import atomic_write
+from dstrain.errors import PeerFailureError, RunError, UsageError
 
 
 def find_connection_error(error: BaseException | None) -> str | None:
@@ -42,6 +41,10 @@ _RANK_0_KEY = "dstrain/rank-0"
 """Key in the store of torchrun's agent: address and port of rank 0's store."""
 RANK_KEY_ENV = "DSTRAIN_RANK_KEY"
 """Environment variable with a secret of the ranks of a run; dstrain's launcher sets it."""
+LISTENER_ENV = "DSTRAIN_LISTENER"
+"""Environment variable of rank 0 with the descriptor of a socket that listens for the ranks."""
+MAX_WAITING_RANKS = 4096
+"""Connections that the kernel keeps until rank 0, which starts later than the socket is opened, accepts them."""
 _HOST_ERROR_FIXES = {
     "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or set "
     "GLOO_SOCKET_IFNAME to another one",
@@ -55,30 +58,66 @@ _HOST_ERROR_FIXES = {
 """Text in an error of gloo that is caused by this host and not by another process -> what to do."""
 
 
-def connect_store(timeout: timedelta, port_file: Path | None = None) -> Any:
+def connect_store(timeout: timedelta) -> Any:
     """Return the store of all ranks, which rank 0 serves.
 
-    With `port_file`, where all ranks are on one host, rank 0 listens on a free port and writes it to that file: a port
-    chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet, or
-    where torchrun's agent has a store: it lives on when ranks are started again, with the keys of the earlier ones, so
-    that rank 0 opens its own and writes its address there.
+    Ranks meet at MASTER_ADDR and MASTER_PORT: dstrain's launcher listens there before it starts rank 0, which inherits
+    the socket, so that no other process can take the port. Under torchrun its agent has a store there, which lives on
+    when ranks are started again, with the keys of the earlier ones: rank 0 opens its own and writes its address there.
 
-    Reads RANK, WORLD_SIZE and MASTER_*. Raises PeerFailureError where rank 0 does not answer, and RunError for an error
-    of this host's network.
+    Reads RANK, WORLD_SIZE and MASTER_*. Raises PeerFailureError where rank 0 does not answer, RunError for an error of
+    this host's network, and OSError where rank 0 cannot listen.
     """
-    from torch.distributed import rendezvous
+    from torch.distributed import TCPStore
 
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UsageError(
+            f"{' and '.join(missing)} of rank 0 must be in the environment; start all ranks with one launcher"
+        )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    inherited = os.environ.pop(LISTENER_ENV, "")
     with rendezvous_errors(timeout):
-        if port_file:
-            store = _open_local_store(port_file, timeout)
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _open_store_by_agent(timeout)
-        elif (own := _listen_on_master_address(timeout)) is not None:
-            store = own
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _open_store_by_agent(address, port, timeout)
+        elif os.environ["RANK"] == "0":
+            store = _serve(socket.socket(fileno=int(inherited)) if inherited else listen_at(address, port), timeout)
         else:
-            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store = TCPStore(address, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
         return store
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """Return a socket that listens for the ranks on the interface of an address alone; `port` 0: any free one.
+
+    The store has no authentication. On all interfaces only where this host cannot listen at the address, as behind NAT,
+    or where others cannot reach it: a host's own name often leads to 127.0.1.1. Raises OSError.
+    """
+    with contextlib.suppress(socket.gaierror, UnicodeError):  # the second: a name that IDNA does not allow
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # A name's IPv4 address, since other hosts may know no other.
+        found = str(socket.getaddrinfo(address, None, family, socket.SOCK_STREAM)[0][4][0])
+        if not found.startswith("127.") or address in (found, "localhost"):
+            try:
+                return socket.create_server((found, port), family=family, backlog=MAX_WAITING_RANKS)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=MAX_WAITING_RANKS, dualstack_ipv6=both)
+
+
+def _serve(listener: socket.socket, timeout: timedelta) -> Any:
+    """Return the store that this process, rank 0, serves at a listening socket."""
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()[:2]
+    # Without waiting for the others: torch waits for all when the process group starts.
+    return TCPStore(
+        host if host not in ("::", "0.0.0.0") else "localhost", port, int(os.environ["WORLD_SIZE"]), is_master=True,
+        timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def sign(content: bytes) -> bytes:
@@ -97,41 +136,17 @@ def verify(signed: bytes) -> bytes:
     return content
 
 
-def _open_local_store(port_file: Path, timeout: timedelta) -> Any:
-    """Return the store; set MASTER_PORT to its port."""
-    from torch.distributed import DistStoreError, TCPStore
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        # Without waiting: the others learn the port from the file that is written next.
-        store = _listen_on("127.0.0.1", 0, size, timeout)
-        port_file.parent.mkdir(parents=True, exist_ok=True)
-        # The others read the file as soon as it exists, so it must exist with its whole content.
-        atomic_write(port_file, str(store.port))
-    else:
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not port_file.exists():
-            if time.monotonic() > deadline:
-                raise DistStoreError("rank 0 did not listen")
-            time.sleep(0.02)
-        store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
-    os.environ["MASTER_PORT"] = str(store.port)
-    return store
-
-
-def _open_store_by_agent(timeout: timedelta) -> Any:
+def _open_store_by_agent(host: str, port: int, timeout: timedelta) -> Any:
     """Return rank 0's store, whose address is in the store of torchrun's agent; set MASTER_ADDR and MASTER_PORT to it.
 
     The address of an earlier rank 0 may still be there: nobody listens on it any more.
     """
     from torch.distributed import DistStoreError, TCPStore
 
-    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     agent = TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
     if os.environ["RANK"] == "0":
-        address = _own_address(host)
-        store = _listen_on(address, 0, size, timeout)
-        agent.set(_RANK_0_KEY, f"{address} {store.port}")
+        store = _serve(listen_at(_own_address(host), 0), timeout)
+        agent.set(_RANK_0_KEY, f"{store.host} {store.port}")
     else:
         deadline, store = time.monotonic() + timeout.total_seconds(), None
         while store is None:
@@ -141,7 +156,9 @@ def _open_store_by_agent(timeout: timedelta) -> Any:
                 address, _, text = agent.get(_RANK_0_KEY).decode().partition(" ")
                 with contextlib.suppress(OSError):
                     socket.create_connection((address, int(text)), timeout=2).close()
-                    store = TCPStore(address, int(text), size, is_master=False, timeout=timeout)
+                    store = TCPStore(
+                        address, int(text), int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout
+                    )
             time.sleep(0.1)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
     return store
@@ -159,50 +176,6 @@ def _own_address(peer: str) -> str:
         found = [item.address for item in psutil.net_if_addrs().get(interface, []) if item.family == socket.AF_INET]
         address = found[0] if found else address
     return address
-
-
-def _listen_on_master_address(timeout: timedelta) -> Any:
-    """Return rank 0's store, on the interface of MASTER_ADDR alone.
-
-    torch's own store listens on all interfaces, and has no authentication. None where torch has to open it: on the other
-    ranks, and where MASTER_ADDR is no address of this host that the others can reach, as behind NAT.
-    """
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("RANK") != "0" or not port.isdecimal():
-        return None
-    try:
-        # A name's IPv4 address, since other hosts may know no other.
-        found = socket.getaddrinfo(address, None, _family_of(address), socket.SOCK_STREAM)[0][4][0]
-        # A host's own name often leads to 127.0.1.1, which other hosts cannot reach.
-        if str(found).startswith("127.") and address not in ("127.0.0.1", "localhost"):
-            return None
-        return _listen_on(str(found), int(port), int(os.environ["WORLD_SIZE"]), timeout)
-    except (OSError, OverflowError, UnicodeError):  # a port above 65535; a name that IDNA does not allow
-        return None
-
-
-def _listen_on(address: str, port: int, size: int, timeout: timedelta) -> Any:
-    """Return a store that listens on one address. `port` 0: any free one. Raises OSError."""
-    from torch.distributed import TCPStore
-
-    with socket.socket(_family_of(address), socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        port = listener.getsockname()[1]
-        # Without waiting: torch waits for all when the process group starts.
-        return TCPStore(
-            address,
-            port,
-            size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def _family_of(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @contextlib.contextmanager

@@ -1,21 +1,19 @@
-"""Launch options, and the plan of a launch on a single host."""
+"""Launch options, a launch, and its plan on a single host."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from dstrain.errors import UsageError
+from dstrain.launch.multihost.hostfile import Host
 from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 from dstrain.process_setup import count_available_cores
-
-PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
-"""Path of a file in which rank 0 announces the port it listens on to the other ranks of its
-host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +21,7 @@ class LaunchOptions:
     """Launch options of the command line; None or empty if not given."""
 
     num_gpus: int | None = None
-    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs,
-    or one process."""
+    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs, or one process."""
     num_nodes: int | None = None
     """Hosts to take from the top of the hostfile; nodes of a Slurm job."""
     hostfile: str | None = None
@@ -45,53 +42,64 @@ class LaunchOptions:
     """ssh, for the hosts of a hostfile, or slurm: submit a job."""
 
 
-@dataclass(frozen=True)
-class LocalLaunch:
-    """Arguments, environment and ranks of a launch on this host."""
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Ranks that one command starts, on this host or over ssh; and what an agent starts of them on its host."""
 
-    arguments: tuple[str, ...]
-    """Arguments of `dstrain`, for every rank."""
-    environment: dict[str, str]
+    argv: Sequence[str]
+    """Command of every rank."""
+    environment: Mapping[str, str]
+    """Environment variables of every rank."""
     world_size: int
     """Ranks of the whole run."""
-    master_port: int
-    """Rendezvous port on rank 0's host."""
+    ranks: range
+    """Ranks that this command starts: all, but with --no-ssh."""
     master_addr: str = "127.0.0.1"
+    """Address of rank 0's host; empty until a host has told it."""
+    master_port: int = 0
+    """Rendezvous port on rank 0's host; 0 for a free one."""
     devices: tuple[str, ...] = ()
-    """GPUs as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
-    local_ranks: range | None = None
-    """Ranks that run on this host; None for all."""
-    allow_any_port: bool = False
-    """True if rank 0 may listen on any free port."""
+    """GPUs of this host as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts that are reached over ssh; empty for a launch on this host."""
+    heartbeat_timeout: float = 0.0
+    """Seconds without a message after which such a host counts as lost."""
 
     @property
-    def ranks(self) -> range:
-        """Ranks that run on this host."""
-        return range(self.world_size) if self.local_ranks is None else self.local_ranks
+    def has_all_ranks(self) -> bool:
+        """True if this command starts all ranks of the run."""
+        return len(self.ranks) == self.world_size
 
     @property
     def use_cpu(self) -> bool:
-        """True if no GPU is used."""
+        """True if no GPU is used, as far as this host knows."""
         return self.environment.get("DS_ACCELERATOR") == "cpu"
 
+    def ranks_of(self, host_index: int) -> range:
+        """Return the ranks of the host with this index."""
+        end = sum(len(host.slots) for host in self.hosts[: host_index + 1])
+        return range(end - len(self.hosts[host_index].slots), end)
 
-def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> LocalLaunch:
-    """Plan a launch of `dstrain ARGUMENTS` on this host only.
 
-    Raises UsageError if the options do not fit it.
-    """
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of a rank of `dstrain ARGUMENTS`."""
+    return [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
+
+
+def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
+    """Plan a launch of `dstrain ARGUMENTS` on this host only. Raises UsageError if the options do not fit it."""
     gpu_count = 0 if is_cpu_requested(env) else count_gpus()
     devices = select_devices(options, env, gpu_count)
     num_processes = len(devices) or options.num_gpus or 1
     # A single process connects to nothing.
     if num_processes > 1:
         check_loopback()
-    port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
-        check_port(port)
-    return LocalLaunch(
-        tuple(arguments), host_environment(env, devices, num_processes), num_processes, port,
-        devices=tuple(devices), allow_any_port=options.master_port is None,
+        check_port(options.master_port)
+    return Launch(
+        argv=rank_command(arguments), environment=host_environment(env, devices, num_processes),
+        world_size=num_processes, ranks=range(num_processes), master_port=options.master_port or 0,
+        devices=tuple(devices),
     )  # fmt: skip
 
 
@@ -155,6 +163,23 @@ def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
     return [str(index) for index in sorted(selected)]
 
 
+def cpu_overload_warning(launch: Launch) -> str:
+    """Return a warning if this host starts more CPU processes than it has cores, else ''."""
+    if launch.hosts or not launch.use_cpu:
+        return ""
+    return format_cpu_overload(len(launch.ranks), "this machine", count_available_cores())
+
+
+def format_cpu_overload(processes: int, host: str, cores: int) -> str:
+    """Return a warning if there are more processes than cores, else ''."""
+    if processes <= cores:
+        return ""
+    return (
+        f"{processes} processes are started on {host}, which has {cores} CPU cores: they share the cores, "
+        f"and each needs its own memory; use {cores} or fewer"
+    )
+
+
 def check_launcher(options: LaunchOptions) -> None:
     """Raise UsageError for Slurm, which runs only `dstrain train`, and for options that need a hostfile."""
     if options.launcher == "slurm":
@@ -179,9 +204,7 @@ def free_port() -> int:
 
 
 def check_loopback() -> None:
-    """Raise UsageError if loopback does not work: the processes would try to connect for
-    timeout_minutes.
-    """
+    """Raise UsageError if loopback does not work: the processes would try to connect for timeout_minutes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dstrain.errors import ResumeError, RunFolderLockedError, fix_for_os_error, one_line
@@ -23,12 +22,25 @@ from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 from dstrain.process_setup import log_stderr
 
+# `.workers/lease-00000003.json` has the holder's launch, host and process, and a heartbeat; the highest number counts.
+#
+# No file lock: many network file systems do not carry locks between hosts. A launch that finds number 3 released, or its
+# holder dead, creates number 4: of several launches one succeeds. The holder changes the heartbeat, and checks each time
+# for a higher number. A holder on this host is checked by its process; one on another host is alive while its heartbeat
+# changes. Clocks are never compared.
+HEARTBEAT_SECONDS = 3.0
+LEASE_TIMEOUT_SECONDS = 15.0
+"""A holder on another host whose heartbeat does not change for this long is dead."""
 STALE_LISTING_SECONDS = 90.0
-"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one
-for up to 60 s (acdirmax in nfs(5))."""
+"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one for up to 60 s
+(acdirmax in nfs(5))."""
+RELEASED_HEARTBEAT = "released----"
+"""Heartbeat of a released lease, as long as the others: a heartbeat is overwritten in place."""
 MAX_LEASE_BYTES = 64 * 1024
 _LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
 _STALE_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.25
+_MAX_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -52,22 +64,22 @@ class LeaseHolder:
 
 
 def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
-    """Return the highest number and its file's content; (0, None) if there is no lease.
-
-    Raises OSError.
-    """
-    until = None
+    """Return the highest number and its file's content; (0, None) if there is no lease. Raises OSError."""
+    deadline = None
     while True:
-        number = max((parse_lease_number(name) for name in os.listdir(folder)), default=0)
+        number = max((_parse_lease_number(name) for name in os.listdir(folder)), default=0)
+        # A listing that an NFS client has cached may lack the newest one.
+        while os.path.lexists(lease_path(folder, number + 1)):
+            number += 1
         if not number:
             return 0, None
         try:
-            return number, read_lease_file(lease_path(folder, number))
+            return number, _read_lease_file(lease_path(folder, number))
         except OSError as fault:  # removed meanwhile: a higher number exists now
             if fault.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
-            until = until or time.monotonic() + STALE_LISTING_SECONDS
-            if time.monotonic() > until:
+            deadline = deadline or time.monotonic() + STALE_LISTING_SECONDS
+            if time.monotonic() > deadline:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from fault
         time.sleep(_STALE_POLL_SECONDS)
 
@@ -77,88 +89,33 @@ def lease_path(folder: Path, number: int) -> Path:
     return folder / f"lease-{number:08d}.json"
 
 
-def parse_lease_number(name: str) -> int:
+def _parse_lease_number(name: str) -> int:
     """Return the number in a file name; 0 if it is not the name of a lease."""
     found = _LEASE_NAME.fullmatch(name)
     return int(found[1]) if found else 0
 
 
-def read_lease_file(file: Path) -> bytes:
-    """Return a file's content; never follow a link, nor wait for the writer of a pipe. Raises OSError."""
+def _read_lease_file(file: Path) -> bytes:
+    """Return a file's content; never follow a link, nor wait for the writer of a pipe."""
     # Opened on each call: NFS then asks its server for the current content (close-to-open
     # consistency).
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         return opened.read(MAX_LEASE_BYTES)
 
 
-def parse_holder(content: bytes) -> LeaseHolder | None:
-    """Return the holder in a lease file; None if the content is not a lease."""
+def parse_holder(content: bytes | None) -> LeaseHolder | None:
+    """Return the holder in a lease file; None if the content is not a lease, as while its launch writes it."""
     try:
-        holder = LeaseHolder(**json.loads(content))
+        holder = LeaseHolder(**json.loads(content or b""))
     except (ValueError, TypeError, RecursionError):
         return None
     kinds = LeaseHolder.__dataclass_fields__.values()
     return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None
 
 
-def parse_launch_id(content: bytes | None) -> str | None:
-    """Return the launch id in a lease file; None if the content is not a lease."""
-    holder = parse_holder(content) if content is not None else None
-    return holder.launch if holder else None
-
-
 def format_heartbeat(count: int) -> str:
-    """Return a heartbeat of fixed width, so that it can be overwritten in place."""
-    return f"beat-{count:012d}"
-
-
-RELEASED_HEARTBEAT = "given-back".ljust(len(format_heartbeat(0)), "-")
-"""Heartbeat of a released lease."""
-
-
-def link_exclusive(temporary: Path, target: Path) -> bool:
-    """Link a file to a second name; return False if that name exists.
-
-    An NFS client that repeats a request after a lost answer gets an error that the link
-    exists, although it created it: then the contents are equal (open(2), O_EXCL).
-    """
-    try:
-        os.link(temporary, target)
-        return True
-    except FileExistsError:
-        pass  # another launch's file, or ours after a repeated NFS request: compared below
-    except OSError:  # a file system without hard links; the errno differs between file systems
-        with contextlib.suppress(FileExistsError):
-            _copy_exclusive(temporary, target)
-            return True
-    with contextlib.suppress(OSError):  # removed meanwhile: not ours
-        return read_lease_file(target) == read_lease_file(temporary)
-    return False
-
-
-def _copy_exclusive(temporary: Path, target: Path) -> None:
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(temporary.read_bytes())
-
-
-#     .workers/lease-00000003.json    holder: launch, host, process, and a counting heartbeat; the highest number counts
-#     .workers/.lease-LAUNCH          content of the next lease, while a launch tries to acquire it
-#
-# No file lock: many network file systems do not carry locks between hosts. A launch that finds
-# number 3 released, or its holder dead, creates number 4 as a hard link, which is atomic: of
-# several launches one succeeds, and the file appears with its whole content. The holder increments
-# the heartbeat, and checks each time for a higher number. A holder on this host is checked by its
-# process; one on another host is alive while its heartbeat changes. Clocks are never compared.
-
-
-HEARTBEAT_SECONDS = 3.0
-LEASE_TIMEOUT_SECONDS = 15.0
-"""A holder on another host whose heartbeat does not change for this long is dead."""
-_POLL_SECONDS = 0.25
-_MAX_ATTEMPTS = 20
-CANDIDATE_PREFIX = ".lease-"
-"""Prefix of the file that a waiting launch links to the name of a lease."""
+    """Return a heartbeat, always of the same length."""
+    return f"{count:012d}"
 
 
 class Lease:
@@ -171,24 +128,30 @@ class Lease:
         """Called in a thread, with the error message, when another launch has taken the folder."""
         self._folder = get_workers_dir(run_dir)
         self._number = 0
+        self._holder: LeaseHolder | None = None
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
-        """Acquire the folder.
-
-        Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then.
-        """
+        """Acquire the folder. Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._holder = LeaseHolder(
+                launch=self.launch_id,
+                host=socket.gethostname(),
+                machine=get_host_id(),
+                pid=os.getpid(),
+                started=start_time(os.getpid()),
+                since=time.strftime("%Y-%m-%d %H:%M:%S"),
+                folder=self.run_dir.stat().st_ino,
+                beat="",
+            )
             for _ in range(_MAX_ATTEMPTS):
                 if self._try_acquire(timeout):
                     break
@@ -215,92 +178,63 @@ class Lease:
 
     def _try_acquire(self, timeout: float) -> bool:
         """Return True if the folder is held now; False if another launch was faster: try again."""
-        temporary = self._folder / f"{CANDIDATE_PREFIX}{self.launch_id}"
-        # Written before the folder is listed: a change by this host makes NFS drop its cached
-        # listing.
-        temporary.write_bytes(self._encode_holder())
+        number, content = read_latest_lease(self._folder)
+        if content is not None and not self._is_free(content, timeout):
+            return False
+        self._number = number + 1
+        path = lease_path(self._folder, self._number)
         try:
-            number, content = read_latest_lease(self._folder)
-            if content is not None and not self._is_free(content, timeout):
-                return False
-            if not link_exclusive(temporary, lease_path(self._folder, number + 1)):
-                return False
-            self._number = number + 1
-            # A higher number exists if this process was suspended while others acquired and
-            # released.
-            if read_latest_lease(self._folder)[0] != self._number:
-                lease_path(self._folder, self._number).unlink(missing_ok=True)
-                return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._remove_stale_files()
+            file = path.open("xb", buffering=0)
+        except FileExistsError:
+            return False
+        with file:
+            try:
+                file.write(self._encode_holder(format_heartbeat(0)))
+            except OSError:  # such as a full disk: an empty lease would be waited for
+                path.unlink(missing_ok=True)
+                raise
+        # A higher number exists if this process was suspended while others acquired and released.
+        if read_latest_lease(self._folder)[0] != self._number:
+            path.unlink(missing_ok=True)
+            return False
+        for older in self._folder.glob("lease-*.json"):
+            if _parse_lease_number(older.name) < self._number:
+                older.unlink(missing_ok=True)
         return True
 
-    def _remove_stale_files(self) -> None:
-        """Remove older leases, and the candidates of launches that were killed while they waited."""
-        for path in self._folder.glob("lease-*.json"):
-            if parse_lease_number(path.name) < self._number:
-                path.unlink(missing_ok=True)
-        for path in self._folder.glob(f"{CANDIDATE_PREFIX}*"):
-            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave
-            # nothing to remove.
-            with contextlib.suppress(OSError, ResumeError):
-                holder = parse_holder(read_lease_file(path))
-                if holder is not None and self._is_holder_dead(holder):
-                    path.unlink(missing_ok=True)
-
-    def _encode_holder(self) -> bytes:
-        own = LeaseHolder(
-            launch=self.launch_id,
-            host=socket.gethostname(),
-            machine=get_host_id(),
-            pid=os.getpid(),
-            started=start_time(os.getpid()),
-            since=time.strftime("%Y-%m-%d %H:%M:%S"),
-            folder=self.run_dir.stat().st_ino,
-            beat=format_heartbeat(0),
-        )
-        return json.dumps(asdict(own)).encode()
+    def _encode_holder(self, heartbeat: str) -> bytes:
+        assert self._holder is not None
+        return json.dumps(asdict(self._holder) | {"beat": heartbeat}).encode()
 
     def _is_free(self, content: bytes, timeout: float) -> bool:
         """Return True if the lease is released or its holder dead, False if it changed meanwhile.
 
-        Raises ResumeError if held.
+        A holder that this host cannot look up is dead if its heartbeat stays the same for `timeout` seconds. Raises
+        ResumeError if the lease is held.
         """
         holder = parse_holder(content)
-        if holder is not None and (holder.beat == RELEASED_HEARTBEAT or self._is_holder_dead(holder)):
+        if holder is not None and holder.beat == RELEASED_HEARTBEAT:
             return True
-        return self._has_expired(content, holder, timeout)
-
-    def _is_holder_dead(self, holder: LeaseHolder) -> bool:
-        """Return True if its process is known to have ended.
-
-        Raises ResumeError if it is known to run.
-        """
-        if holder.machine != get_host_id() or holder.folder != self.run_dir.stat().st_ino:
-            return False
-        state = is_process_alive(holder.pid, holder.started)
-        if state:
-            raise self._conflict_error(holder)
-        return state is False
-
-    def _has_expired(self, content: bytes, holder: LeaseHolder | None, timeout: float) -> bool:
-        """Return True if the heartbeat stays the same for `timeout` seconds. Raises ResumeError if
-        it changes.
-
-        Returns False if the lease was released, removed or acquired by another launch meanwhile.
-        """
-        shown = holder or "a launch that cannot be read"
-        message = f"{self.run_dir} is held by {shown}, which this host cannot look up; "
-        log_stderr(f"{message}waiting up to {timeout:g} s for a heartbeat")
+        if holder is not None and holder.machine == get_host_id() and holder.folder == self.run_dir.stat().st_ino:
+            is_alive = is_process_alive(holder.pid, holder.started)
+            if is_alive:
+                raise self._conflict_error(holder)
+            if is_alive is False:
+                return True
+        log_stderr(
+            f"{self.run_dir} is held by {holder or 'a launch that cannot be read'}, which this host cannot look up; "
+            f"waiting up to {timeout:g} s for a heartbeat"
+        )
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             _, current = read_latest_lease(self._folder)
             if current == content:
                 continue
-            changed = parse_holder(current or b"")
-            if changed is None or changed.launch != parse_launch_id(content) or changed.beat == RELEASED_HEARTBEAT:
+            changed = parse_holder(current)
+            if holder is None or changed is None or changed.launch != holder.launch:
+                return False  # by now of another launch, or none
+            if changed.beat == RELEASED_HEARTBEAT:
                 return False
             raise self._conflict_error(changed)
         return True
@@ -319,34 +253,24 @@ class Lease:
             count += 1
             # Suppressed: a file system that fails for a while; the next heartbeat tries again.
             with contextlib.suppress(OSError):
-                if (conflict := self._heartbeat_once(count)) and self.on_lost is not None:
+                if (conflict := self._write_heartbeat(format_heartbeat(count))) and self.on_lost is not None:
                     self.on_lost(conflict)
                     return
 
-    def _heartbeat_once(self, count: int) -> str:
-        """Write the heartbeat; return a message if another launch has taken the folder, else ''."""
+    def _write_heartbeat(self, heartbeat: str) -> str:
+        """Overwrite the heartbeat in place; return a message if another launch has taken the folder, else ''."""
         try:
             number, content = read_latest_lease(self._folder)
         except FileNotFoundError:
             self._folder.mkdir()  # the user removed it; raises if the run folder is gone too
             number, content = 0, None
-        if (holder := parse_holder(content or b"")) is not None and holder.launch != self.launch_id:
+        if (holder := parse_holder(content)) is not None and holder.launch != self.launch_id:
             return format_lease_conflict(self.run_dir, holder)
-        if number == self._number:
-            self._write_heartbeat(format_heartbeat(count))
-        elif number == 0:  # the user emptied the folder
-            lease_path(self._folder, self._number).write_bytes(self._encode_holder())
+        # Made anew only where the user has emptied the folder.
+        if number in (0, self._number):
+            with lease_path(self._folder, self._number).open("r+b" if number else "wb") as file:
+                file.write(self._encode_holder(heartbeat))
         return ""
-
-    def _write_heartbeat(self, heartbeat: str) -> None:
-        """Overwrite the heartbeat in place; raises OSError if the file was removed by the next
-        holder.
-        """
-        descriptor = os.open(lease_path(self._folder, self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            content = file.read(MAX_LEASE_BYTES)
-            if (holder := parse_holder(content)) is not None and holder.launch == self.launch_id:
-                os.pwrite(file.fileno(), content.replace(holder.beat.encode(), heartbeat.encode()), 0)
 
 
 def check_lease(run_dir: Path, launch_id: str) -> None:
@@ -356,26 +280,19 @@ def check_lease(run_dir: Path, launch_id: str) -> None:
     """
     if not launch_id:
         return
-    with contextlib.suppress(OSError):  # a file system that fails for a while is not a conflict
-        found = _read_holder(run_dir)
-        if found is not None and found.launch != launch_id:
-            raise RunFolderLockedError(format_lease_conflict(run_dir, found))
-
-
-def _read_holder(run_dir: Path) -> LeaseHolder | None:
-    """Return the holder in the latest lease.
-
-    Raises RunFolderLockedError if the run folder is gone.
-    """
+    holder = None
     try:
-        return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
+        holder = parse_holder(read_latest_lease(get_workers_dir(run_dir))[1])
     except FileNotFoundError:
-        if os.path.lexists(run_dir):
-            return None
-    raise RunFolderLockedError(
-        f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
-        "put it back and start again"
-    )
+        if not os.path.lexists(run_dir):
+            raise RunFolderLockedError(
+                f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
+                "put it back and start again"
+            ) from None
+    except OSError:
+        pass  # a file system that fails for a while is not a conflict
+    if holder is not None and holder.launch != launch_id:
+        raise RunFolderLockedError(format_lease_conflict(run_dir, holder))
 
 
 def format_lease_conflict(run_dir: Path, holder: LeaseHolder | None) -> str:

@@ -12,9 +12,7 @@ import psutil
 
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
-    """Return all running descendants, except the children in `excluded_pids`, which are older than
-    the launch.
-    """
+    """Return all running descendants, except the children in `excluded_pids`, which are older than the launch."""
     found = []
     for child in psutil.Process().children():
         if child.pid not in excluded_pids:
@@ -30,17 +28,13 @@ def process_state(pid: int) -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be
-    read.
-    """
+    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be read."""
     fields = _read_stat(pid)
     return fields[19] if fields else ""
 
 
 def is_process_alive(pid: int, started_at: str) -> bool | None:
-    """Return True if the process with this start time runs on this host; None if unknown (hidepid
-    in proc(5)).
-    """
+    """Return True if the process with this start time runs on this host; None if unknown (hidepid in proc(5))."""
     if process_state(pid) == "Z":
         return False
     # PermissionError: another user's process has the pid, and its start time, below, tells if it is the one.
@@ -54,9 +48,7 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks
-    and brackets.
-    """
+    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -79,10 +71,7 @@ def kill_descendants(excluded_pids: set[int], kept_pids: Collection[int]) -> lis
 
 
 def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILL what `find` returns until it returns nothing, for at most 10 s.
-
-    Returns the pids that did not end.
-    """
+    """SIGKILL what `find` returns until it returns nothing, for at most 10 s. Returns the pids that did not end."""
     deadline = time.monotonic() + 10
     while True:
         left = find()
@@ -105,11 +94,9 @@ def threads_per_process(local_world_size: int, cores: int) -> int:
 
 
 def thread_environment(env: Mapping[str, str], local_world_size: int, cores: int) -> dict[str, str]:
-    """Return the environment with the thread counts of the libraries that read them when they are
-    loaded.
+    """Return the environment with the thread counts of the libraries that read them when they are loaded.
 
-    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its
-    environment.
+    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its environment.
     """
     threads = str(threads_per_process(local_world_size, cores))
     return {**env, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

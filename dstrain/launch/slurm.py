@@ -15,8 +15,7 @@ from dstrain.config.schema import LaunchConfig, SlurmConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError, fix_for_os_error, one_line
 from dstrain.files import atomic_write
-from dstrain.launch.command import LaunchOptions
-from dstrain.launch.spawn import rank_command
+from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.topology import is_cpu_requested
 from dstrain.process_setup import log_stderr
 

@@ -4,149 +4,96 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import psutil
 
-from dstrain.distributed.store import RANK_KEY_ENV
+from dstrain.distributed.store import LISTENER_ENV, listen_at
+from dstrain.errors import UsageError
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
-from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
+from dstrain.launch.command import Launch, find_port_fault
 from dstrain.launch.processes import descendants, kill_descendants
-from dstrain.launch.worker import (
-    AGENT_ENV,
-    LAUNCH_ID_ENV,
-    SUPERVISOR_ENV,
-    RankRecord,
-    get_workers_dir,
-    read_rank_record,
-)
+from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
 from dstrain.process_setup import set_parent_death_signal
 
 _REAP_SECONDS = 5.0
+HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, AGENT_ENV, LISTENER_ENV)
+"""Variables of the ranks of one launch on one host."""
 
 
-class WorkerGroup(Protocol):
-    """Ranks of a launch, on one host or several."""
+class WorkerGroup(ABC):
+    """Ranks of a launch, on one host or several: what supervision needs of them."""
 
-    run_dir: Path
-
-    @property
-    def ranks(self) -> Collection[int]:
+    def __init__(self, launch: Launch, run_dir: Path) -> None:
+        self.launch, self.run_dir = launch, run_dir
+        self.ranks: Collection[int] = launch.ranks
         """Ranks whose ends decide how the launch ended."""
+        self.exit_codes: dict[int, int | None] = {}
+        """Exit code by rank, or minus the signal, in the order seen."""
+        self.kill_reasons: dict[int, str] = {}
+        """Evidence that the kernel killed a rank because memory was full, by rank."""
+        self.abort_reason = ""
+        """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is none."""
 
     @property
+    @abstractmethod
     def alive_ranks(self) -> Collection[int]:
         """Ranks that have started and not ended."""
 
     @property
-    def exit_codes(self) -> Mapping[int, int | None]:
-        """Exit code by rank, or minus the signal, in the order seen."""
-
-    @property
-    def kill_reasons(self) -> Mapping[int, str]:
-        """Evidence that the kernel killed a rank because memory was full, by rank."""
-
-    @property
+    @abstractmethod
     def records(self) -> Mapping[int, RankRecord]:
         """Records that the ranks wrote, by rank."""
 
-    abort_reason: str
-    """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is
-    none."""
-
+    @abstractmethod
     def start(self) -> None:
         """Start the ranks."""
 
+    @abstractmethod
     def poll(self) -> None:
         """Update the state of the ranks."""
 
+    @abstractmethod
     def send_signal(self, signum: int) -> int:
         """Send a signal to the ranks. Returns the number of ranks reached."""
 
+    @abstractmethod
     def is_alive(self) -> bool:
         """Return True if a process of the group runs, a child of a rank included."""
 
+    @abstractmethod
     def kill(self) -> list[str]:
         """SIGKILL all processes of the group. Returns those that did not end."""
 
+    @abstractmethod
     def wait_for_event(self, timeout: float) -> None:
         """Sleep until a rank ends or a message arrives, at most `timeout` seconds."""
 
     def find_output(self, rank: int | None) -> Path | None:
         """Return the file with what the rank printed before its own log; None if that is on the terminal."""
+        return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSpec:
-    """Ranks of one host: their command, and what their environment needs."""
+class LocalWorkerGroup(WorkerGroup):
+    """Ranks of this host, children of this process.
 
-    argv: Sequence[str]
-    environment: Mapping[str, str]
-    """Variables of all ranks of the host."""
-    ranks: range
-    world_size: int
-    master_addr: str
-    master_port: int
-    cwd: str | None = None
-    output: IO[bytes] | None = None
-    """File for what a rank prints before it opens its log; stdin is then /dev/null. None: the streams of this process."""
-    new_sessions: bool = True
-    """Start each rank in a session of its own, so that Ctrl-C in a terminal reaches this process only."""
-
-    def rank_environment(self, rank: int) -> dict[str, str]:
-        """Return the environment of a rank, with the variables that torchrun and DeepSpeed's launcher set."""
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank - self.ranks.start,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": len(self.ranks),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-            SUPERVISOR_ENV: f"{socket.gethostname()} {os.getpid()}",
-        }
-        return {**self.environment, **{name: str(value) for name, value in place.items()}}
-
-
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command of a rank of `dstrain ARGUMENTS`."""
-    return [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
-
-
-def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
-    """Return the group of a launch on this host, with a new file by which rank 0 announces the port
-    it listens on.
+    Under an agent, `listener` is the socket for rank 0 that it has opened, and `output` the file for what a rank prints
+    before it opens its log; stdin is then /dev/null.
     """
-    # The second is of a launch from inside of another one's rank.
-    environment = {name: value for name, value in launch.environment.items() if name not in (PORT_FILE_ENV, AGENT_ENV)}
-    if launch.allow_any_port:
-        environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
-    if launch.local_ranks is None:  # with --no-ssh, each host starts its own ranks: the user gives all the same key
-        environment[RANK_KEY_ENV] = secrets.token_hex(16)
-    spec = RankSpec(
-        argv=rank_command(launch.arguments), environment=environment, ranks=launch.ranks,
-        world_size=launch.world_size, master_addr=launch.master_addr, master_port=launch.master_port,
-    )  # fmt: skip
-    return LocalWorkerGroup(spec, run_dir)
 
-
-class LocalWorkerGroup:
-    """Ranks of this host, children of this process."""
-
-    def __init__(self, spec: RankSpec, run_dir: Path) -> None:
-        self.run_dir, self.ranks, self.abort_reason = run_dir, spec.ranks, ""
-        self.exit_codes: dict[int, int | None] = {}
-        self.kill_reasons: dict[int, str] = {}
-        self._spec = spec
-        self._launch_id = spec.environment.get(LAUNCH_ID_ENV, "")
+    def __init__(
+        self, launch: Launch, run_dir: Path, listener: socket.socket | None = None, output: IO[bytes] | None = None
+    ) -> None:
+        super().__init__(launch, run_dir)
+        self._listener, self._output = listener, output
+        self._launch_id = launch.environment.get(LAUNCH_ID_ENV, "")
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}
         self._oom_kills = read_oom_kills()
@@ -164,20 +111,42 @@ class LocalWorkerGroup:
     def start(self) -> None:
         # Children from before are not of this launch.
         self._excluded_pids = {child.pid for child in psutil.Process().children()}
-        for rank in self.ranks:
+        launch = self.launch
+        if self._listener is None and 0 in launch.ranks and launch.world_size > 1:
+            self._listener = open_listener(launch.master_addr, launch.master_port)
+        port = launch.master_port if self._listener is None else self._listener.getsockname()[1]
+        # Variables of a launch around this one are dropped; what torchrun and DeepSpeed's launcher set is set.
+        dropped = (*HOST_ONLY_VARIABLES, "MASTER_PORT")
+        environment = {name: value for name, value in launch.environment.items() if name not in dropped}
+        environment |= {
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_WORLD_SIZE": str(len(launch.ranks)),
+            "MASTER_ADDR": launch.master_addr,
+            **({"MASTER_PORT": str(port)} if port else {}),
+            SUPERVISOR_ENV: f"{socket.gethostname()} {os.getpid()}",
+            **({AGENT_ENV: f"{launch.heartbeat_timeout:g}"} if launch.heartbeat_timeout else {}),
+        }
+        for rank in launch.ranks:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank - launch.ranks.start)}
+            listener = [self._listener.fileno()] if self._listener is not None and rank == 0 else []
+            if listener:
+                own[LISTENER_ENV] = str(*listener)
             child = subprocess.Popen(
-                list(self._spec.argv),
-                env=self._spec.rank_environment(rank),
-                cwd=self._spec.cwd,
-                stdin=None if self._spec.output is None else subprocess.DEVNULL,
-                stdout=self._spec.output,
-                stderr=self._spec.output and subprocess.STDOUT,
-                start_new_session=self._spec.new_sessions,
+                list(launch.argv),
+                env=environment | own,
+                pass_fds=listener,
+                stdin=None if self._output is None else subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output and subprocess.STDOUT,
+                # Ctrl-C in a terminal reaches this process only; the ranks of an agent are in its process group.
+                start_new_session=self._output is None,
                 preexec_fn=_prepare_rank,
             )
             self._children[rank] = child
             with contextlib.suppress(OSError, AttributeError):  # it has ended, or a kernel before 5.3
                 self._pidfds[rank] = os.pidfd_open(child.pid)
+        if self._listener is not None:  # it ends with rank 0, so that the others notice
+            self._listener.close()
 
     def poll(self) -> None:
         codes = {rank: self._children[rank].poll() for rank in self.alive_ranks}
@@ -217,8 +186,15 @@ class LocalWorkerGroup:
     def wait_for_event(self, timeout: float, extra_fds: Collection[int] = ()) -> None:
         wait_readable((*self._pidfds.values(), *extra_fds), timeout)
 
-    def find_output(self, rank: int | None) -> Path | None:
-        return None
+
+def open_listener(address: str, port: int) -> socket.socket:
+    """Return a socket that listens for the ranks. Raises UsageError, with the process that holds the port."""
+    if port and (fault := find_port_fault(port)):
+        raise UsageError(fault)
+    try:
+        return listen_at(address, port)
+    except OSError as error:
+        raise UsageError(f"port {port} of {address} cannot be opened ({error.strerror}); see `ip address`") from None
 
 
 def _prepare_rank() -> None:

@@ -40,8 +40,7 @@ class StopState:
 
     def __init__(self, saves_checkpoint: bool = True, can_restart: bool = False) -> None:
         self.saves_checkpoint, self.can_restart = saves_checkpoint, can_restart
-        """True if the workers write a checkpoint when asked to stop; else the first signal kills
-        them."""
+        """True if the workers write a checkpoint when asked to stop; else the first signal kills them."""
         self.first_signal_at: float | None = None
         """Time at which a signal was first forwarded."""
         self.stop_requested_at: float | None = None
@@ -57,11 +56,12 @@ class StopState:
 def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     """Run a group to its end and return the exit code for the shell.
 
-    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are
-    recorded in `stop_state`. Call it from the main thread.
+    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are recorded in
+    `stop_state`. Call it from the main thread.
     """
     stop_state = stop_state or StopState()
-    with _capture_signals() as signals, _as_subreaper():
+    with _capture_signals() as signals:
+        set_child_subreaper(True)
         try:
             group.start()
             _wait_for_exit(stop_state, group, signals)
@@ -70,6 +70,7 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
             exit_codes, aborted = dict(group.exit_codes), group.abort_reason
             # Also after a success: no process of the launch may be left.
             remaining = group.kill()
+            set_child_subreaper(False)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
@@ -119,15 +120,6 @@ def _capture_signals() -> Iterator[deque[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _as_subreaper() -> Iterator[None]:
-    set_child_subreaper(True)
-    try:
-        yield
-    finally:
-        set_child_subreaper(False)
 
 
 def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int]) -> None:

@@ -23,21 +23,19 @@ class Worker:
     """Index among the processes of this host."""
     world_size: int
     launcher: str
-    """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` if only RANK and WORLD_SIZE
-    are set."""
+    """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` if only RANK and WORLD_SIZE are set."""
     local_world_size: int
     """Processes on this host; the world size if the launcher does not set it."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Variables to add to os.environ before the process group starts; only names that are missing
-    there. MASTER_PORT is not among them if one process may use any free port."""
+    """Variables to add to os.environ before the process group starts; only names that are missing there. MASTER_PORT is
+    not among them if one process may use any free port."""
 
 
 def worker_from_env(env: Mapping[str, str]) -> Worker | None:
-    """Return the worker that a launcher started with this environment; None if no launcher did.
-    Raises UsageError.
+    """Return the worker that a launcher started with this environment; None if no launcher did. Raises UsageError.
 
-    OpenMPI is checked before Slurm: inside an allocation `mpirun` starts its daemons with srun, so
-    that ranks inherit the daemon's SLURM_PROCID.
+    OpenMPI is checked before Slurm: inside an allocation `mpirun` starts its daemons with srun, so that ranks inherit
+    the daemon's SLURM_PROCID.
     """
     if "MASTER_PORT" in env and not 0 < _read_int(env, "MASTER_PORT") < 65536:
         raise UsageError(
@@ -55,9 +53,7 @@ def worker_from_env(env: Mapping[str, str]) -> Worker | None:
 
 
 def _from_torch_names(env: Mapping[str, str]) -> Worker:
-    """Read RANK, LOCAL_RANK and WORLD_SIZE, which DeepSpeed's launcher, torchrun and accelerate
-    set.
-    """
+    """Read RANK, LOCAL_RANK and WORLD_SIZE, which DeepSpeed's launcher, torchrun and accelerate set."""
     if "LOCAL_RANK" not in env:
         raise UsageError(
             "RANK and WORLD_SIZE are set but LOCAL_RANK is not, so this process cannot know its device; "
@@ -92,8 +88,8 @@ def _from_openmpi(env: Mapping[str, str]) -> Worker:
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return True for one of several tasks of an srun step.
 
-    A batch script and salloc's shell are not in a step, and a step of one task is most often `srun
-    --pty bash`: in these dstrain launches its own processes.
+    A batch script and salloc's shell are not in a step, and a step of one task is most often `srun --pty bash`: in
+    these dstrain launches its own processes.
     """
     return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _count_slurm_tasks(env) > 1
 
@@ -153,9 +149,7 @@ def _port_from_seed(seed: int) -> int:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Expand Slurm's list of nodes: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib,
-    node7-ib, login.
-    """
+    """Expand Slurm's list of nodes: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib, node7-ib, login."""
     hosts: list[str] = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
         hosts += _expand_node(part)
@@ -193,11 +187,10 @@ def expand_task_counts(text: str) -> list[int]:
 
 
 def visible_gpus(env: Mapping[str, str], gpu_count: int | None = None) -> int:
-    """Return the number of GPUs that a process with this environment sees; `gpu_count` None counts
-    those of the host.
+    """Return the number of GPUs that a process with this environment sees; `gpu_count` None counts those of the host.
 
-    CUDA_VISIBLE_DEVICES is not enough: container images set it on hosts without a GPU, and so does
-    DeepSpeed's launcher for processes on a CPU. Called by launchers/torchrun.sh.
+    CUDA_VISIBLE_DEVICES is not enough: container images set it on hosts without a GPU, and so does DeepSpeed's launcher
+    for processes on a CPU. Called by launchers/torchrun.sh.
     """
     if is_cpu_requested(env):
         return 0
@@ -237,9 +230,7 @@ def count_gpus() -> int:
 
 
 def gpus_support_bf16() -> bool | None:
-    """Return True if every GPU of this host supports bf16 (compute capability 8.0 and up); None if
-    unknown.
-    """
+    """Return True if every GPU of this host supports bf16 (compute capability 8.0 and up); None if unknown."""
     listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
     found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
     return all(int(major) >= 8 for major, _ in found) if found else None

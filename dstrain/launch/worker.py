@@ -42,12 +42,13 @@ _PRINT_TIMEOUT_SECONDS = 2.0
 """Limit for writing an error line: the log may be on a file system that hangs."""
 
 DUPLICATE_SIGNAL_SECONDS = 0.5
-"""A signal repeated within this time counts once: `timeout` and batch systems signal a process and
-its group."""
+"""A signal repeated within this time counts once: `timeout` and batch systems signal a process and its group."""
 
 TRACEBACK_HINT = "; the full traceback is in "
 """Words before the path of the log in the message of an unexpected error."""
 
+SHARED_FILE_PREFIX = "seen-"
+"""Prefix of a file that the hosts of a launch look for, to learn whether they share the run folder."""
 MAX_RECORD_BYTES = 1 << 20
 """Largest record that is read."""
 MAX_ERROR_CHARS = 80_000
@@ -58,9 +59,7 @@ _close_log_copy: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Content of `.workers/rank-00000.LAUNCH.json`; `rank-00000.json` if no `dstrain` command
-    launched the rank.
-    """
+    """Content of `.workers/rank-00000.LAUNCH.json`; `rank-00000.json` if no `dstrain` command launched the rank."""
 
     rank: int
     pid: int
@@ -91,8 +90,8 @@ def record_start(run_dir: Path, rank: int) -> None:
 def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | None = None) -> None:
     """Record how this rank ended. This code counts, whatever happens to the process afterwards.
 
-    Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0,
-    DeepSpeed's launcher and torchrun send SIGTERM to all others, which may be about to end too.
+    Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0, DeepSpeed's launcher and
+    torchrun send SIGTERM to all others, which may be about to end too.
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
         is_memory = isinstance(error, OutOfMemoryError)
@@ -104,8 +103,8 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """Run `fn` with its output in the run folder's log, and record how it ended.
 
-    `fn` returns an exit code or raises. Returns the exit code for the process; the recorded one
-    counts. Call `exit_with_parent` first.
+    `fn` returns an exit code or raises. Returns the exit code for the process; the recorded one counts. Call
+    `exit_with_parent` first.
     """
     if (
         not is_debug()
@@ -153,9 +152,7 @@ def _record_name(rank: int, launch_id: str) -> str:
 
 
 def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecord]:
-    """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command
-    launched.
-    """
+    """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command launched."""
     ending = f".{launch_id}.json" if launch_id else ".json"
     found = {}
     for path in sorted(get_workers_dir(run_dir).glob(f"rank-*{ending}")):
@@ -176,22 +173,15 @@ def _read_record(path: Path) -> RankRecord | None:
     return None
 
 
-def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
-    """Remove the records of these ranks from earlier launches. Call it before they start."""
-    get_workers_dir(run_dir).mkdir(parents=True, exist_ok=True)
-    names = {f"rank-{rank:05d}" for rank in ranks}
-    for path in get_workers_dir(run_dir).glob("rank-*.json"):
-        if path.name.split(".")[0] in names:
-            path.unlink(missing_ok=True)
+def remove_worker_files(run_dir: Path, ranks: Collection[int]) -> None:
+    """Remove the records of these ranks from earlier launches, and what killed launches left.
 
-
-def remove_launch_files(run_dir: Path) -> None:
-    """Remove the files that killed launches, on one host or several, left.
-
-    Call it while this launch holds the run folder's lease.
+    Call it before the ranks start, while this launch holds the run folder's lease.
     """
-    for pattern in ("port-*", "seen-*"):
-        for path in get_workers_dir(run_dir).glob(pattern):
+    names = {f"rank-{rank:05d}" for rank in ranks}
+    for path in get_workers_dir(run_dir).glob("*"):
+        is_record = path.suffix == ".json" and path.name.split(".")[0] in names
+        if is_record or path.name.startswith(SHARED_FILE_PREFIX):
             path.unlink(missing_ok=True)
 
 
@@ -223,9 +213,7 @@ def end_elastic_agent(env: Mapping[str, str]) -> None:
 
 
 def _supervisor_pid() -> int | None:
-    """Return the supervisor's pid, None if it is on another host: srun and ssh may forward the
-    variable.
-    """
+    """Return the supervisor's pid, None if it is on another host: srun and ssh may forward the variable."""
     host, _, pid = os.environ.get(SUPERVISOR_ENV, "").rpartition(" ")
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
 
@@ -259,11 +247,10 @@ def print_error(text: str) -> None:
 
 
 def redirect_output(path: Path, copy_to_terminal: bool) -> None:
-    """Append all output of this process, including that of C libraries, to a log; optionally copy
-    it to the terminal.
+    """Append all output of this process, including that of C libraries, to a log; optionally copy it to the terminal.
 
-    The process writes to the file only. A child process copies the file to the terminal, so that
-    neither a closed terminal nor the child's end affects this process.
+    The process writes to the file only. A child process copies the file to the terminal, so that neither a closed
+    terminal nor the child's end affects this process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,6 @@ from dstrain.cache import cache_root, check_once
 from dstrain.distributed.store import connect_store, find_connection_error, rendezvous_errors
 from dstrain.errors import (
     EXIT_FAILED,
-    EXIT_USAGE,
     DstrainError,
     PeerFailureError,
     UsageError,
@@ -24,7 +23,7 @@ from dstrain.errors import (
     one_line,
 )
 from dstrain.files import get_host_id
-from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
+from dstrain.launch.command import describe_port_owner
 from dstrain.launch.multihost.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
 from dstrain.train.health.liveness import (
@@ -61,8 +60,8 @@ POLLS_PER_SECOND = 5000
 class Rendezvous:
     """Context in which this rank prepares its data; it ends when all ranks have. A single process waits for nobody.
 
-    Raises PeerFailureError if another rank does not connect, ends or stops sending heartbeats. If its
-    preparation fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
+    Raises PeerFailureError if another rank does not connect, ends or stops sending heartbeats. If its preparation
+    fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
     """
 
     liveness: Liveness
@@ -89,20 +88,26 @@ class Rendezvous:
             self.liveness = Liveness(HashStore(), 0, [Member(socket.gethostname())], self._timeout)
             self.liveness.start()
             return self
-        with self._named_port_owner(), rendezvous_errors(self._timeout):
-            place = os.environ.get(PORT_FILE_ENV)
-            port_file = Path(place) if place else None
-            self._store = connect_store(self._timeout, port_file)
-            found = self._exchange_members()
-            # All ranks have sent their message, so all have read the file.
-            if port_file and self.rank == 0:
-                port_file.unlink(missing_ok=True)
-        if found["fault"]:
-            raise UsageError(found["fault"])
+        try:
+            self._store = connect_store(self._timeout)
+        except OSError as error:  # on rank 0 alone: nobody else listens
+            port, host = int(os.environ["MASTER_PORT"]), socket.gethostname()
+            what = f"rank 0 cannot listen on port {port} of {host} ({error.strerror or error})"
+            if error.errno == errno.EADDRINUSE:
+                what = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
+            fix = "rerun the command, with another --master-port if you gave one, or end that process"
+            raise PeerFailureError("meeting the other processes", what, fix) from error
+        with rendezvous_errors(self._timeout), foreign_values():
+            fault = self._exchange_members()
+        if fault:
+            raise UsageError(fault)
         return self
 
-    def _exchange_members(self) -> dict[str, Any]:
-        """Tell rank 0 where this rank runs and with which versions, and read what it made of those of all ranks."""
+    def _exchange_members(self) -> str:
+        """Tell rank 0 where this rank runs and with which versions, and read what it made of those of all ranks.
+
+        Returns the message on versions that differ, '' if none do.
+        """
         own = {
             "host": socket.gethostname(),
             "place": f"{get_host_id()} {os.path.realpath(cache_root())}",
@@ -125,39 +130,22 @@ class Rendezvous:
             }
             set_value(self._store, "members", found)
         found = get_value(self._store, "members", dict)
-        with foreign_values():
-            hosts = [one_line(found["hosts"][index]) for index in found["host"]]
-            self._first_with_cache = [int(first) for first in found["first"]]
-            if not len(hosts) == len(self._first_with_cache) == self.size:
-                raise ValueError(len(hosts))
+        hosts = [one_line(found["hosts"][index]) for index in found["host"]]
+        self._first_with_cache = [int(first) for first in found["first"]]
+        if not len(hosts) == len(self._first_with_cache) == self.size:
+            raise ValueError(len(hosts))
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        peers = [
-            decode(content, dict) for content in self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
-        ]
-        with foreign_values():
-            pids = {
-                rank: int(peer["pid"])
-                for rank, peer in zip(here, peers, strict=True)
-                if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
-            }
+        contents = self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
+        peers = {rank: decode(content, dict) for rank, content in zip(here, contents, strict=True)}
+        pids = {
+            rank: int(peer["pid"])
+            for rank, peer in peers.items()
+            if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
+        }
         members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
         self.liveness = Liveness(self._store, self.rank, members, self._timeout)
         self.liveness.start()
-        return {"fault": one_line(str(found["fault"]))}
-
-    @contextlib.contextmanager
-    def _named_port_owner(self) -> Iterator[None]:
-        """Context that names the process that holds rank 0's port, if it is taken."""
-        try:
-            yield
-        except PeerFailureError as error:
-            port = os.environ.get("MASTER_PORT", "")
-            if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
-                owner = describe_port_owner(int(port))
-                what = f"the rendezvous port {port} of {socket.gethostname()} is already in use{owner}"
-                fix = "rerun the command, with another --master-port if you gave one, or end that process"
-                raise PeerFailureError(error.phase, what, fix) from error
-            raise
+        return one_line(str(found["fault"]))
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -229,7 +217,7 @@ class Rendezvous:
         pause = max(min(POLL_SECONDS, limit / 20), self.size / POLLS_PER_SECOND)
         while not is_done():
             if self.liveness.failure is not None:
-                raise self._to_exception(self.liveness.failure)
+                raise self.liveness.to_exception(self.liveness.failure, ACTION, FIX_HINT)
             if (now := time.monotonic()) >= look_at:
                 if now - look_at > limit / 2:  # this process was suspended, and maybe the others with it
                     seen = [(beat, now) for beat, _ in seen]
@@ -261,14 +249,6 @@ class Rendezvous:
             )
         )
 
-    def _to_exception(self, failure: Failure) -> BaseException:
-        """Return the failure of another rank as an exception with the same exit code."""
-        if failure.stop_signal:
-            return StoppedBySignal(failure.stop_signal)
-        who = "" if failure.is_peer_lost else f"{self.liveness.describe_rank(failure.rank)} failed: "
-        what = f"{who}{failure.error}"
-        return UsageError(what) if failure.exit_code == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
-
     def _rank_keys(self, kind: str) -> list[str]:
         return [store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
@@ -279,7 +259,7 @@ class Rendezvous:
             yield
         except RuntimeError as error:
             if self.liveness.failure is not None:  # read before rank 0 ended, and the store with it
-                raise self._to_exception(self.liveness.failure) from error
+                raise self.liveness.to_exception(self.liveness.failure, ACTION, FIX_HINT) from error
             if (why := find_connection_error(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
@@ -289,9 +269,8 @@ class Rendezvous:
 def _parse_hello(content: bytes) -> dict[str, Any]:
     """Return {"host", "place", "software"} of a rank."""
     found = decode(content, dict)
-    with foreign_values():
-        software = {str(name): one_line(version) for name, version in found["software"].items()}
-        return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
+    software = {str(name): one_line(version) for name, version in found["software"].items()}
+    return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
 
 
 def _find_version_fault(hellos: list[dict[str, Any]]) -> str:

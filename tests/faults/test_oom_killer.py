@@ -22,11 +22,11 @@ MAIN = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from dstrain.launch.command import Launch
+from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.supervise import supervise
-from dstrain.launch.spawn import LocalWorkerGroup, RankSpec
-spec = RankSpec(argv=[sys.executable, "worker.py"], environment=os.environ, ranks=range(2), world_size=2,
-                master_addr="127.0.0.1", master_port=29500)
-sys.exit(supervise(LocalWorkerGroup(spec, Path("run"))))
+launch = Launch(argv=[sys.executable, "worker.py"], environment=os.environ, ranks=range(2), world_size=2)
+sys.exit(supervise(LocalWorkerGroup(launch, Path("run"))))
 """
 
 FILL_MEMORY = """

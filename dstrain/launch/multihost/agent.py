@@ -1,13 +1,14 @@
 """Agent on one host of a multi-host launch, started over ssh."""
 
-# Usage: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`; `... kill PID START NONCE` ends an agent and its ranks.
+# Usage: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`.
 #
 # Standard input and output are the channel to the launching process. The ranks are children of the agent, in its process
 # group. If the channel is closed, or silent for TIMEOUT seconds, the agent kills every process of the launch on this
 # host, so that nothing outlives the launching process. Ranks end with their agent (launch/worker.py).
 #
-# Request -> reply: hello -> host_info, open -> opened, reach -> reachability, start, signal, end -> remaining_pids
-# Sent without a request: ended (rank, exit code, record), killed (rank, evidence).
+# Request -> reply: hello -> host_info, open -> opened, reach -> reachability, start, signal, end -> remaining_pids,
+# kill (another agent of this host, that does not answer) -> remaining_pids
+# Sent without a request: ended (rank, exit code, record, evidence of the kernel).
 # Records are included, since the launching host may see files that another host wrote only later.
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dstrain.launch.command import host_environment
+from dstrain.errors import UsageError
+from dstrain.launch.command import Launch, host_environment
 from dstrain.launch.multihost.channel import Channel
-from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
+from dstrain.launch.multihost.probe import collect_host_info, find_route_interface, try_connect
 from dstrain.launch.processes import kill_processes, process_state, start_time
-from dstrain.launch.spawn import LocalWorkerGroup, RankSpec, wait_readable
-from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, read_rank_record
+from dstrain.launch.spawn import LocalWorkerGroup, open_listener, wait_readable
 from dstrain.process_setup import raise_open_files_limit, set_child_subreaper
 
 _POLL_SECONDS = 0.1
@@ -39,8 +41,8 @@ class Agent:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._reserved_port = ReservedPort()
-        self._run_dir, self._launch_id = Path(), ""
+        self._listener: socket.socket | None = None
+        """Socket for the ranks, opened before the launch so that other hosts can test whether they reach it."""
         self._group: LocalWorkerGroup | None = None
         self._sent: set[int] = set()
         self._is_done = False
@@ -51,11 +53,12 @@ class Agent:
         send = self._channel.send
         return {
             "hello": lambda request: send(host_info=collect_host_info(**request)),
-            "open": lambda request: send(opened=self._reserved_port.bind(**request)),
+            "open": lambda request: send(opened=self.open_listener(**request)),
             "reach": lambda request: send(reachability=try_connect(**request)),
-            "start": self.start_ranks,
+            "start": lambda request: self.start_ranks(**request),
             "signal": self.send_signal,
-            "end": lambda _: self._kill_and_report(),
+            "end": lambda _: self._end(),
+            "kill": lambda request: send(remaining_pids=kill_agent(**request)),
         }
 
     def serve(self) -> int:
@@ -81,26 +84,25 @@ class Agent:
         """SIGKILL every process of the launch on this host. Returns the pids that did not end."""
         return [] if self._group is None else self._group.kill()
 
-    def start_ranks(self, request: Mapping[str, Any]) -> None:
-        """Start the ranks of this host."""
-        self._reserved_port.reserve()
-        self._run_dir, ranks = Path(request["run_dir"]), range(*request["ranks"])
-        environment = {**os.environ, **request["environment"]}
-        self._launch_id = environment.get(LAUNCH_ID_ENV, "")
-        devices = [] if environment.get("DS_ACCELERATOR") == "cpu" else [*map(str, request["slots"])]
-        environment = host_environment(environment, devices, len(ranks))
-        environment[AGENT_ENV] = f"{self._channel.heartbeat_timeout:g}"
-        if request["interface"]:
-            environment.setdefault("GLOO_SOCKET_IFNAME", request["interface"])
-        address, port = request["master"]
-        spec = RankSpec(
-            argv=request["argv"], environment=environment, ranks=ranks,
-            world_size=request["world_size"], master_addr=address, master_port=port, cwd=request["cwd"],
-            # Like the agent's own stderr, their output goes to the launching process's log of this host.
-            output=os.fdopen(os.dup(2), "wb"),
-            new_sessions=False,
-        )  # fmt: skip
-        self._group = LocalWorkerGroup(spec, self._run_dir)
+    def open_listener(self, address: str, port: int) -> dict[str, Any]:
+        """Listen for the ranks. Returns the port and the interface that has the address, or a fault."""
+        try:
+            self._listener = open_listener(address, port)
+        except UsageError as error:
+            return {"fault": str(error)}
+        return {"port": self._listener.getsockname()[1], "interface": find_route_interface(address)}
+
+    def start_ranks(self, launch: dict[str, Any], run_dir: str, cwd: str, interface: str) -> None:
+        """Start the ranks of this host. `launch` has the fields of `Launch`, with the bounds of `ranks`."""
+        os.chdir(cwd)
+        own = Launch(**launch | {"ranks": range(*launch["ranks"])})
+        devices = [] if own.use_cpu else own.devices
+        environment = host_environment({**os.environ, **own.environment}, devices, len(own.ranks))
+        if interface:
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # Like the agent's own stderr, the ranks' output goes to the launching process's log of this host.
+        output = os.fdopen(os.dup(2), "wb")
+        self._group = LocalWorkerGroup(replace(own, environment=environment), Path(run_dir), self._listener, output)
         self._group.start()
 
     def send_signal(self, signum: int) -> None:
@@ -108,7 +110,7 @@ class Agent:
         if self._group is not None:
             self._group.send_signal(signum)
 
-    def _kill_and_report(self) -> None:
+    def _end(self) -> None:
         remaining = self.kill_all()
         self.report_changes()
         self._channel.send(remaining_pids=remaining)
@@ -120,13 +122,11 @@ class Agent:
             return
         self._group.poll()
         for rank, code in self._group.exit_codes.items():
-            if rank in self._sent:
-                continue
-            self._sent.add(rank)
-            if reason := self._group.kill_reasons.get(rank):
-                self._channel.send(killed=[rank, reason])
-            record = read_rank_record(self._run_dir, rank, self._launch_id)
-            self._channel.send(ended=[rank, code, None if record is None else asdict(record)])
+            if rank not in self._sent:
+                self._sent.add(rank)
+                record = self._group.records.get(rank)
+                reason = self._group.kill_reasons.get(rank)
+                self._channel.send(ended=[rank, code, None if record is None else asdict(record), reason])
 
 
 def serve(make_agent: Callable[[Channel], Agent]) -> int:
@@ -149,16 +149,12 @@ def serve(make_agent: Callable[[Channel], Agent]) -> int:
     return agent.serve()
 
 
-def kill_agent(pid: int, started_at: str, nonce: str) -> int:
-    """SIGKILL an agent of this host and its ranks, its process group. Returns 0 if none remains, else 1.
+def kill_agent(pid: int, started_at: str) -> list[int]:
+    """SIGKILL another agent of this host and its ranks, its process group. Returns the pids that did not end.
 
     `started_at`: of the agent, since process ids are reused.
     """
-    remaining: list[int] = []
-    if start_time(pid) in ("", started_at):
-        remaining = kill_processes(lambda: _list_group(pid))
-    print(f"\n{nonce} ended: {len(remaining)} left", flush=True)
-    return bool(remaining)
+    return kill_processes(lambda: _list_group(pid)) if start_time(pid) in ("", started_at) else []
 
 
 def _list_group(group: int) -> list[psutil.Process]:
@@ -172,4 +168,4 @@ def _list_group(group: int) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    sys.exit(kill_agent(int(sys.argv[2]), *sys.argv[3:5]) if sys.argv[1] == "kill" else serve(Agent))
+    sys.exit(serve(Agent))

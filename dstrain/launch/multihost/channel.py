@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from typing import Any
 
@@ -23,14 +24,13 @@ _NOISE_MARKER = b"?"
 class Channel:
     """End of a JSON-lines channel over two pipes.
 
-    Non-blocking: `send` queues, `read_messages` returns what has arrived.
+    Non-blocking: `send` queues, `read_messages` returns what has arrived. Another thread may send than the one that reads.
     """
 
     def __init__(self, read_fd: int, write_fd: int, heartbeat_timeout: float, nonce: str) -> None:
         self.read_fd, self._write_fd = read_fd, write_fd
-        self.heartbeat_timeout = self.peer_timeout = heartbeat_timeout
-        """Seconds without a message after which the peer drops this end, and this end drops the
-        peer."""
+        self.heartbeat_timeout = heartbeat_timeout
+        """Seconds without a message after which each end drops the other."""
         self.closed = False
         self.has_noise = False
         """True if other output than messages arrived."""
@@ -38,21 +38,24 @@ class Channel:
         """True if a message or a heartbeat arrived."""
         self._prefix = nonce.encode() + b" "
         self._read_buffer, self._write_buffer = b"", b""
+        self._write_lock = threading.Lock()
         self._last_received_at = self._last_sent_at = time.monotonic()
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
     def send(self, **message: Any) -> None:
         """Queue a message, and write as much as the pipe takes."""
-        self._write_buffer += b"\n" + self._prefix + json.dumps(message).encode() + b"\n"
-        self._last_sent_at = time.monotonic()
-        self._flush()
+        with self._write_lock:
+            self._write_buffer += b"\n" + self._prefix + json.dumps(message).encode() + b"\n"
+            self._last_sent_at = time.monotonic()
+            self._flush()
 
     def send_heartbeat(self) -> None:
-        """Send an empty message if the last one is too old."""
+        """Send an empty message if the last one is too old, and what the pipe did not take before."""
         if time.monotonic() - self._last_sent_at > self.heartbeat_timeout / BEATS_PER_TIMEOUT:
             self.send()
-        self._flush()
+        with self._write_lock:
+            self._flush()
 
     def read_messages(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived, without heartbeats."""
@@ -93,7 +96,7 @@ class Channel:
 
     def is_timed_out(self) -> bool:
         """Return True if the last message is older than the timeout."""
-        return time.monotonic() - self._last_received_at > self.peer_timeout
+        return time.monotonic() - self._last_received_at > self.heartbeat_timeout
 
     def _flush(self) -> None:
         while self._write_buffer:

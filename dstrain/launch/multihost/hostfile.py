@@ -67,10 +67,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
 def select_hosts(
     hosts: list[Host], include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
 ) -> list[Host]:
-    """Return the hosts and slots that the options select, in the file's order.
-
-    Raises UsageError.
-    """
+    """Return the hosts and slots that the options select, in the file's order. Raises UsageError."""
     if include and exclude:
         raise UsageError("--include and --exclude are both set; give only one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
@@ -102,9 +99,7 @@ def _filter_slots(host: Host, slots: Collection[int], keep: bool) -> Host:
 
 
 def _parse_slots(option: str, value: str, hosts: Mapping[str, Host]) -> dict[str, set[int]]:
-    """Parse DeepSpeed's NAME[:SLOT,...][@NAME...] to slots by host; all slots of a host without
-    any.
-    """
+    """Parse DeepSpeed's NAME[:SLOT,...][@NAME...] to slots by host; all slots of a host without any."""
     found: dict[str, set[int]] = {}
     for part in value.split("@"):
         name, _, numbers = part.partition(":")

@@ -17,7 +17,6 @@ import psutil
 
 import dstrain
 from dstrain.files import get_host_id
-from dstrain.launch.command import find_port_fault
 from dstrain.launch.processes import start_time
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 from dstrain.process_setup import count_available_cores
@@ -81,8 +80,7 @@ def find_source_diff(expected: Mapping[str, str], actual: Mapping[str, str]) -> 
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 _EXTERNAL_ADDRESS = "192.0.2.1"
-"""Address reserved for documentation (RFC 5737), which no host has: its route is the default
-route."""
+"""Address reserved for documentation (RFC 5737), which no host has: its route is the default route."""
 
 
 def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
@@ -109,9 +107,7 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
 
 
 def get_interfaces_by_address() -> dict[str, str]:
-    """Return the network interface of each of this host's addresses, without loopback and
-    link-local ones.
-    """
+    """Return the network interface of each of this host's addresses, without loopback and link-local ones."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     interfaces: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -128,44 +124,6 @@ def _ssh_server_address() -> str:
     return "" if address.startswith(("127.", "::1")) else address
 
 
-class ReservedPort:
-    """Port of this host, reserved while the other hosts test whether they reach it."""
-
-    def __init__(self) -> None:
-        self._server: socket.socket | None = None
-
-    def bind(self, address: str, port: int) -> dict[str, Any]:
-        """Listen on the port, 0 for a free one.
-
-        Returns the port and the interface that has the address, or a fault.
-        """
-        if port and (fault := find_port_fault(port)):
-            return {"fault": fault}
-        try:
-            both = socket.has_dualstack_ipv6()
-            # Dual-stack, since the other hosts may resolve the name to either kind of address.
-            family = socket.AF_INET6 if both else socket.AF_INET
-            self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-        except OSError as error:
-            return {"fault": f"port {port}: {error.strerror}"}
-        return {"port": self._server.getsockname()[1], "interface": find_route_interface(address)}
-
-    def reserve(self) -> None:
-        """Stop listening, so that rank 0 can, but stay bound: the kernel gives the port to no other
-        process.
-        """
-        if self._server is None:
-            return
-        place, family = self._server.getsockname(), self._server.family
-        self._server.close()
-        self._server = socket.socket(family, socket.SOCK_STREAM)
-        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            self._server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        with contextlib.suppress(OSError):  # taken in between: rank 0 reports by which process
-            self._server.bind(place)
-
-
 def try_connect(address: str, port: int) -> dict[str, Any]:
     """Connect to the address. Returns the interface over which it is reached, or a fault."""
     try:
@@ -178,8 +136,8 @@ def try_connect(address: str, port: int) -> dict[str, Any]:
 def find_route_interface(address: str) -> str:
     """Return the interface over which this host sends to an address or name; '' if unknown.
 
-    For this host itself, return its only interface. Gloo would use the address of this host's name,
-    which on Debian is 127.0.1.1, where no other host reaches it.
+    For this host itself, return its only interface. Gloo would use the address of this host's name, which on Debian is
+    127.0.1.1, where no other host reaches it.
     """
     interfaces = get_interfaces_by_address()
     with contextlib.suppress(OSError):
@@ -195,10 +153,9 @@ def find_route_interface(address: str) -> str:
 def find_gloo_interface(worker: Worker, master_addr: str) -> str:
     """Return the interface for gloo in a worker of any launcher; '' if gloo's own choice is right.
 
-    `master_addr` is MASTER_ADDR or ''. On one host, over loopback, gloo needs none. On several, the
-    name of rank 0's host may resolve to loopback on that host: then the interface of the default
-    route is used. NCCL is not configured: it looks at the interfaces, prefers InfiniBand, and never
-    uses the host name (NCCL_SOCKET_IFNAME in its manual).
+    `master_addr` is MASTER_ADDR or ''. On one host, over loopback, gloo needs none. On several, the name of rank 0's
+    host may resolve to loopback on that host: then the interface of the default route is used. NCCL is not configured:
+    it looks at the interfaces, prefers InfiniBand, and never uses the host name (NCCL_SOCKET_IFNAME in its manual).
     """
     several = worker.local_world_size < worker.world_size
     if worker.world_size == 1 or not master_addr or not (several or _is_external_address(master_addr)):

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.store import sign, unknown_peer_message, verify
-from dstrain.errors import EXIT_FAILED, EXIT_USAGE, PeerFailureError, RunError, escape_controls
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, PeerFailureError, RunError, UsageError, escape_controls
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.processes import process_state
 from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, Kind, RankStatus, StatusReport, diagnose
+from dstrain.train.health.signals import StoppedBySignal
 
 # Keys of the store, after `dstrain/`:
 #
@@ -108,6 +109,14 @@ class Liveness:
     def describe_rank(self, rank: int) -> str:
         """Return `rank 1 on host2`; `rank 7` if there is no such rank."""
         return f"rank {rank} on {self.members[rank].host}" if 0 <= rank < self.size else f"rank {rank}"
+
+    def to_exception(self, failure: Failure, phase: str, fix: str) -> BaseException:
+        """Return the failure of another rank as an exception with the same exit code."""
+        if failure.stop_signal:
+            return StoppedBySignal(failure.stop_signal)
+        who = "" if failure.is_peer_lost else f"{self.describe_rank(failure.rank)} failed: "
+        what = f"{who}{failure.error}"
+        return UsageError(what) if failure.exit_code == EXIT_USAGE else PeerFailureError(phase, what, fix)
 
     def read_heartbeats(self, ranks: Sequence[int]) -> list[bytes]:
         """Return the newest heartbeat of each rank."""

@@ -38,9 +38,9 @@ class StoppedBySignal(BaseException):
 class SignalHandler:
     """Context in which signals ask for a stop, or SAVE_SIGNAL for a checkpoint.
 
-    Before `begin_training` a signal raises StoppedBySignal at once. Later it is recorded, and the loop
-    finishes the step and saves. A second SIGTERM or SIGINT ends the process immediately. SAVE_SIGNAL is always recorded.
-    Enter the context in the main thread; entering it again inside has no effect.
+    Before `begin_training` a signal raises StoppedBySignal at once. Later it is recorded, and the loop finishes the
+    step and saves. A second SIGTERM or SIGINT ends the process immediately. SAVE_SIGNAL is always recorded. Enter the
+    context in the main thread; entering it again inside has no effect.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 class Watchdog:
     """Context manager that watches the phase named by `liveness.log.phase`.
 
-    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
-    faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
-    while it runs, so that the C timer fires only if no Python code runs any more.
+    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
+    not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
+    if no Python code runs any more.
     """
 
     def __init__(self, liveness: Liveness, run_dir: Path, timeout: timedelta) -> None:
@@ -156,8 +156,8 @@ def peer_watchdog(
     """Replace torch's connection errors inside by a PeerFailureError that names the failed rank.
 
     Raises StoppedBySignal instead if a signal stopped the other rank before the first step. `run_dir` is for the stacks
-    of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the last
-    part of the message. Ends the heartbeats. Collective.
+    of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the
+    last part of the message. Ends the heartbeats. Collective.
     """
     liveness.log = world.log
     try:
@@ -175,21 +175,18 @@ def peer_watchdog(
     except Exception as error:
         reason = find_connection_error(error)
         if reason is None:
-            liveness.write_last_status("failed", _summarize(error))
-            liveness.report_failure(Failure(rank=world.rank, error=_summarize(error)))
+            text = _summarize(error)
+            liveness.write_last_status("failed", text)
+            liveness.report_failure(Failure(rank=world.rank, error=f"{text}; see logs/rank-{world.rank:05d}.log"))
             raise
         known = error if isinstance(error, PeerFailureError) else None
         phase = known.phase if known else world.log.phase or phase
         _log_error(error, phase, liveness, run_dir)
         failure = liveness.diagnose_failure(reason)
-        if failure.stop_signal:
-            raise StoppedBySignal(failure.stop_signal) from error
         if failure.table:
             with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
                 log_stderr(failure.table)
-        who = "" if failure.is_peer_lost else f"{liveness.describe_rank(failure.rank)} failed: "
-        log = "" if failure.is_peer_lost else f"; see logs/rank-{failure.rank:05d}.log"
-        raise PeerFailureError(phase, f"{who}{failure.error}{log}", known.fix if known else fix) from error
+        raise liveness.to_exception(failure, phase, known.fix if known else fix) from error
     finally:
         liveness.close()
         # Without a phase nothing is reported as stalled.

@@ -25,8 +25,7 @@ from dstrain.commands.run_job import (
 )
 from dstrain.errors import OutOfMemoryError
 from dstrain.files import get_host_id
-from dstrain.launch import spawn
-from dstrain.launch.command import LocalLaunch
+from dstrain.launch.command import Launch
 from tests.workers import ROOT
 
 WORKER = """
@@ -42,15 +41,10 @@ sys.exit(run_worker(place, 0, work))
 """
 
 
-def launch(work: str, place: Path) -> LocalLaunch:
+def launch(work: str, place: Path) -> Launch:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    spawn.rank_command = lambda arguments: [sys.executable, "-c", *arguments]
-    return LocalLaunch((WORKER.format(work), str(place)), env, 1, 29500)
-
-
-@pytest.fixture(autouse=True)
-def _own_rank_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "rank_command", spawn.rank_command)  # which `launch` replaces
+    argv = [sys.executable, "-c", WORKER.format(work), str(place)]
+    return Launch(argv=argv, environment=env, world_size=1, ranks=range(1))
 
 
 def test_an_answer_is_brought_back_and_the_folder_removed(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
             "read_latest_lease",
             lambda folder: (
                 1,
-                original(folder)[1].replace(b"beat-000000000000", format_heartbeat(next(read)).encode()),
+                original(folder)[1].replace(b"000000000000", format_heartbeat(next(read)).encode()),
             ),
         )
     found = find_liveness(open_run(held), timeout=0.3)

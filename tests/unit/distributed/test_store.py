@@ -8,15 +8,17 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from dstrain.config.schema import LaunchConfig
 from dstrain.distributed import world
-from dstrain.distributed.store import RANK_KEY_ENV, _listen_on_master_address, connect_store
+from dstrain.distributed.store import LISTENER_ENV, RANK_KEY_ENV, connect_store, listen_at
 from dstrain.errors import RunError
-from dstrain.launch.command import LocalLaunch
-from dstrain.launch.spawn import make_local_group
+from dstrain.launch.command import LaunchOptions
+from dstrain.launch.multihost.plan import plan_launch
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -26,11 +28,11 @@ def listening_addresses(port: int) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("master", "address", "with_port_file"),
+    ("master", "address", "is_inherited"),
     [("localhost", "127.0.0.1", True), ("localhost", "127.0.0.1", False), ("::1", "::1", False)],
 )
 def test_the_store_listens_on_one_address_alone(
-    master: str, address: str, with_port_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    master: str, address: str, is_inherited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
@@ -41,17 +43,37 @@ def test_the_store_listens_on_one_address_alone(
     values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": master, "MASTER_PORT": str(port)}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    place = tmp_path / "port" if with_port_file else None
-    store = connect_store(timedelta(seconds=20), place)
+    if is_inherited:
+        monkeypatch.setenv(LISTENER_ENV, str(listen_at(master, port).detach()))
+    store = connect_store(timedelta(seconds=20))
     assert listening_addresses(store.port) == {address}
+    assert LISTENER_ENV not in os.environ
 
 
-def test_a_master_address_that_leads_to_the_loopback_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host's own name is 127.0.1.1 on Debian, where no other host could connect."""
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    assert _listen_on_master_address(timedelta(seconds=5)) is None
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param("127.0.1.1", id="a host's own name on Debian, where no other host could connect"),
+        pytest.param("192.0.2.1", id="an address of a router"),
+        pytest.param(None, id="no address"),
+    ],
+)
+def test_a_master_address_that_others_do_not_reach_here_opens_all_interfaces(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object) -> list[Any]:
+        if found is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (found, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with listen_at("node1", 0) as listener:
+        assert listening_addresses(listener.getsockname()[1]) <= {"::", "0.0.0.0"}
+
+
+def test_a_name_that_no_host_can_have_opens_all_interfaces() -> None:
+    with listen_at("a" * 64 + ".example", 0) as listener:
+        assert listening_addresses(listener.getsockname()[1]) <= {"::", "0.0.0.0"}
 
 
 class Payload:
@@ -76,19 +98,15 @@ def test_a_value_that_no_rank_signed_is_not_unpickled(tmp_path: Path, monkeypatc
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("address", "port"), [("localhost", "99999"), ("a" * 64 + ".example", "29500")])
-def test_an_impossible_master_address_is_left_to_torch(
-    address: str, port: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    assert _listen_on_master_address(timedelta(seconds=5)) is None
-
-
-@pytest.mark.parametrize(("local_ranks", "own_key"), [(None, True), (range(2), False)])
+@pytest.mark.parametrize(
+    ("options", "own_key"), [({}, True), ({"master_port": 29511}, True), ({"no_ssh": True, "node_rank": 1}, False)]
+)
 def test_ranks_of_one_command_get_a_key_whatever_the_port(
-    local_ranks: range | None, own_key: bool, tmp_path: Path
+    options: dict[str, Any], own_key: bool, tmp_path: Path
 ) -> None:
-    launch = LocalLaunch((), {RANK_KEY_ENV: "the user's"}, 4, 29500, local_ranks=local_ranks)
-    key = make_local_group(launch, tmp_path)._spec.environment[RANK_KEY_ENV]
+    (tmp_path / "hosts").write_text("host1 slots=2\nhost2 slots=2\n")
+    hostfile = str(tmp_path / "hosts") if options.get("no_ssh") else None
+    env = {RANK_KEY_ENV: "the user's", "DS_ACCELERATOR": "cpu"}
+    launch = plan_launch(LaunchOptions(num_gpus=2, hostfile=hostfile, **options), [], env, LaunchConfig())
+    key = launch.environment[RANK_KEY_ENV]
     assert (key != "the user's", len(key) == 32) == (own_key, own_key)

@@ -7,19 +7,20 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dstrain.distributed import store, world
+from dstrain.distributed import world
 from dstrain.distributed.store import connect_store, rendezvous_errors
 from dstrain.distributed.world import SingleProcessWorld, joined_world
-from dstrain.errors import PeerFailureError, RunError
-from dstrain.launch.command import PORT_FILE_ENV
+from dstrain.errors import PeerFailureError, RunError, UsageError
+from dstrain.launch.command import Launch
+from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.topology import Worker
 from dstrain.train.rendezvous import Rendezvous
 from tests.workers import ROOT
@@ -68,12 +69,6 @@ def test_a_group_that_is_there_is_joined_as_it_is() -> None:
         world.destroy_process_groups()
 
 
-def test_rank_0_writes_its_port(tmp_path: Path) -> None:
-    found = connect_store(TIMEOUT, tmp_path / "ports" / "port")
-    assert (tmp_path / "ports" / "port").read_text() == str(found.port)
-    assert found.port > 1
-
-
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     """The store of a torchrun agent that has started ranks before."""
@@ -107,15 +102,6 @@ def test_the_address_of_an_earlier_rank_0_is_not_used(agent: dist.TCPStore, monk
         connect_store(timedelta(seconds=0.5))
 
 
-def test_another_rank_reads_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    (tmp_path / "port").write_text(str(server.port))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert store._open_local_store(tmp_path / "port", TIMEOUT).port == server.port
-    assert store.os.environ["MASTER_PORT"] == str(server.port)
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
@@ -147,14 +133,17 @@ def test_a_rank_that_does_not_come_is_said_with_the_time() -> None:
 
 
 MEET = """
-import os, sys
+import os, sys, time
 from datetime import timedelta
+from pathlib import Path
 from dstrain.launch.topology import Worker
 from dstrain.train.rendezvous import Rendezvous
-with Rendezvous(Worker(int(sys.argv[1]), 0, 2, "tests", 2), timedelta(seconds=20)) as together:
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+with Rendezvous(Worker(rank, rank, 2, "tests", 2), timedelta(seconds=20)) as together:
     pass
-print(together.store.port, flush=True)
-sys.stdin.read()  # rank 0 serves the store until all have left
+(folder / f"port-{rank}").write_text(str(together.store.port))
+while len(list(folder.glob("port-*"))) < 2:  # rank 0 serves the store until all have left
+    time.sleep(0.02)
 os._exit(0)
 """
 
@@ -170,7 +159,6 @@ def taken():
 
 
 def test_a_taken_port_is_named_with_who_holds_it(taken, monkeypatch):
-    monkeypatch.delenv(PORT_FILE_ENV, raising=False)
     for name, value in environment(0, 2, taken).items():
         monkeypatch.setenv(name, value)
     with (
@@ -182,32 +170,27 @@ def test_a_taken_port_is_named_with_who_holds_it(taken, monkeypatch):
     assert re.search(rf"is already in use by \S+ \(pid {os.getpid()}\); rerun the command", str(caught.value))
 
 
-def test_ranks_of_one_host_meet_although_the_port_was_taken(taken, tmp_path):
-    place = tmp_path / ".workers/port-1"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEET, f"{rank}"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment(rank, 2, taken), PORT_FILE_ENV: str(place)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.stdout.readline().strip() for process in started]
-    for process in started:
-        process.communicate(timeout=60)
-    assert [process.returncode for process in started] == [0, 0]
-    assert len(set(said)) == 1
-    assert said[0] != str(taken)
-    assert list(place.parent.iterdir()) == []
+def test_ranks_of_one_host_meet_at_a_port_that_nobody_else_can_take(tmp_path, monkeypatch):
+    """It listens before a rank exists, and rank 0 inherits it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    argv = [sys.executable, "-c", MEET, str(tmp_path)]
+    group = LocalWorkerGroup(Launch(argv=argv, environment=os.environ, world_size=2, ranks=range(2)), tmp_path)
+    group.start()
+    until = time.monotonic() + 60
+    while group.alive_ranks:
+        group.poll()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert group.exit_codes == {0: 0, 1: 0}
+    first, second = ((tmp_path / f"port-{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert not (tmp_path / ".workers").exists()
 
 
-def test_rank_0_that_never_listens_is_not_waited_for(tmp_path, monkeypatch):
-    for name, value in environment(1, 2, 1).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PeerFailureError, match=r"not all came within 0\.3 s \(rank 0 did not listen\)"):
-        connect_store(timedelta(seconds=0.3), Path(tmp_path / "port-1"))
+def test_a_rank_without_an_address_of_rank_0_is_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UsageError, match="MASTER_ADDR of rank 0 must be in the environment"):
+        connect_store(TIMEOUT)
 
 
 def test_one_process_alone_needs_no_port(taken):

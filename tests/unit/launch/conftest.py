@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dstrain.launch.command import LaunchOptions
+from dstrain.launch.command import Launch, rank_command
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.plan import MultiHostLaunch
 from tests.workers import ROOT
 
 SSH = """#!/bin/sh
@@ -41,21 +41,25 @@ def login_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MultiHostLaunch]:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(SSH)
     (tmp_path / "bin/ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def make(text: str, cpu: bool = True, **options: object) -> MultiHostLaunch:
-        return MultiHostLaunch(
-            hosts=tuple(parse_hostfile(text, "F")),
-            options=LaunchOptions(launcher="ssh", **options),  # type: ignore[arg-type]
-            arguments=("train",),
-            environment={"HF_TOKEN": "secret"},
-            use_cpu=cpu,
+    def make(text: str, **options: Any) -> Launch:
+        hosts = tuple(parse_hostfile(text, "F"))
+        world_size = sum(len(host.slots) for host in hosts)
+        return Launch(
+            hosts=hosts,
+            argv=rank_command(["train"]),
+            environment={"HF_TOKEN": "secret", "DS_ACCELERATOR": "cpu"},
+            world_size=world_size,
+            ranks=range(world_size),
+            master_addr="",
             heartbeat_timeout=5.0,
+            **options,
         )
 
     return make

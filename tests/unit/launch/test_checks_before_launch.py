@@ -18,7 +18,8 @@ from dstrain.commands import preflight, train
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
-from dstrain.launch.spawn import LocalWorkerGroup, RankSpec
+from dstrain.launch.command import Launch
+from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.train import build_run
 from dstrain.train.start import with_reduced_batch, write_reduced_batch
@@ -49,7 +50,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     def run(work: Callable[[Path], int], *words: str) -> int:
         @contextlib.contextmanager
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
-            yield LocalWorkerGroup(make_spec([], {}), run_dir)
+            yield LocalWorkerGroup(make_launch([], {}), run_dir)
 
         monkeypatch.setattr("dstrain.launch.multihost.worker_group.open_worker_group", gathered)
         monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda group, *_: work(group.run_dir))
@@ -61,16 +62,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return run
 
 
-def make_spec(argv: list[str], environment: dict[str, str]) -> RankSpec:
+def make_launch(argv: list[str], environment: dict[str, str]) -> Launch:
     """One rank, or none where the command is empty."""
-    return RankSpec(
-        argv=argv,
-        environment=environment,
-        ranks=range(bool(argv)),
-        world_size=1,
-        master_addr="127.0.0.1",
-        master_port=1,
-    )
+    return Launch(argv=argv, environment=environment, ranks=range(bool(argv)), world_size=1)
 
 
 def write(*files: str) -> Callable[[Path], int]:
@@ -122,7 +116,7 @@ def test_records_of_another_launch_stay_where_records_are_named_by_launch(tmp_pa
     folder = tmp_path / ".workers"
     folder.mkdir()
     (folder / "rank-00000.other.json").write_text("{}")
-    group = LocalWorkerGroup(make_spec(["true"], {**os.environ, LAUNCH_ID_ENV: "mine"}), tmp_path)
+    group = LocalWorkerGroup(make_launch(["true"], {**os.environ, LAUNCH_ID_ENV: "mine"}), tmp_path)
     group.start()
     group.kill()
     assert (folder / "rank-00000.other.json").exists()

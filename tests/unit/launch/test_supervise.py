@@ -58,12 +58,12 @@ class Run:
         (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.spawn import LocalWorkerGroup, RankSpec\nfrom dstrain.launch.supervise import supervise\n"
+            "from dstrain.launch.command import Launch\nfrom dstrain.launch.spawn import LocalWorkerGroup\n"
+            "from dstrain.launch.supervise import supervise\n"
             "from dstrain.launch import supervise as module\n"
             f"module.DUPLICATE_SIGNAL_SECONDS = {duplicate_seconds}\n"
-            "spec = RankSpec(argv=[sys.executable, 'worker.py'], environment=os.environ, ranks=range(2), world_size=2,\n"
-            "                master_addr='127.0.0.1', master_port=29500)\n"
-            "sys.exit(supervise(LocalWorkerGroup(spec, Path('run'))))\n"
+            "launch = Launch(argv=[sys.executable, 'worker.py'], environment=os.environ, ranks=range(2), world_size=2)\n"
+            "sys.exit(supervise(LocalWorkerGroup(launch, Path('run'))))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(

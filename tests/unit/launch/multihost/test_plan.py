@@ -13,12 +13,11 @@ import torch
 from dstrain.config.schema import LaunchConfig, RunConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError
-from dstrain.launch.command import LaunchOptions, LocalLaunch
+from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning, rank_command
 from dstrain.launch.multihost import probe
+from dstrain.launch.multihost.agent_client import agent_command
 from dstrain.launch.multihost.plan import (
-    agent_command,
     build_remote_env,
-    cpu_overload_warning,
     plan_launch,
     read_env_file,
     show_launch,
@@ -42,8 +41,9 @@ def plan(tmp_path, monkeypatch):
     return make
 
 
-def test_an_agents_command_survives_the_remote_shell(plan):
-    words = agent_command(plan().hosts[1], 30.0, "a1b2", {"PYTHONPATH": "/a b:/c"})
+def test_an_agents_command_survives_the_remote_shell(plan, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/a b:/c")
+    words = agent_command(plan().hosts[1], 30.0, "a1b2")
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
     assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
                                       "dstrain.launch.multihost.agent", "30", "a1b2"]  # fmt: skip
@@ -65,9 +65,10 @@ def test_ranks_follow_the_hosts(plan):
 
 def test_without_ssh_a_host_runs_its_share(plan):
     launch = plan({"CUDA_VISIBLE_DEVICES": ""}, no_ssh=True, node_rank=1, master_addr="10.0.0.9", master_port=29555)
-    assert isinstance(launch, LocalLaunch)
+    assert (launch.hosts, launch.has_all_ranks) == ((), False)
     assert (launch.world_size, launch.ranks, launch.use_cpu) == (6, range(2, 6), True)
-    assert (launch.master_addr, launch.master_port, launch.arguments) == ("10.0.0.9", 29555, ("train", "r.yaml"))
+    assert (launch.master_addr, launch.master_port) == ("10.0.0.9", 29555)
+    assert launch.argv == rank_command(["train", "r.yaml"])
     assert plan(no_ssh=True, node_rank=1).master_addr == "host1"
 
 
@@ -98,16 +99,14 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
 
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr("dstrain.launch.multihost.plan.count_available_cores", lambda: 2)
-    made = {count: LocalLaunch((), {"DS_ACCELERATOR": "cpu"}, count, 29500) for count in (2, 99)}
-    assert (
-        cpu_overload_warning(made[2]) == cpu_overload_warning(LocalLaunch((), {}, 99, 29500, devices=("0",) * 99)) == ""
-    )
-    assert cpu_overload_warning(made[99]).startswith(
+    def make(here: int, devices: int = 0) -> Launch:
+        environment = {} if devices else {"DS_ACCELERATOR": "cpu"}
+        return Launch(argv=[], environment=environment, world_size=99, ranks=range(here), devices=("0",) * devices)
+
+    monkeypatch.setattr("dstrain.launch.command.count_available_cores", lambda: 2)
+    assert cpu_overload_warning(make(2)) == cpu_overload_warning(make(99, devices=99)) == ""
+    assert cpu_overload_warning(make(99)).startswith(
         "99 processes are started on this machine, which has 2 CPU cores: they share"
-    )
-    assert cpu_overload_warning(LocalLaunch((), {"DS_ACCELERATOR": "cpu"}, 99, 29500, local_ranks=range(2))) == "", (
-        "one host of many"
     )
 
 
@@ -117,9 +116,10 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
 def test_what_a_run_needs_travels_and_the_rest_stays():
     env = {"HF_TOKEN": "s", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "ib0", "TORCH_LOGS": "x",
            "OMP_NUM_THREADS": "3", "CUDA_HOME": "/c", "DSTRAIN_CACHE": "/d", "HOME": "/h", "PATH": "/p",
-           "CUDA_VISIBLE_DEVICES": "1", "DSTRAIN_SUPERVISOR": "host 1", "DSTRAIN_AGENT": "30"}  # fmt: skip
+           "CUDA_VISIBLE_DEVICES": "1", "DSTRAIN_SUPERVISOR": "host 1", "DSTRAIN_AGENT": "30",
+           "DSTRAIN_LISTENER": "3"}  # fmt: skip
     assert set(env) - set(build_remote_env(env, [], ())) == {
-        "HOME", "PATH", "CUDA_VISIBLE_DEVICES", "DSTRAIN_SUPERVISOR", "DSTRAIN_AGENT",
+        "HOME", "PATH", "CUDA_VISIBLE_DEVICES", "DSTRAIN_SUPERVISOR", "DSTRAIN_AGENT", "DSTRAIN_LISTENER",
     }  # fmt: skip
 
 

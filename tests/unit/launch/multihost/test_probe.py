@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from dstrain import __version__
-from dstrain.launch.multihost import agent_client, plan
+from dstrain.launch.multihost import agent_client
+from dstrain.launch.multihost.agent_client import AgentClient, iter_host_faults
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.probe import (
     find_source_diff,
@@ -20,7 +21,7 @@ from dstrain.launch.multihost.probe import (
     read_package_versions,
 )
 from dstrain.launch.multihost.worker_group import open_worker_group
-from dstrain.launch.worker import get_workers_dir, remove_launch_files
+from dstrain.launch.worker import get_workers_dir, remove_worker_files
 from tests.unit.launch.multihost.test_worker_group import faults
 
 SCRIPTS = {
@@ -58,7 +59,8 @@ def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_scrip
 
 
 def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_client, "REQUEST_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr(agent_client, "REQUEST_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(agent_client, "SECONDS_PER_HOST", 0.5)
     login_script.write_text("while :; do echo y; done\n")
     (said,) = faults(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
@@ -76,7 +78,7 @@ def test_an_agent_that_ends_after_its_answer_is_no_fault_of_ssh(launch, tmp_path
     def end_agent(_: object, clients: list[agent_client.AgentClient]) -> None:
         agent_client.request(clients, lambda client: {"end": client.nonce}, "never")
 
-    monkeypatch.setattr("dstrain.launch.multihost.worker_group.choose_master", end_agent)
+    monkeypatch.setattr("dstrain.launch.multihost.agent_client.choose_master", end_agent)
     (said,) = faults(launch("cut slots=1\n"), tmp_path)
     assert said.startswith(
         "F:1 cut: its agent was ended there (Connection to cut closed by remote host.); see `dmesg` there"
@@ -92,7 +94,7 @@ def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
 
 
 def peer(name: str, **facts):
-    made = type("Peer", (), {})()
+    made = AgentClient.__new__(AgentClient)
     made.host = parse_hostfile(f"{name} slots=1\n", "F")[0]
     own = {"versions": read_package_versions(), "digests": hash_source_files()}
     made.host_info = {"machine": name, "sees": True, "has_cwd": True, "gpus": 0, **own, **facts}
@@ -104,7 +106,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
     other = {"Python": "2.7", "torch": "1.13.1", "peft": ""}
     said = [
         str(fault)
-        for fault in plan.iter_host_faults([peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path)
+        for _, fault in iter_host_faults([peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path)
     ]
     own = read_package_versions()
     assert said == [
@@ -116,7 +118,7 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
 
 def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file(tmp_path):
     code = {**hash_source_files(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
-    (said,) = [str(fault) for fault in plan.iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
+    (said,) = [str(fault) for _, fault in iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
     assert said == (
         f"F:1 b: has other code of dstrain {__version__} than this host: launch/agent.py and 1 more; "
         "install the same build on every host, or share the folder"
@@ -144,10 +146,8 @@ Path(sys.argv[1]).write_text(json.dumps({name: os.environ.get(name) for name in 
 def test_a_rank_gets_the_environment_from_its_agent_and_no_file_has_it(launch, tmp_path, monkeypatch):
     """All the way: the launching process, an ssh session, the agent, a rank."""
     seen = tmp_path / "seen.json"
-    monkeypatch.setattr(
-        "dstrain.launch.multihost.worker_group.rank_command", lambda arguments: [sys.executable, "-c", RANK, str(seen)]
-    )
-    with open_worker_group(launch("here slots=1\n"), tmp_path / "run") as group:
+    ready = replace(launch("here slots=1\n"), argv=[sys.executable, "-c", RANK, str(seen)])
+    with open_worker_group(ready, tmp_path / "run") as group:
         group.start()
         until = time.monotonic() + 20
         while group.alive_ranks:
@@ -165,7 +165,7 @@ def test_a_rank_gets_the_environment_from_its_agent_and_no_file_has_it(launch, t
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
     folder = get_workers_dir(tmp_path)
     folder.mkdir()
-    for name in ("port-0123", "seen-0123", "rank-00000.json", "status-0123"):
+    for name in ("seen-0123", "rank-00000.json", "status-0123"):
         (folder / name).write_text("{}")
-    remove_launch_files(tmp_path)
+    remove_worker_files(tmp_path, [1])
     assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "status-0123"]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch.multihost import plan, probe, worker_group
+from dstrain.launch.command import Launch
+from dstrain.launch.multihost import agent_client, probe, worker_group
 from dstrain.launch.multihost.agent import Agent, kill_agent
+from dstrain.launch.multihost.agent_client import AgentClient, iter_host_faults
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.plan import MultiHostLaunch
 from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
 from dstrain.launch.processes import start_time
 from dstrain.launch.worker import get_workers_dir
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees a
 NONCE = "a1b2"
 
 
-def faults(launch: MultiHostLaunch, run_dir: Path) -> list[str]:
+def faults(launch: Launch, run_dir: Path) -> list[str]:
     with pytest.raises(UsageError) as caught, open_worker_group(launch, run_dir):
         pass
     return str(caught.value).splitlines()
@@ -59,7 +61,7 @@ def test_two_names_of_one_machine_are_found(launch, tmp_path):
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
     with open_worker_group(launch("chatty slots=2\n"), tmp_path) as group:
         assert isinstance(group, worker_group.MultiHostWorkerGroup)
-        assert (group.use_cpu, group.is_alive(), list(group.ranks)) == (True, False, [0, 1])
+        assert (group.use_cpu, group.is_alive(), list(group.launch.ranks)) == (True, False, [0, 1])
         assert group.kill() == []
     assert not list(get_workers_dir(tmp_path).glob("seen-*"))
 
@@ -72,11 +74,11 @@ def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
 
 
 def test_more_slots_than_gpus_are_refused(tmp_path):
-    peer = type("Peer", (), {})()
+    peer = AgentClient.__new__(AgentClient)
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
     peer.host_info = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
-    said = [str(fault) for fault in plan.iter_host_faults([peer], tmp_path)]
+    said = [str(fault) for _, fault in iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
         "has 2 GPUs, but slot 3 is requested",
@@ -85,11 +87,12 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
 
 def start_request(folder: Path, argv: list[str]) -> dict[str, Any]:
     """The message that starts one rank."""
-    return {
-        "argv": argv, "environment": {"HF_TOKEN": "secret", "OMP_NUM_THREADS": "99", "DS_ACCELERATOR": "cpu"},
-        "run_dir": str(folder), "cwd": "/", "ranks": [1, 2], "slots": [3], "world_size": 2,
-        "master": ["10.0.0.1", 29501], "interface": "eth0",
+    environment = {"HF_TOKEN": "secret", "OMP_NUM_THREADS": "99", "DS_ACCELERATOR": "cpu"}
+    launch = {
+        "argv": argv, "environment": environment, "world_size": 2, "ranks": [1, 2], "master_addr": "10.0.0.1",
+        "master_port": 29501, "devices": ["3"], "heartbeat_timeout": 30.0,
     }  # fmt: skip
+    return {"launch": launch, "run_dir": str(folder), "cwd": "/", "interface": "eth0"}
 
 
 class Started:
@@ -161,7 +164,9 @@ def test_an_agent_gives_ranks_their_environment_and_reports_their_end(tmp_path, 
     ours, theirs = socket.socketpair()
     agent = Agent(Channel(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
     line = Channel(ours.fileno(), ours.fileno(), 30.0, NONCE)
-    agent.start_ranks(start_request(tmp_path, [sys.executable, "-c", RANK, str(tmp_path)]))
+    monkeypatch.chdir(tmp_path)  # the agent goes to the folder of the launch
+    agent.start_ranks(**start_request(tmp_path, [sys.executable, "-c", RANK, str(tmp_path)]))
+    assert os.getcwd() == "/"
     until = time.monotonic() + 20
     while not (tmp_path / "seen").exists():
         assert time.monotonic() < until
@@ -180,8 +185,8 @@ def test_an_agent_gives_ranks_their_environment_and_reports_their_end(tmp_path, 
         assert time.monotonic() < until
         agent.report_changes()
         messages = line.read_messages()
-    (rank, code, record) = messages[0]["ended"]
-    assert (rank, code, record["rank"], record["exit"]) == (1, -15, 1, None)
+    (rank, code, record, reason) = messages[0]["ended"]
+    assert (rank, code, record["rank"], record["exit"], reason) == (1, -15, 1, None, None)
     assert agent.kill_all() == []
     for end in (ours, theirs):
         end.close()
@@ -215,15 +220,57 @@ def test_a_rank_whose_agent_is_stopped_ends_itself():
         assert "has been stopped for 0.6 s" in parent.stderr.read()
 
 
-def test_a_port_stays_reserved_for_rank_0_until_it_listens():
-    meeting = probe.ReservedPort()
-    port = meeting.bind("127.0.0.1", 0)["port"]
-    meeting.reserve()
+def test_rank_0_inherits_the_port_that_the_other_hosts_have_tried(tmp_path):
+    """No other process can take it meanwhile, and none holds it after rank 0 has ended."""
+    ours, theirs = socket.socketpair()
+    agent = Agent(Channel(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
+    port = agent.open_listener("127.0.0.1", 0)["port"]
+    assert probe.try_connect("127.0.0.1", port) == {"interface": probe.find_route_interface("127.0.0.1")}
+    code = (
+        "import os, socket, sys; socket.socket(fileno=int(os.environ['DSTRAIN_LISTENER'])).detach();"
+        "open(sys.argv[1], 'w').write(os.environ['MASTER_PORT']); sys.stdin.read()"
+    )
+    message = start_request(
+        tmp_path, [sys.executable, "-c", f"{code}; import time; time.sleep(60)", str(tmp_path / "port")]
+    )
+    message["launch"] |= {"ranks": [0, 1], "master_addr": "127.0.0.1", "master_port": port}
+    agent.start_ranks(**message | {"cwd": os.getcwd()})
+    until = time.monotonic() + 20
+    while not (tmp_path / "port").exists() or not (tmp_path / "port").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert (tmp_path / "port").read_text() == str(port)
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
-        other.bind(("", port))
-    with socket.create_server(("", port)):  # as torch's store does, with SO_REUSEADDR
-        assert probe.try_connect("127.0.0.1", port) == {"interface": probe.find_route_interface("127.0.0.1")}
+        other.bind(("127.0.0.1", port))
+    assert agent.kill_all() == []
     assert probe.try_connect("127.0.0.1", port) == {"fault": "Connection refused"}
+    for end in (ours, theirs):
+        end.close()
+
+
+SESSIONS = """
+import sys, time
+from pathlib import Path
+from dstrain.launch.multihost.agent_client import open_agents
+from dstrain.launch.multihost.hostfile import Host
+with open_agents([Host("here", (0,)), Host("chatty", (0,))], Path(sys.argv[1]), 30.0) as clients:
+    print(*(client.process.pid for client in clients), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_sessions_end_with_a_killed_launch(launch, tmp_path):
+    """By the end of their input: nothing is set in the child, which would fork a copy of this process for each host."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SESSIONS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as started:
+        sessions = [psutil.Process(int(pid)) for pid in started.stdout.readline().split()]
+        assert len(sessions) == 2
+        started.kill()
+    until = time.monotonic() + 20
+    while not all(over(session) for session in sessions):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
@@ -251,7 +298,7 @@ def agent_of(nonce: str) -> psutil.Process:
             return process.cmdline()
         return []
 
-    (found,) = (process for process in psutil.process_iter() if {nonce, plan.AGENT_MODULE} <= {*words(process)})
+    (found,) = (process for process in psutil.process_iter() if {nonce, agent_client.AGENT_MODULE} <= {*words(process)})
     return found
 
 
@@ -259,7 +306,7 @@ def stop_agent(group: MultiHostWorkerGroup, index: int = 0) -> psutil.Process:
     """Stop it, and have it given up half a second later."""
     agent = agent_of(group._clients[index].nonce)
     agent.suspend()
-    group._clients[index].channel.peer_timeout = 0.5
+    group._clients[index].channel.heartbeat_timeout = 0.5
     group._has_started = True
     until = time.monotonic() + 10
     while not group.abort_reason:
@@ -274,10 +321,10 @@ def over(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path, monkeypatch):
+def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path):
     sleep = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
-    monkeypatch.setattr(worker_group, "rank_command", lambda _: [sys.executable, "-c", sleep, str(tmp_path / "pid")])
-    with open_worker_group(launch("here slots=2\n"), tmp_path) as group:
+    argv = [sys.executable, "-c", sleep, str(tmp_path / "pid")]
+    with open_worker_group(replace(launch("here slots=2\n"), argv=argv), tmp_path) as group:
         group.start()
         files, until = [tmp_path / f"pid{rank}" for rank in range(2)], time.monotonic() + 20
         while not all(file.exists() and file.read_text() for file in files):
@@ -357,10 +404,9 @@ def test_the_reason_another_launch_left_stays_as_it_is(launch, tmp_path):
         assert group.abort_reason == "another launch took the folder"
 
 
-def test_the_end_of_a_killed_agents_number_is_none_of_a_later_process(capfd):
+def test_the_end_of_a_killed_agents_number_is_none_of_a_later_process():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
-        assert kill_agent(other.pid, "1", NONCE) == 0
+        assert kill_agent(other.pid, "1") == []
         assert other.poll() is None
-        assert kill_agent(other.pid, start_time(other.pid), NONCE) == 0
+        assert kill_agent(other.pid, start_time(other.pid)) == []
         assert other.wait(5) == -signal.SIGKILL
-    assert capfd.readouterr().out.count(f"{NONCE} ended: 0 left") == 2

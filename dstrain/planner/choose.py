@@ -9,7 +9,7 @@ from itertools import chain
 from math import ceil
 from typing import Any
 
-from dstrain.config import RunConfig
+from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import DstrainError, Fault, PresetError, UsageError
 from dstrain.launch.topology import gpus_support_bf16, visible_gpus
@@ -42,18 +42,19 @@ class Fix:
 
     changes: Mapping[str, Any]
     """Recipe key -> value."""
-    saved_bytes: int
-    """Of one GPU's peak, or of one host's memory where that is too small."""
+    saved_bytes: int | None
+    """Of one GPU's peak, or of one host's memory where that is too small; None where the model's shape is not known."""
     before: Mapping[str, Any]
     """Recipe key -> value now."""
     is_enough: bool = True
     """True where the run fits with this change alone."""
 
     def describe(self) -> str:
-        """Return `batch.micro 4 -> 2 saves 3.1 GiB`."""
+        """Return `batch.micro 4 -> 2 saves 3.1 GiB`, or without the size where it is not known."""
         words = [f"{key} {_show(self.before.get(key))} -> {_show(value)}" for key, value in self.changes.items()]
         learning = " (changes what is learnt)" if any(key in LEARNING_KEYS for key in self.changes) else ""
-        return f"{', '.join(words)} saves {format_bytes(self.saved_bytes)}{learning}"
+        saves = "" if self.saved_bytes is None else f" saves {format_bytes(self.saved_bytes)}"
+        return f"{', '.join(words)}{saves}{learning}"
 
 
 def _show(value: Any) -> str:
@@ -99,7 +100,7 @@ def suggest_fixes(
     plan = plan_memory(config, preset, cluster, shape, properties)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
     found: list[Fix] = []
-    for changes, is_step in _candidates(config, preset, plan):
+    for changes, is_step in _candidates(config, preset, plan.batch, cluster.world_size, plan):
         try:
             changed, other = with_changes(config, preset, changes)
             changed_traits = properties if _keeps_properties(changes) else read_properties(changed)
@@ -111,7 +112,12 @@ def suggest_fixes(
             saved = plan.host_bytes_per_node - after.host_bytes_per_node
         else:
             saved = plan.gpu_bytes - after.gpu_bytes
-        fix = Fix(changes, saved, _values_before(config, preset, plan, changes), budget is None or budget.fits(after))
+        fix = Fix(
+            changes,
+            saved,
+            _values_before(config, preset, plan.batch, cluster.world_size, changes),
+            budget is None or budget.fits(after),
+        )
         if is_step and found and found[-1].changes.keys() == changes.keys() and not found[-1].is_enough:
             found.pop()  # the smaller step was not enough
         elif is_step and found and found[-1].changes.keys() == changes.keys():
@@ -121,24 +127,32 @@ def suggest_fixes(
     return found
 
 
+def list_fixes(config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int) -> list[Fix]:
+    """Return the changes that `suggest_fixes` tries, without their sizes: for a model whose shape is not known."""
+    changes = [one for one, is_step in _candidates(config, preset, batch, world_size, None) if not is_step]
+    return [Fix(one, None, _values_before(config, preset, batch, world_size, one)) for one in changes]
+
+
 def _keeps_properties(changes: Mapping[str, Any]) -> bool:
     """Return True where a change of these keys leaves what the planner reads from the task as it is."""
     return not any(key.startswith(("options.", "model.lora")) for key in changes)
 
 
-def _candidates(config: RunConfig, preset: Preset, plan: MemoryPlan) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield (changes, whether they are a further step of the ones before), cheapest first."""
-    if plan.find("reference model") is not None:
+def _candidates(
+    config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int, plan: MemoryPlan | None
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield (changes, whether they are a further step of the ones before), cheapest first; `plan`: where there is one."""
+    if plan is not None and plan.find("reference model") is not None:
         yield {"options.precompute_ref_log_probs": True}, False
-    batch, step = config.batch, False
-    if batch.tokens_per_micro:
-        least = plan.workload.length if not plan.workload.is_packed else config.data.max_length
-        tokens = batch.tokens_per_micro // 2
+    if config.batch.tokens_per_micro:
+        is_padded = plan is not None and not plan.workload.is_packed
+        least = plan.workload.length if plan is not None and is_padded else config.data.max_length
+        tokens, step = config.batch.tokens_per_micro // 2, False
         while tokens >= least:
             yield {"batch.tokens_per_micro": tokens}, step
             tokens, step = tokens // 2, True
-    elif plan.batch.accumulate is not None:
-        yield from _reduced_micro_batch(config, plan)
+    elif batch.accumulate is not None:
+        yield from _reduced_micro_batch(config, batch, world_size)
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}, False
     slower = (
@@ -153,15 +167,15 @@ def _candidates(config: RunConfig, preset: Preset, plan: MemoryPlan) -> Iterator
         yield {"data.max_length": config.data.max_length // 2}, False
 
 
-def _reduced_micro_batch(config: RunConfig, plan: MemoryPlan) -> Iterator[tuple[dict[str, Any], bool]]:
+def _reduced_micro_batch(config: RunConfig, batch: BatchPlan, world_size: int) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield halved micro-batches with the same total."""
-    batch, accumulate = config.batch, plan.batch.accumulate or 1
-    micro, times, is_further = plan.batch.largest_micro(plan.cluster.world_size) // 2, 2, False
+    written, accumulate = config.batch, batch.accumulate or 1
+    micro, times, is_further = batch.largest_micro(world_size) // 2, 2, False
     while micro >= 1:
         changes: dict[str, Any] = {"batch.micro": micro}
-        if batch.total is None or batch.accumulate is not None:
+        if written.total is None or written.accumulate is not None:
             changes["batch.accumulate"] = accumulate * times
-        if batch.micro is None and batch.accumulate is not None:
+        if written.micro is None and written.accumulate is not None:
             del changes["batch.micro"]
         yield changes, is_further
         micro, times, is_further = micro // 2, times * 2, True
@@ -183,11 +197,13 @@ def with_changes(config: RunConfig, preset: Preset, changes: Mapping[str, Any]) 
     return config, preset
 
 
-def _values_before(config: RunConfig, preset: Preset, plan: MemoryPlan, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _values_before(
+    config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
     known: dict[str, Any] = {
         "ds_config": preset.name,
-        "batch.micro": plan.batch.largest_micro(plan.cluster.world_size),
-        "batch.accumulate": plan.batch.accumulate,
+        "batch.micro": batch.largest_micro(world_size),
+        "batch.accumulate": batch.accumulate,
         "options.precompute_ref_log_probs": False,
     }
     values = config.model_dump()
@@ -341,7 +357,7 @@ def _nothing_fits(
     )
     fixes = suggest_fixes(smallest, read_preset(best.preset), cluster, shape, limit)
     enough = [fix for fix in fixes if fix.is_enough]
-    named = (enough or sorted(fixes, key=lambda fix: -fix.saved_bytes))[:1]
+    named = (enough or sorted(fixes, key=lambda fix: -(fix.saved_bytes or 0)))[:1]
     fix = f"nearest fix: {named[0].describe()}" if named else "use more GPUs, or a smaller model"
     fix += "" if enough else "; that alone is not enough: use more GPUs or a smaller model" * bool(named)
     problem = (

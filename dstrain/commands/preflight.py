@@ -13,7 +13,12 @@ from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
-from dstrain.preset import Device, read_preset
+from dstrain.errors import UsageError
+from dstrain.models.quantization import OPTIMIZERS_8BIT
+from dstrain.planner.memory import plan_memory
+from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.workload import Cluster
+from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import builtin_tasks, make_task
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
@@ -53,7 +58,19 @@ def check_launch(
     batch = resolve_batch(
         batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
     )
+    if config.optim.name in OPTIMIZERS_8BIT:
+        _check_8bit_partitions(config, preset, Cluster(gpus_per_node=world_size, kind=device.kind, bf16=device.bf16))
     return resolve_ds_config(config, preset, batch, world_size, device, run_dir)
+
+
+def _check_8bit_partitions(config: RunConfig, preset: Preset, cluster: Cluster) -> None:
+    """Raise RecipeError for a partition that an 8-bit optimizer cannot take, where the model's sizes can be read."""
+    try:
+        properties = read_properties(config)
+        shape = read_shape(config, properties)
+    except UsageError:  # the ranks read the model
+        return
+    plan_memory(config, preset, cluster, shape, properties)
 
 
 def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:

@@ -14,7 +14,12 @@ from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
-from dstrain.preset import Device
+from dstrain.errors import UsageError
+from dstrain.models.quantization import OPTIMIZERS_8BIT
+from dstrain.planner.memory import plan_memory
+from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.workload import Cluster
+from dstrain.preset import Device, Preset
 from dstrain.tasks import Task, builtin_tasks, make_task
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.text import TextTask
@@ -38,7 +43,20 @@ def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, devic
     task.checks.required_keys()
     if start.config.save.copy_to is not None:
         open_filesystem(start.config.save.copy_to)
+    if start.config.optim.name in OPTIMIZERS_8BIT:
+        cluster = Cluster(gpus_per_node=world_size, kind=device.kind, bf16=device.bf16)
+        _check_8bit_partitions(start.config, start.preset, cluster)
     return resolve_ds_config(start.config, start.preset, start.batch, world_size, device, run_dir)
+
+
+def _check_8bit_partitions(config: RunConfig, preset: Preset, cluster: Cluster) -> None:
+    """Raise RecipeError for a partition that an 8-bit optimizer cannot take, where the model's sizes can be read."""
+    try:
+        properties = read_properties(config)
+        shape = read_shape(config, properties)
+    except UsageError:  # the ranks read the model
+        return
+    plan_memory(config, preset, cluster, shape, properties)
 
 
 def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:

@@ -575,6 +575,8 @@ class LayerGraph:
     """Sum of the ranks of all adapters in the layer."""
     dropped_inputs: int = 0
     """Sum of the widths of adapters' inputs, where dropout gives each adapter an input of its own."""
+    merged_weights: int = 0
+    """Values of weights to which adapters are added in the forward pass: those of experts."""
 
 
 def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGraph, ...]:
@@ -597,7 +599,11 @@ def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGrap
 
 def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> LayerGraph:
     trained = [one.name for one in tensors if one.is_trainable]
-    dropped = sum(one.shape[1] for one in tensors if ".lora_A" in one.name and one.is_trainable and has_dropout)
+    pairs = [one for one in tensors if ".lora_A" in one.name and ".experts." not in one.name]
+    dropped = sum(one.shape[1] for one in pairs if one.is_trainable and has_dropout)
+    experts = [one for one in tensors if one.is_expert_weight]
+    has_expert_adapters = any(".experts." in name and ".lora_" in name for name in trained)
+    merged = sum(one.numel for one in experts) if has_expert_adapters else 0
     need_input = [name for name in trained if not (has_dropout and ".lora_" in name)]
     kept = {
         group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in need_input)
@@ -608,8 +614,8 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     # Of families without these names: all inputs, if anything is trained.
     if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
-    rank = sum(one.shape[0] for one in tensors if ".lora_A" in one.name)
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank, dropped)
+    rank = sum(one.shape[0] for one in pairs)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank, dropped, merged)
 
 
 def _layer_index(name: str) -> int | None:
@@ -658,6 +664,9 @@ def layer_bytes_per_token(run: Run, graph: LayerGraph) -> float:
     size += width * shape.hidden * shape.experts_per_token * (1 + ("mlp" in kept_inputs))
     # The dropped input and its mask, of one byte on a GPU.
     size += graph.dropped_inputs * (width + (width if workload.device == "cpu" else 1))
+    # Not of each token: the sum of an expert's weight and its adapter, which the gradient of the input needs (peft,
+    # ParamWrapper).
+    size += width * graph.merged_weights / max(workload.tokens, 1)
     return size + width * graph.adapter_rank
 
 

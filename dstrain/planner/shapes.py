@@ -52,6 +52,11 @@ class ParamTensor:
         """Return True for a matrix of a linear layer inside the layers, vision tower or projector."""
         return len(self.shape) == 2 and self.part in ("layers", "vision", "projector") and "embed" not in self.name
 
+    @property
+    def is_expert_weight(self) -> bool:
+        """Return True for the weights of all experts of a layer: (experts, out, in)."""
+        return len(self.shape) == 3 and ".experts." in self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionShape:
@@ -148,6 +153,11 @@ def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> Mo
         module = tensor.name.rpartition(".")[0]
         is_head = any(module.endswith(head) for head in heads)
         kept.append(replace(tensor, is_trainable=is_head))
+        if tensor.is_expert_weight and lora.targets == "all-linear":
+            # peft adapts each expert, and gate and up separately (LoraLayer of stacked weights).
+            rank = lora.rank * tensor.shape[0] * (2 if "gate_up" in tensor.name else 1)
+            adapters.append(ParamTensor(f"{tensor.name}.lora_A.weight", (rank, tensor.shape[2]), "lora"))
+            adapters.append(ParamTensor(f"{tensor.name}.lora_B.weight", (tensor.shape[1], rank), "lora"))
         if not tensor.is_linear_weight or is_head or not _is_target(module, lora.targets):
             continue
         rows, columns = tensor.shape
@@ -566,7 +576,8 @@ def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
     shape = read_base_shape(config.model)
     if shape is None:
         sizes = _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}), "--base")
-        shape = replace(sizes, tied=not sizes.count("head"))
+        has_qk_norm = any(".q_norm." in tensor.name for tensor in sizes.tensors)
+        shape = replace(sizes, tied=not sizes.count("head"), has_qk_norm=has_qk_norm)
     if properties.is_scored:
         shape = with_score_head(shape)
     if config.model.lora is not None:

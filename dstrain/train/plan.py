@@ -26,7 +26,7 @@ from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
-from dstrain.planner.workload import Cluster
+from dstrain.planner.workload import ALLOCATOR_ENV_VARS, Cluster
 from dstrain.preset import Device, Preset
 from dstrain.process_setup import count_available_cores, log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
@@ -48,9 +48,6 @@ from dstrain.train.memory import MemoryMonitor, make_forecast
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.train.start import ResumeOptions, Start, decide_start
-
-ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables of torch's CUDA allocator, read when the first tensor is put on a GPU; torch 2.9 added the second."""
 
 
 @dataclass(frozen=True, kw_only=True)

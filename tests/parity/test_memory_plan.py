@@ -95,3 +95,42 @@ def test_the_activations_of_a_pass_are_predicted(
             f"{task} {family} {dtype} {'checkpointed ' * checkpointed}{trained}{' packed' * packed}: {found['measured']} bytes, predicted {error:+.2%}"
         )
         assert abs(error) <= ACTIVATIONS, found
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+OTHER_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("llama", {"lora": {"rank": 8, "dropout": 0.1}}),
+    "dropout of some": ("llama", {"lora": {"rank": 8, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}}),
+    "nf4": ("llama", {"lora": {"rank": 8}, "quantize": "nf4"}),
+    "int8": ("llama", {"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}, "quantize": "int8"}),
+    "mixtral": ("mixtral", {}),
+    "mixtral lora": ("mixtral", {"lora": {"rank": 8}}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+FAST_LAYERS = {("dropout", "bfloat16"), ("int8", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (name, dtype) in FAST_LAYERS else pytest.mark.slow)
+        for name, dtype in product(OTHER_LAYERS, ("float32", "bfloat16"))
+        # On a CPU bitsandbytes keeps the weights that it has dequantized to bf16.
+        if dtype == "float32" or name not in ("nf4", "int8")
+    ],
+)
+def test_the_activations_of_other_layers_are_predicted(one: Workers, name: str, dtype: str) -> None:
+    family, model = OTHER_LAYERS[name]
+    for sizes in (TINY, OTHER):
+        known = {"mixtral": ("num_local_experts", "num_experts_per_tok"),
+                 "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}.get(family, ())  # fmt: skip
+        config = {"model_type": family, **sizes, **{key: EXPERTS[key] for key in known}}
+        changes = {
+            "model": {"config": config, "gradient_checkpointing": False, **model},
+            "batch": {"packing": False},
+            "data": {"max_length": 200},
+        }
+        (found,) = one("tests.parity.memory_cases:activations", dtype=dtype, count=3, changes=changes)
+        error = found["predicted"] / found["measured"] - 1
+        print(f"{name} {dtype}: {found['measured']} bytes, predicted {error:+.2%}")
+        assert abs(error) <= ACTIVATIONS, found

@@ -51,7 +51,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
 from dstrain.train.health.trainability import NonFiniteGuard
 from dstrain.train.saver import DiskForecast, check_disk_space
-from tests.unit.train.memory.test_monitor import monitor
+from tests.unit.train.test_memory import monitor
 
 
 def wrong_key(folder: Path) -> None:

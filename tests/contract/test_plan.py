@@ -208,18 +208,23 @@ def test_a_fix_is_written_as_in_a_recipe(big: str) -> None:
 
 
 def test_train_refuses_such_a_partition_before_the_launch(tmp_path: Path) -> None:
-    from dstrain.train.resume import ResumeOptions
-
     from dstrain.commands.preflight import check_launch
     from dstrain.config import read_recipe
     from dstrain.errors import RecipeError
     from dstrain.planner.shapes import named_config
+    from dstrain.planner.workload import Cluster
     from dstrain.preset import Device
+    from dstrain.tasks import make_task
+    from dstrain.train.start import ResumeOptions, guess_start
 
     values = {"task": "sft", "model": {"config": named_config("llama-3.2-3b")}, "data": {"train": "t.jsonl"}, "optim": {"name": "adamw_8bit"},
               "batch": {"micro": 1, "accumulate": 1}, "ds_config": "zero2"}  # fmt: skip
-    recipe = read_recipe(write_recipe(tmp_path, values), (), None, None)
-    arguments = (recipe, tmp_path / "run", ResumeOptions("never"))
+    task, run_dir = make_task(read_recipe(write_recipe(tmp_path, values), (), None, None).config), tmp_path / "run"
+
+    def check(processes: int) -> Any:
+        start = guess_start(task.recipe, run_dir, ResumeOptions("never"), processes, Cluster(gpus_per_node=processes))
+        return check_launch(task, start, run_dir, processes, Device("cuda", True))
+
     with pytest.raises(RecipeError, match="takes 2147483647 values in one partition"):
-        check_launch(*arguments, 1, Device("cuda", True))
-    assert check_launch(*arguments, 2, Device("cuda", True))["zero_optimization"]["stage"] == 2
+        check(1)
+    assert check(2)["zero_optimization"]["stage"] == 2

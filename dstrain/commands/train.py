@@ -182,11 +182,8 @@ def has_progress(run_dir: Path) -> bool:
 def show_dry_run(start: Start, ds_config: Mapping[str, Any], launch: AnyLaunch, run_dir: Path) -> str:
     """Return the resolved recipe, DeepSpeed JSON, batch, start and launch command or job script."""
     command = launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)
-    begin = (
-        "a new run"
-        if start.point.checkpoint is None
-        else f"from {start.point.checkpoint.path}, if its files have their hashes"
-    )
+    checkpoint = start.point.checkpoint
+    begin = "a new run" if checkpoint is None else f"from {checkpoint.path}, unless its files turn out to be damaged"
     return (
         f"# recipe\n{dump_recipe(start.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
         f"# batch\n{show_batch(start, launch.world_size)}\n\n"

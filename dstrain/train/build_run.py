@@ -259,7 +259,7 @@ def _build_saver(
         "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
     )
     if warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full):
-        run_log.announce(warning, "warning", what=warning)
+        run_log.warn(warning)
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,

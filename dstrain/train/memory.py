@@ -176,7 +176,7 @@ class MemoryMonitor:
                 found = list_fixes(self.config, self.preset, self.batch, self.world.size)
                 fixes = [fix.describe() for fix in found]
             if self.config.batch.on_oom == "stop" and self.batch.half(self.world.size) is not None:
-                fixes.append("batch.on_oom stop -> shrink halves the micro-batch and starts again by itself")
+                fixes.append("batch.on_oom stop -> shrink starts again with half the micro-batch")
         else:
             memory = describe_host_memory()
             fixes = list_host_fixes(self.config, self.preset, device.type == "cpu")

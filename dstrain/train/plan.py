@@ -146,7 +146,8 @@ def make_plan(
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
         copy = open_copy(recipe.config, run_dir, resume, world)
         kind = get_preset_device(device)
-        start = decide_start(recipe.config, run_dir, resume, worker.world_size, worker_cluster(worker, kind), world)
+        cluster = make_cluster(worker.world_size, worker.local_world_size, kind)
+        start = decide_start(recipe.config, run_dir, resume, worker.world_size, cluster, world)
         use_device(device)  # only now: `auto` reads the free memory
         if start.auto and worker.rank == 0:
             log_stdout(start.auto)
@@ -226,10 +227,10 @@ def _prepare_datasets(
         return train_dataset, eval_dataset, {**fingerprint_weights(task, ds_config), "inputs": inputs}
 
 
-def worker_cluster(worker: Worker, device: Device) -> Cluster:
-    """Return the processes that a launcher started, of which `worker` is one."""
-    nodes = max(1, worker.world_size // worker.local_world_size)
-    return Cluster(gpus_per_node=worker.local_world_size, nodes=nodes, kind=device.kind, bf16=device.bf16)
+def make_cluster(world_size: int, local_world_size: int, device: Device) -> Cluster:
+    """Return the processes of a run, `local_world_size` of them on each host."""
+    nodes = max(1, world_size // local_world_size)
+    return Cluster(gpus_per_node=local_world_size, nodes=nodes, kind=device.kind, bf16=device.bf16)
 
 
 def get_preset_device(device: torch.device) -> Device:
@@ -297,9 +298,7 @@ def build_loader(plan: RunPlan, world: World) -> Loader:
 
 def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
     """Return the monitor of a run's memory, with rank 0's forecast on every rank. Collective."""
-    device, per_node = get_preset_device(plan.device), plan.local_world_size
-    nodes = max(world.size // per_node, 1)
-    cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
+    cluster = make_cluster(world.size, plan.local_world_size, get_preset_device(plan.device))
     forecast = make_forecast(plan.config, plan.preset, cluster) if world.rank == 0 else None
     return MemoryMonitor(
         config=plan.config,

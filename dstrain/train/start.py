@@ -381,8 +381,8 @@ def with_reduced_batch(config: RunConfig, run_dir: Path, world_size: int) -> Run
     return config.model_copy(update={"batch": batch})
 
 
-def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, world_size: int, step: int) -> RunConfig:
-    """Write the file and recipe.yaml for a smaller micro-batch; return the recipe with it.
+def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, world_size: int, step: int) -> None:
+    """Write the file and recipe.yaml for a smaller micro-batch.
 
     `config` is the recipe of the run so far. Ranks that write at the same time write the same.
     """
@@ -406,7 +406,6 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, worl
     )
     atomic_write(run_dir / REDUCED_BATCH_FILE, json.dumps(asdict(reduced), indent=2) + "\n")
     atomic_write(run_dir / "recipe.yaml", dump_recipe(new_config))
-    return new_config
 
 
 def describe_reduction(before: BatchPlan, after: BatchPlan) -> str:

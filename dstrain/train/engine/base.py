@@ -46,12 +46,7 @@ class Engine(EvalEngine, Protocol):
 
     train_module: TrainModule
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        lr: float,
-        weight: float | None = None,
-    ) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
         """Take one optimizer step over these micro-batches of this rank. Collective.
 
         `weight`: that of the batches of all ranks, where it is known.

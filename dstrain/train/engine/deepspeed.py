@@ -96,12 +96,7 @@ class DeepSpeedEngine:
     def is_sharded(self) -> bool:
         return bool(self.engine.zero_optimization_partition_weights())
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        lr: float,
-        weight: float | None = None,
-    ) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
         self.engine.train()
         batches = with_scores(self.engine, batches, self.world)
         # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.

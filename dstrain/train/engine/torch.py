@@ -54,12 +54,7 @@ class TorchEngine:
     def is_sharded(self) -> bool:
         return False
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        lr: float,
-        weight: float | None = None,
-    ) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
         self.train_module.train()
         batches = with_scores(self.train_module, batches, self.world)
         # Before the losses, as in DeepSpeedEngine.

@@ -70,7 +70,7 @@ def test_the_message_has_place_request_memory_and_fixes_in_order(tmp_path: Path)
         "ds_config zero2 -> zero3_nvme",
         "model.lora none -> {rank: 16} (changes what is learnt)",
         "data.max_length 1024 -> 512 (changes what is learnt)",
-        "batch.on_oom stop -> shrink halves the micro-batch and starts again by itself",
+        "batch.on_oom stop -> shrink starts again with half the micro-batch",
     ]
     assert lines[-1].startswith("fix the cause and start again")
     assert error.restart == ""

@@ -91,7 +91,7 @@ adapters keep the run's precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlanInputs:
     """What the rows are computed from: the model, its largest pass, the settings, for one of equal processes."""
 
     shape: ModelShape
@@ -324,12 +324,12 @@ class Row(NamedTuple):
     """optimizer, weights, inputs: where the DeepSpeed JSON puts the optimizer's states, the weights, or the inputs of
     recomputed layers."""
     moment: tuple[Kind, When]
-    size: Callable[[Run], float]
+    size: Callable[[PlanInputs], float]
     """Bytes of one process."""
-    formula: str | Callable[[Run], str]
-    source: str | Callable[[Run], str]
+    formula: str | Callable[[PlanInputs], str]
+    source: str | Callable[[PlanInputs], str]
 
-    def line(self, run: Run) -> MemoryLine | None:
+    def line(self, run: PlanInputs) -> MemoryLine | None:
         """Return the line of a run; None where it needs nothing."""
         size = round(self.size(run))
         if not size:
@@ -363,35 +363,35 @@ ALLREDUCE_NUMEL = 500_000_000
 """Gradients that stage 0 copies into one message (DeepSpeed runtime/engine.py, allreduce_no_retain)."""
 
 
-def _message(run: Run) -> int:
+def _message(run: PlanInputs) -> int:
     return min(run.trained, max(ALLREDUCE_NUMEL, run.largest_trained))
 
 
-def _stage_0_source(run: Run) -> str:
+def _stage_0_source(run: PlanInputs) -> str:
     return "DeepSpeed runtime/fp16/unfused_optimizer.py" if run.is_16_bit else ENGINE
 
 
-def _state_formula(run: Run) -> str:
+def _state_formula(run: PlanInputs) -> str:
     known = OPTIMIZERS[run.optimizer]
     is_whole = run.stage == 0 or run.world_size == 1
     return f"{known.per_param * run.master_bytes / 4:g} T{'' if is_whole else ' / N'}: {known.states}"
 
 
-def _state_source(run: Run) -> str:
+def _state_source(run: PlanInputs) -> str:
     where = {0: _stage_0_source(run), 3: f"{ZERO_PAPER}.3"}.get(run.stage, f"{ZERO_PAPER}.1")
     return f"{OPTIMIZERS[run.optimizer].source}; {where}"
 
 
-def _swap_buffers(run: Run) -> float:
+def _swap_buffers(run: PlanInputs) -> float:
     block = run.zero["offload_param"] if run.weights_device == "nvme" else {}
     return float(block.get("buffer_count", 5)) * float(block.get("buffer_size", 1e8)) if block else 0
 
 
-def _buffer_count(run: Run) -> int:
+def _buffer_count(run: PlanInputs) -> int:
     return int(run.zero["offload_optimizer"].get("buffer_count", 4)) if run.optimizer_device == "nvme" else 0
 
 
-def _gathered(run: Run) -> float:
+def _gathered(run: PlanInputs) -> float:
     """Return the values of gathered weights: a module's own weights are gathered whatever the limit is."""
     total = run.shape.count()
     limit = max(
@@ -401,7 +401,7 @@ def _gathered(run: Run) -> float:
     return min(total - run.small, limit) if run.is_gathered else 0
 
 
-def gradient_overlaps(run: Run) -> dict[int, int]:
+def gradient_overlaps(run: PlanInputs) -> dict[int, int]:
     """Return process -> gradient values that it keeps of other partitions at stages 1 and 2.
 
     A tensor across the end of a partition has its whole gradient in both processes, whose parts are views of it.
@@ -421,7 +421,7 @@ def gradient_overlaps(run: Run) -> dict[int, int]:
     return overlaps
 
 
-def _part_size(part: Part, is_trained: bool) -> Callable[[Run], float]:
+def _part_size(part: Part, is_trained: bool) -> Callable[[PlanInputs], float]:
     return lambda run: run.part_bytes.get((part, is_trained), 0)
 
 
@@ -540,7 +540,7 @@ STAGE_3_ROWS = (
 # fmt: on
 
 
-def state_rows(run: Run) -> tuple[Row, ...]:
+def state_rows(run: PlanInputs) -> tuple[Row, ...]:
     """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
     if run.stage == 0:
         return STAGE_0_ROWS
@@ -624,7 +624,7 @@ def _layer_index(name: str) -> int | None:
     return int(words[at + 1]) if at is not None and words[at + 1].isdecimal() else None
 
 
-def layer_bytes_per_token(run: Run, graph: LayerGraph) -> float:
+def layer_bytes_per_token(run: PlanInputs, graph: LayerGraph) -> float:
     """Return the bytes per token that autograd keeps of one decoder layer."""
     shape, workload, width = run.shape, run.workload, run.width
     if not graph.is_recorded:
@@ -670,17 +670,17 @@ def layer_bytes_per_token(run: Run, graph: LayerGraph) -> float:
     return size + width * graph.adapter_rank
 
 
-def _checkpointed_inputs(run: Run) -> int:
+def _checkpointed_inputs(run: PlanInputs) -> int:
     """Return the layers whose inputs are kept."""
     pairs = zip(run.layers, run.recomputed, strict=True)
     return sum((graph.input_needs_grad or graph.is_recorded) and is_on for graph, is_on in pairs)
 
 
-def _layer_bytes(run: Run, recomputed: bool) -> list[float]:
+def _layer_bytes(run: PlanInputs, recomputed: bool) -> list[float]:
     return [size for size, is_on in zip(run.layer_sizes, run.recomputed, strict=True) if is_on is recomputed]
 
 
-def _outside_bytes(run: Run) -> float:
+def _outside_bytes(run: PlanInputs) -> float:
     """Return what autograd keeps of the embedding and the last norm."""
     shape, workload, width = run.shape, run.workload, run.width
     is_norm_trained = any(one.is_trainable and one.name.split(".")[-2:-1] == ["norm"] for one in shape.tensors)
@@ -690,7 +690,7 @@ def _outside_bytes(run: Run) -> float:
     return workload.tokens * (ids + norm + rows)
 
 
-def _layer_gradients(run: Run) -> int:
+def _layer_gradients(run: PlanInputs) -> int:
     shape, tokens = run.shape, run.workload.tokens
     if not any(graph.is_recorded for graph in run.layers):
         return 0
@@ -703,7 +703,7 @@ PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMS
 CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
 
 
-def _layer_formula(run: Run) -> str:
+def _layer_formula(run: PlanInputs) -> str:
     experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
     dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
     return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
@@ -728,7 +728,7 @@ LAYER_ROWS = (
 # fmt: on
 
 
-def _encoder_layer_bytes(run: Run) -> int:
+def _encoder_layer_bytes(run: PlanInputs) -> int:
     """Return the bytes that autograd keeps of one layer of the encoder, for all images."""
     vision, width = run.vision, run.width
     if vision is None:
@@ -749,18 +749,18 @@ def _rms_norm_bytes(hidden: int, width: int) -> int:
     return (4 + width) * hidden + 4
 
 
-def _pixel_bytes(run: Run) -> int:
+def _pixel_bytes(run: PlanInputs) -> int:
     """Return the encoder's copy of its pixels, and what it keeps of them for the gradient of its first weights."""
     kept = run.width if "vision" in run.trained_parts and run.width < 4 else 0
     return (4 + kept) * run.vision.patch_values * run.positions if run.vision else 0
 
 
-def _recomputed_encoder_layers(run: Run) -> int:
+def _recomputed_encoder_layers(run: PlanInputs) -> int:
     is_trained = run.vision is not None and "vision" in run.trained_parts
     return round(run.vision.layers * run.workload.checkpointed) if run.vision and is_trained else 0
 
 
-def _encoder_activations(run: Run) -> int:
+def _encoder_activations(run: PlanInputs) -> int:
     vision = run.vision
     if vision is None or "vision" not in run.trained_parts:
         return 0
@@ -769,7 +769,7 @@ def _encoder_activations(run: Run) -> int:
     return _encoder_layer_bytes(run) * (vision.layers - _recomputed_encoder_layers(run)) + before
 
 
-def _projector_bytes(run: Run) -> int:
+def _projector_bytes(run: PlanInputs) -> int:
     """Return what autograd keeps of the projector."""
     vision, width = run.vision, run.width
     if vision is None or not run.trained_parts & {"vision", "projector"}:
@@ -807,20 +807,12 @@ KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
 HEADS = "dstrain/models/heads.py"
 
 
-def _logit_bytes(run: Run) -> int:
+def _logit_bytes(run: PlanInputs) -> int:
     """Return three blocks of logits in fp32, and the logits of a slice of the targets whose errors are not kept."""
     targets, vocab = run.workload.targets, run.shape.vocab
     block = min(targets * vocab * 4, run.chunk * BLOCK_SHARE[run.device])
     slices = min(max(targets - run.kept_targets, 0) * vocab * run.width, run.chunk * SLICE_SHARE)
     return round(3 * block + slices) if run.has_head else 0
-
-
-def saved_head_bytes(run: Run) -> int:
-    """Return what autograd keeps of the head between forward and backward pass."""
-    if run.workload.is_scored:
-        return 0
-    inputs = 2 * run.width * run.workload.targets * run.shape.hidden + 8 * run.workload.targets
-    return inputs + run.width * run.kept_targets * run.shape.vocab
 
 
 # In formulas: N targets, H width, V vocabulary.
@@ -891,12 +883,12 @@ CPU_RESERVE_ROWS = (
 # fmt: on
 
 
-def plan_lines(run: Run, rows: Iterable[Row]) -> list[MemoryLine]:
+def plan_lines(run: PlanInputs, rows: Iterable[Row]) -> list[MemoryLine]:
     """Return the lines of some rows, without those that need nothing."""
     return [line for row in rows if (line := row.line(run)) is not None]
 
 
-def all_lines(run: Run) -> tuple[MemoryLine, ...]:
+def all_lines(run: PlanInputs) -> tuple[MemoryLine, ...]:
     """Return all lines of one process, with what a process needs besides its tensors."""
     rows = (*state_rows(run), *FROZEN_MODEL_ROWS, *LAYER_ROWS, *IMAGE_ROWS, *HEAD_ROWS, *HOST_ROWS)
     lines = plan_lines(run, rows)

@@ -9,7 +9,7 @@ from typing import Any
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
-from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, Run, When, all_lines, sum_bytes
+from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, PlanInputs, When, all_lines, sum_bytes
 from dstrain.planner.shapes import (
     ModelShape,
     TaskProperties,
@@ -124,13 +124,13 @@ def make_run(
     workload: Workload,
     ds_config: dict[str, Any],
     cluster: Cluster,
-) -> Run:
+) -> PlanInputs:
     """Return what the lines depend on, from a completed DeepSpeed JSON."""
     precision = read_precision(ds_config)
     own = DTYPE_BYTES[precision]
     reference = reference_shape(config, properties, shape)
     rewards = (read_base_shape(model) for model in properties.reward_models)
-    return Run(
+    return PlanInputs(
         shape=shape,
         workload=workload,
         precision=precision,
@@ -151,7 +151,7 @@ def make_run(
     )
 
 
-def check_8bit_partitions(run: Run) -> None:
+def check_8bit_partitions(run: PlanInputs) -> None:
     """Raise RecipeError for a partition that an 8-bit optimizer cannot take: the engine refuses it after loading."""
     if run.optimizer not in OPTIMIZERS_8BIT or run.largest_partition < MAX_NUMEL_8BIT:
         return

@@ -21,7 +21,7 @@ from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
-from dstrain.planner.lines import LAYER_ROWS, Run, gradient_overlaps, plan_lines, saved_head_bytes, state_rows
+from dstrain.planner.lines import LAYER_ROWS, PlanInputs, gradient_overlaps, plan_lines, state_rows
 from dstrain.planner.memory import make_run
 from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster, make_workload
@@ -158,7 +158,15 @@ def _optimizer_state_bytes(optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
 
 
-def planned_run(task: Task, config: dict[str, Any], ranks: World) -> Run:
+def saved_head_bytes(run: PlanInputs) -> int:
+    """What autograd keeps of the head between forward and backward pass."""
+    if run.workload.is_scored:
+        return 0
+    inputs = 2 * run.width * run.workload.targets * run.shape.hidden + 8 * run.workload.targets
+    return inputs + run.width * run.kept_targets * run.shape.vocab
+
+
+def planned_run(task: Task, config: dict[str, Any], ranks: World) -> PlanInputs:
     """Return what the planner computes the states of this run from."""
     recipe = task.recipe
     properties = read_properties(recipe)
@@ -230,7 +238,7 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
         keys=keys / ids.numel(),
     )  # fmt: skip
-    run = Run(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
+    run = PlanInputs(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
     lines = [line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass"]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:

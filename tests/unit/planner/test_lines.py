@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.planner.lines import IMAGE_ROWS, Run, plan_lines
+from dstrain.planner.lines import IMAGE_ROWS, PlanInputs, plan_lines
 from dstrain.planner.shapes import ModelShape, shape_from_config, with_frozen
 from dstrain.planner.workload import Workload
 
@@ -69,7 +69,7 @@ def build(values: dict[str, Any], dtype: torch.dtype, checkpointed: bool, frozen
 def predicted_bytes(shape: ModelShape, images: int, dtype: torch.dtype, checkpointed: bool) -> int:
     """Return the lines of what autograd keeps: pixels in fp32 are the batch's, which it does not."""
     workload = Workload(rows=1, tokens=1, targets=1, images=images, checkpointed=float(checkpointed))
-    run = Run(shape=shape, workload=workload, precision="bf16" if dtype.itemsize == 2 else "fp32")
+    run = PlanInputs(shape=shape, workload=workload, precision="bf16" if dtype.itemsize == 2 else "fp32")
     lines = {line.name: line for line in plan_lines(run, IMAGE_ROWS) if line.when == "pass"}
     assert shape.vision is not None
     in_batch = 4 * shape.vision.patch_values * shape.vision.patches * images

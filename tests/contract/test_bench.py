@@ -68,6 +68,7 @@ def test_the_figures_are_of_all_processes_and_nothing_is_left(processes: int, tm
     assert not left(tmp_path)
 
 
+@pytest.mark.slow  # Ctrl-C: faults/test_kill
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_control_c_leaves_nothing_behind(processes: int, tmp_path: Path) -> None:
     child = start(tmp_path, written(tmp_path), "--steps", "100000", "--num-gpus", str(processes))

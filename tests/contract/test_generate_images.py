@@ -38,7 +38,7 @@ def asked(folder: Path, shows: list[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("shows", "batch"),
     [
-        ([0, 0, 1], 1),
+        pytest.param([0, 0, 1], 1, marks=pytest.mark.slow),  # fast: contract/test_docqa
         pytest.param([2, 0, 0], 2, marks=pytest.mark.slow),
         pytest.param([0, 1, 0, 0, 0], 2, marks=pytest.mark.slow),
         pytest.param([1], 1, marks=pytest.mark.slow),

@@ -498,7 +498,7 @@ def test_a_huge_file_of_a_checkpoint_is_damage(name: str, folder: Path) -> None:
     assert "larger than" in said.output
 
 
-@pytest.mark.parametrize("layers", [10**9, 1000])
+@pytest.mark.parametrize("layers", [10**9, 100])
 def test_an_exported_config_with_layers_that_its_files_lack_is_refused(layers: int, folder: Path) -> None:
     file = folder / "exported/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": layers}))
@@ -506,7 +506,7 @@ def test_an_exported_config_with_layers_that_its_files_lack_is_refused(layers: i
         said = dstrain(*COMMANDS["evaluate"](folder, folder / "exported"))
     assert said.exit_code == 2, said.output
     assert (
-        "config.json: num_hidden_layers is 1000000000" if layers > 1000 else "does not hold all weights"
+        "config.json: num_hidden_layers is 1000000000" if layers > 100 else "does not hold all weights"
     ) in said.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 FOLDERS = ("dstrain", "ds_configs")
 
 
+@cache
 def option_names() -> set[str]:
     """Return the dotted names of the options of all packaged tasks."""
     options = [option for name in builtin_tasks() for option in task_options(find_task(name))]

@@ -13,8 +13,8 @@ import pytest
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
 from tests.cells import SLOW
-from tests.vocabulary import read_jsonl, write_recipe
-from tests.workers import ROOT
+from tests.vocabulary import RUN, read_jsonl, write_recipe
+from tests.workers import ROOT, Workers
 
 BIN = Path(sys.executable).parent
 
@@ -52,28 +52,24 @@ def ways(recipe: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def by_dstrain(recipe: Path) -> Path:
-    """The run folder of `dstrain train`."""
-    run_dir = recipe.with_name("dstrain")
-    done = start([*ways(recipe)["dstrain"], "--run-dir", str(run_dir)])
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+def by_workers(recipe: Path, two: Workers) -> Path:
+    """The run folder of two processes of a process group that stands."""
+    run_dir = recipe.with_name("workers")
+    two(RUN, recipe=str(recipe), run_dir=str(run_dir))
     assert len(losses(run_dir)) == 6
-    assert "shm_comm" not in done.stdout + done.stderr, "nothing is compiled on a CPU"
     return run_dir
 
 
-@pytest.mark.slow  # stage 3: contract/test_sft, resume/test_trained; fresh processes: [deepspeed -m]
-def test_zero3_trains_with_two_processes_that_have_done_nothing_before(by_dstrain: Path) -> None:
-    """DeepSpeed's own communication must stand before the first sharded model is built."""
-    assert (by_dstrain / "checkpoints/step-00000005/MANIFEST.json").is_file()
-
-
-@pytest.mark.parametrize("way", [SLOW("deepspeed"), "deepspeed -m", SLOW("torchrun")])  # torchrun: hosts/test_names
-def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_dstrain: Path, tmp_path: Path) -> None:
+# torchrun: hosts/test_names; dstrain: test_terminal
+@pytest.mark.parametrize("way", [SLOW("dstrain"), SLOW("deepspeed"), "deepspeed -m", SLOW("torchrun")])
+def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_workers: Path, tmp_path: Path) -> None:
+    """Each way starts new processes: DeepSpeed's own communication must stand before a sharded model is built."""
     done = start([*ways(recipe)[way], "--run-dir", str(tmp_path)])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert losses(tmp_path) == losses(by_dstrain)
-    assert files(tmp_path) == files(by_dstrain)
+    assert "shm_comm" not in done.stdout + done.stderr, "nothing is compiled on a CPU"
+    assert losses(tmp_path) == losses(by_workers)
+    assert files(tmp_path) == files(by_workers) | {"logs/rank-00000.log", "logs/rank-00001.log"}
+    assert (tmp_path / "checkpoints/step-00000005/MANIFEST.json").is_file()
 
 
 @pytest.mark.slow  # unit/launch/test_supervise, unit/train/test_rendezvous (the ranks)

@@ -75,26 +75,26 @@ FEW = ("dpo, adapters switched off",)
 """Cases that stand for the others where several steps are taken."""
 FEW_OF_IMAGES = (
     ("vlm, a frozen tower", 3),
-    ("docqa, adapters, smoothed and focal", 3),
     ("rm, images", 2),
     ("dpo, safe, images, a reference remembered", 2),
 )
-"""Cases and stages that stand for the others where a model sees; Gemma 3: test_families; dpo at stage 3: test_images."""
+"""Cases and stages that stand for the others where a model sees; Gemma 3: test_families; dpo at stage 3: test_images;
+docqa: contract/test_docqa."""
 
 
 AT_STAGE_3 = (
     "dpo, a reference remembered", "dpo, adapters switched off", "dpo, no reference", "kto, a reference in memory",
     "kto, a reference remembered", "kto, adapters switched off", "rm, adapters", "rm, DoRA", "sft",
-    "dpo, safe", "protein", "temporal", "temporal, adapters", "temporal, masked", "temporal, align",
-    "protein, hidden together",
+    "dpo, safe", "temporal, adapters", "temporal, masked", "temporal, align", "protein, hidden together",
 )  # fmt: skip
 """Cases that stage 3, the harder one, stands for; stage 2: the other cases and test_step."""
 AT_STAGE_2 = (
     "dpo, safe, adapters switched off", "dpo, safe, images", "protein, hidden together", "temporal, classify",
     "rm, DoRA", "kto, a reference in memory", "kto, a reference remembered", "temporal, align",
     "dpo, a reference remembered", "dpo, no reference", "temporal, masked", "temporal, adapters",
+    "dpo, a reference in memory", "dpo, adapters switched off", "rm, adapters", "protein", "temporal",
 )  # fmt: skip
-"""Cases that another cell stands for at stage 3; DoRA: resume/test_trained, safe with images: remembered answers; kto's
+"""Cases that another cell stands for at stage 3; adapters: kto; protein, temporal: stage 2; DoRA: resume/test_trained, safe with images: remembered answers; kto's
 references: those of dpo, and kto with adapters; dpo: a reference in memory; the kinds of temporal: temporal."""
 
 

@@ -50,7 +50,7 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
     assert any("save_stall_seconds" in json.loads(line) for line in lines)
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_where_one_rank_cannot_write_all_ranks_stop(
     background: bool, recipe: str, tmp_path: Path, two: Workers
 ) -> None:

@@ -36,7 +36,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("task", "quantize", "preset"),
-    [("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2")],
+    [SLOW("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2")],
 )
 def test_a_quantized_run_learns_and_resuming_changes_nothing(
     task: str, quantize: str, preset: str, tmp_path: Path, one: Workers, two: Workers
@@ -69,7 +69,7 @@ def test_a_quantized_run_goes_on_with_other_processes_and_another_stage(
 
 @pytest.mark.parametrize(
     ("quantize", "precision", "dora"),
-    [SLOW("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],
+    [SLOW("nf4", "fp32", False), SLOW("nf4", "bf16", False), SLOW("int8", "fp32", False), ("nf4", "fp32", True)],
 )
 def test_the_export_is_the_adapters_or_one_dequantized_model(
     quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers

@@ -51,8 +51,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, safe, images, remembered": ("dpo, safe, with images", "zero2", {"precompute_ref_log_probs": True}, {}),
 }
 
-FAST = ("rm, adapters, no ZeRO", "vlm, a frozen tower, sharded, images altered")
-"""The rest is run by `make test-all`."""
+FAST = ("rm, adapters, no ZeRO",)
+"""The rest is run by `make test-all`. Images altered: resume/test_images; a frozen tower at stage 3: parity/test_tasks."""
 MARKED = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 

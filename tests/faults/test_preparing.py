@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_where_rank_0_is_killed_the_others_do_not_wait(tmp_path: Path) -> None:
     with launched(tmp_path, "slow", timeout=2.0) as processes:
         while not (tmp_path / "began-1").exists():
             assert processes[1].poll() is None
+            time.sleep(0.02)
         processes[0].send_signal(signal.SIGKILL)
         assert processes[1].wait(timeout=60) == 1
     assert "error: preparing the data: rank 0 at 127.0.0.1:" in log_path(tmp_path, 1).read_text().splitlines()[-1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     )
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert started.poll() is None
+        time.sleep(0.02)
     started.send_signal(signal.SIGTERM)
     _, said = started.communicate(timeout=30)
     assert started.returncode == 1

@@ -14,6 +14,7 @@ from dstrain.models.load import load_model, read_config
 from dstrain.models.meta_init import materialize, meta_parameters
 from dstrain.models.reward_model import AutoRewardModel
 from dstrain.tasks import find_task, make_task
+from tests.cells import SLOW
 from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, llava
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -71,7 +72,7 @@ SEEING: dict[str, dict[str, Any]] = {
 SCORED = ("llama", "gemma3_text", "gpt2", "llava")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [SLOW("float32"), "bfloat16"])  # files in fp32 are cast
 @pytest.mark.parametrize(
     ("family", "kind"),
     [(family, "text") for family in FAMILIES]

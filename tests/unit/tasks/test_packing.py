@@ -22,7 +22,7 @@ from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import resolve_packing
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_train_module
-from tests.cells import mark_slow
+from tests.cells import SLOW, mark_slow
 from tests.model_families import family
 from tests.parity.cases import one_step, several_steps
 from tests.parity.test_step import SGD, distance
@@ -93,6 +93,8 @@ REPEATED = (
     "dpo with images, safe", "dpo with images, checkpointing",  # dpo, safe; dpo, with gradient checkpointing
     "rm of a vision-language model, text alone", "dpo of a vision-language model, text alone",  # sft and vlm
     "dpo with images, adapters", "sft, qwen3", "rm, mistral",  # rm with images, adapters; attention/test_model_types
+    "kto, adapters", "rm, a frozen model under its head", "kto of a vision-language model",  # each alone
+    "vlm with images, a frozen tower", "docqa", "sft, every token",  # parity/test_tasks, contract/test_docqa, sft
 )  # fmt: skip
 """Cases whose claim those of the comment make too."""
 
@@ -104,7 +106,7 @@ def test_a_packed_step_is_the_padded_one(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["dpo, sigmoid", "rm", "rm, adapters and a score head", "dpo with images", "rm with images"]
+    "case", ["dpo, sigmoid", "rm", SLOW("rm, adapters and a score head"), SLOW("dpo with images"), "rm with images"]
 )
 def test_packed_pairs_that_share_nothing_equal_padded_ones(case: str) -> None:
     name, changes = CASES[case]
@@ -179,7 +181,7 @@ def test_reward_models_score_packed_pairs_with_images(scoring: str, tmp_path: Pa
     check_equal("dpo, with images", {"moved": True, "model": own, "options": {"safety": harmless}})
 
 
-@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto", "vlm", "dpo, with images"])
+@pytest.mark.parametrize("task", ["rm", SLOW("dpo"), SLOW("sft"), SLOW("kto"), SLOW("vlm"), "dpo, with images"])
 def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
     adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}
     wanted, found = (several_steps(task, "torch", adam | {"batch": {"packing": packing}}) for packing in (False, True))

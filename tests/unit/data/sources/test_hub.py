@@ -173,6 +173,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(said: dict[str, Any], home: 
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow  # one at a time: above
 def test_processes_that_read_at_the_same_time_read_the_same(said: dict[str, Any], hub: Hub, tmp_path: Path) -> None:
     started = [start(tmp_path, hub.endpoint, ["org/pairs", "org/pairs:test"]) for _ in range(2)]
     for process in started:
@@ -209,6 +210,7 @@ for more in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow  # each alone: above; mixtures: unit/data/test_prepare
 def test_hub_and_file_make_one_mixture(hub: Hub, tmp_path: Path) -> None:
     """Nine records of the hub, 64 of a file; four are in the split that held-out data usually has."""
     wanted = [["data.eval_fraction=0.25"], ["data.eval=org/pairs", "data.max_samples=5"]]

@@ -330,6 +330,7 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
         while not all(file.exists() and file.read_text() for file in files):
             assert time.monotonic() < until
             group.poll()
+            time.sleep(0.02)
         ranks = [psutil.Process(int(file.read_text())) for file in files]
         if stopped:
             ranks[1].suspend()
@@ -390,6 +391,7 @@ def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
         agent_of(group._clients[0].nonce).kill()
         while not group.abort_reason:
             group.poll()
+            time.sleep(0.02)
         assert (
             "; this process itself did not run for 7 s (SIGSTOP, Ctrl-Z, or a machine that slept); rank 0"
             in group.abort_reason

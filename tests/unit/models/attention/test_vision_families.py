@@ -9,6 +9,7 @@ from dstrain.models.attention.model_types import PACKED_VISION_MODEL_TYPES
 from dstrain.models.attention.packed import enable_packed_attention, packed_model_kwargs, packing_unsupported_reason
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.tasks.common.forward import forward_logits, forward_scores, vision_inputs
+from tests.cells import SLOW
 from tests.unit.models.attention.packed_images import KINDS, Forms, config_and_processor, forms, made
 from tests.unit.models.attention.packed_rows import gradient
 
@@ -37,7 +38,7 @@ def packed_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", SLOW("eager")])  # eager: unit/tasks/test_packing
 def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, implementation: str) -> None:
     config, processor = config_and_processor(kind)
     config._attn_implementation = implementation
@@ -51,7 +52,7 @@ def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [SLOW(False), True])
 def test_the_packed_gradient_is_the_padded_rows_gradient(kind: str, case: str, checkpointing: bool) -> None:
     config, processor = config_and_processor(kind)
     found, model = forms(processor, *CASES[case]), made(config).double()

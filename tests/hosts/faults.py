@@ -241,7 +241,7 @@ FAULTS = (
         "^dstrain: .*rank", within=30, recipe={"timeout_minutes": 0.1},
     ),
 )  # fmt: skip
-SMOKE = ("SIGKILL of a rank on host2", "SIGTERM on host1", "cable pulled on host2", "SIGKILL of dstrain on host1")
+SMOKE = ("SIGKILL of a rank on host2", "SIGTERM on host1", "cable pulled on host2")
 
 
 def name(fault: Fault) -> str:

@@ -14,6 +14,7 @@ from tests.hosts.running import START_SECONDS, Run
 pytestmark = pytest.mark.hosts
 
 
+@pytest.mark.slow  # torchrun on two hosts: test_elastic
 def test_torchrun_alone_meets_over_the_network(make_lab: Callable[..., Lab], tmp_path: Path, unbroken: Run) -> None:
     """host1 is MASTER_ADDR, and on host1 that name is 127.0.1.1; nothing says GLOO_SOCKET_IFNAME."""
     lab = make_lab(style="debian")

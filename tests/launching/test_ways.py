@@ -60,7 +60,7 @@ def by_workers(recipe: Path, two: Workers) -> Path:
     return run_dir
 
 
-# torchrun: hosts/test_names; dstrain: test_terminal
+# torchrun: hosts/test_elastic; dstrain: test_terminal
 @pytest.mark.parametrize("way", [SLOW("dstrain"), SLOW("deepspeed"), "deepspeed -m", SLOW("torchrun")])
 def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_workers: Path, tmp_path: Path) -> None:
     """Each way starts new processes: DeepSpeed's own communication must stand before a sharded model is built."""

@@ -95,22 +95,20 @@ class RecordEncode:
 
     parse: Callable[[dict[str, Any]], Any]
     """Raises BadRecord."""
-    encode: EncodeItems
+    encode: EncodeItems | SequentialEncoder
 
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
         return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
 
+    def restore_context(self, source: Source, index: int) -> None:
+        """Continue as if the records of `source` before `index` had been encoded, if the encoder depends on them."""
+        if isinstance(self.encode, SequentialEncoder):
+            # Backwards and lazily: an encoder reads only as many records as it needs.
+            records = (try_parse(self._parse_at, source, at) for at in reversed(range(index)))
+            self.encode.restore_context(record for record in records if not isinstance(record, BadRecord))
 
-@dataclass(frozen=True)
-class SequentialEncode(RecordEncode):
-    """A `RecordEncode` around a `SequentialEncoder`, for processes that start in mid-file."""
-
-    encode: SequentialEncoder
-
-    def restore_context(self, previous: Iterator[dict[str, Any]]) -> None:
-        """Continue as if the records in `previous`, the last one first, had been encoded."""
-        parsed = (try_parse(self.parse, record) for record in previous)
-        self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+    def _parse_at(self, source: Source, index: int) -> Any:
+        return self.parse(source[index])
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,8 @@ def iter_encoded(
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    size = (
-        min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, SequentialEncode) else chunk_size
-    )
+    is_sequential = isinstance(encode, RecordEncode) and isinstance(encode.encode, SequentialEncoder)
+    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not is_sequential else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
         pieces = map_chunks(partial(_encode_range, source, encode, settings, True), spans, processes)
@@ -296,10 +293,8 @@ def _encode_range(
     source: Source, encode: Encode, settings: ExampleSettings, is_parallel: bool, start: int, stop: int
 ) -> EncodedChunk:
     """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
-    if is_parallel and isinstance(encode, SequentialEncode):
-        # Backwards and lazily: an encoder reads only as many records as it needs.
-        earlier = (try_parse(source.__getitem__, index) for index in reversed(range(start)))
-        encode.restore_context(record for record in earlier if not isinstance(record, BadRecord))
+    if is_parallel and isinstance(encode, RecordEncode):
+        encode.restore_context(source, start)
     indices = range(start, stop)
     found = [try_parse(source.__getitem__, index) for index in indices]
     records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]

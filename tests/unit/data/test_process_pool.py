@@ -22,7 +22,7 @@ from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, SequentialEncode
+from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode
 from dstrain.data.process_pool import ProcessPoolConfig
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
@@ -63,7 +63,7 @@ def encoders() -> dict[str, Encode]:
         "conversations": RecordEncode(
             read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
         ),
-        "labelled": SequentialEncode(read_unpaired, kto),
+        "labelled": RecordEncode(read_unpaired, kto),
     }
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from dstrain.units import format_bytes
+
 _PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY_CODE = 3
 """Exit code of a process that ran out of memory."""
@@ -31,6 +33,16 @@ class ResourceLimits:
     """Processor time."""
     wall_seconds: float | None = None
     """Time after which the process is killed even if it uses no processor time."""
+
+    def describe_excess(self, status: str, library: str) -> str:
+        """Return what work did that ended with the status memory, time or lost; `library`: may have crashed."""
+        memory = f"takes more than {format_bytes(self.memory_bytes)} of memory"
+        if status == "memory":
+            return memory
+        if status == "time":
+            return f"takes more than {self.cpu_seconds} seconds of processor time"
+        # Libraries in C end the process where they get no memory.
+        return f"{memory} or {self.wall_seconds:g} seconds, or crashes {library}"
 
 
 @dataclass(frozen=True)

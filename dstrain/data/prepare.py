@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-CACHE_FORMAT = 8
+CACHE_FORMAT = 9
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
@@ -96,22 +95,20 @@ class RecordEncode:
 
     parse: Callable[[dict[str, Any]], Any]
     """Raises BadRecord."""
-    encode: EncodeItems
+    encode: EncodeItems | SequentialEncoder
 
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
         return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
 
+    def restore_context(self, source: Source, index: int) -> None:
+        """Continue as if the records of `source` before `index` had been encoded, if the encoder depends on them."""
+        if isinstance(self.encode, SequentialEncoder):
+            # Backwards and lazily: an encoder reads only as many records as it needs.
+            records = (try_parse(self._parse_at, source, at) for at in reversed(range(index)))
+            self.encode.restore_context(record for record in records if not isinstance(record, BadRecord))
 
-@dataclass(frozen=True)
-class SequentialEncode(RecordEncode):
-    """A `RecordEncode` around a `SequentialEncoder`, for processes that start in mid-file."""
-
-    encode: SequentialEncoder
-
-    def restore_context(self, previous: Iterator[dict[str, Any]]) -> None:
-        """Continue as if the records in `previous`, the last one first, had been encoded."""
-        parsed = (try_parse(self.parse, record) for record in previous)
-        self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+    def _parse_at(self, source: Source, index: int) -> Any:
+        return self.parse(source[index])
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,8 @@ class ImageRecordEncoder:
 
     @classmethod
     def create(cls, vision_processor: VisionProcessor, max_threads: int) -> ImageRecordEncoder:
-        """Return an encoder with an empty image index; downscaled copies have a cache folder per image processor."""
-        fingerprint = _downscale_fingerprint(vision_processor.hf_processor.image_processor)
-        writer = ImageIndexWriter(vision_processor.downscale, cache_root() / "images" / fingerprint)
+        """Return an encoder with an empty image index."""
+        writer = ImageIndexWriter(cache_root() / "images")
         return cls(vision_processor, writer, min(max_threads, MAX_IMAGE_THREADS))
 
     def make_encode(
@@ -170,24 +166,28 @@ class ImageRecordEncoder:
             parsed = parse_record(partial(read_with_images, read=parse), record)
             folder = source.get_base_dir(index)
             entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
-            texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
+            texts = [self._get_image_text(entry) for entry in entries]
             return LoadedRecord(parsed, entries, texts)
         except BadRecord as fault:
             return fault
+
+    def _get_image_text(self, entry: ImageEntry) -> str:
+        """Return the image tokens of an image as text. Raises BadRecord where the processor refuses its size."""
+        try:
+            return self.vision_processor.get_image_text(entry.size)
+        except MemoryError:
+            raise
+        except Exception as fault:  # each model family raises another one
+            cause = f"{type(fault).__name__}: {fault}"
+            size = f"{entry.width}x{entry.height} pixels"
+            problem = f"the model's image processor cannot use {entry.name}, {size} ({cause})"
+            raise BadRecord(f"{problem}; change the image, or remove the record") from fault
 
     def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
         """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
         if isinstance(example, BadRecord):
             return example
         return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
-
-
-def _downscale_fingerprint(image_processor: Any) -> str:
-    """Return a hash of everything that determines downscaled copies; the tokenizer is not part of it."""
-    kind = type(image_processor)
-    made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
-    parts = [f"{kind.__module__}.{kind.__qualname__}", image_processor.to_json_string(), *made_by]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +269,8 @@ def iter_encoded(
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    size = (
-        min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, SequentialEncode) else chunk_size
-    )
+    is_sequential = isinstance(encode, RecordEncode) and isinstance(encode.encode, SequentialEncoder)
+    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not is_sequential else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
         pieces = map_chunks(partial(_encode_range, source, encode, settings, True), spans, processes)
@@ -294,10 +293,8 @@ def _encode_range(
     source: Source, encode: Encode, settings: ExampleSettings, is_parallel: bool, start: int, stop: int
 ) -> EncodedChunk:
     """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
-    if is_parallel and isinstance(encode, SequentialEncode):
-        # Backwards and lazily: an encoder reads only as many records as it needs.
-        earlier = (try_parse(source.__getitem__, index) for index in reversed(range(start)))
-        encode.restore_context(record for record in earlier if not isinstance(record, BadRecord))
+    if is_parallel and isinstance(encode, RecordEncode):
+        encode.restore_context(source, start)
     indices = range(start, stop)
     found = [try_parse(source.__getitem__, index) for index in indices]
     records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]

@@ -5,30 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
-
-import numpy as np
 
 from dstrain.data.formats.columns import ColumnReport
 from dstrain.data.records import Example
-from dstrain.data.token_store import check_columns, read_column
+from dstrain.data.token_store import to_stored
 from dstrain.errors import DstrainError, RunError, find_user_frame
 
 MIN_PARALLEL_RECORDS = 4000
 """Number of records below which one process is as fast as several."""
-MAX_PENDING_RESULTS = 4
-"""Results of each process that may wait in memory."""
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
@@ -60,8 +53,6 @@ class ProcessPoolConfig:
 
 
 SINGLE_PROCESS = ProcessPoolConfig()
-PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int], dict[str, ColumnReport]]
-"""Columns of a chunk's examples, its bad records, its cuts and its files' columns, as they go through a pipe."""
 RecordRanges = Sequence[tuple[int, int]]
 
 
@@ -89,7 +80,7 @@ def map_chunks(
                 raise RunError(_describe_exit(worker, count)) from fault
             if isinstance(found, BaseException):
                 raise found
-            yield _unpack_chunk(found)
+            yield found
     finally:
         for worker, results in workers:
             worker.kill()  # a no-op where it has ended; nothing of it is needed any more
@@ -144,53 +135,19 @@ def _worker_main(
     # The parent may have ended before the initializer asked to be killed with it.
     if os.getppid() != parent:
         os._exit(1)
-    waiting: queue.Queue[PackedChunk | BaseException | None] = queue.Queue(MAX_PENDING_RESULTS)
-    # A thread sends, so that encoding goes on while the parent is busy with another worker.
-    sender = threading.Thread(target=_send_results, args=(waiting, results), daemon=True)
-    sender.start()
     try:
         for span in ranges:
-            waiting.put(_pack_chunk(encode(*span)))
+            chunk = encode(*span)
+            # As arrays, which are fast to pickle.
+            results.send(replace(chunk, examples=to_stored(chunk.examples)))
     except Exception as fault:
         if not isinstance(fault, DstrainError):
             fault.add_note(traceback.format_exc())
             fault.user_frame = find_user_frame(fault)  # type: ignore[attr-defined]  # the traceback stays here
-        waiting.put(fault)
-    waiting.put(None)
-    sender.join()
-
-
-def _send_results(pending: queue.Queue[PackedChunk | BaseException | None], connection: Connection) -> None:
-    while (found := pending.get()) is not None:
         try:
-            connection.send(found)
+            results.send(fault)
         except (TypeError, AttributeError, pickle.PicklingError):  # the exception holds objects that cannot be pickled
-            connection.send(RuntimeError(f"{found!r}\n" + "\n".join(getattr(found, "__notes__", ()))))
-
-
-def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
-    """Pack a chunk as few arrays, which are fast to pickle: lists of one type as values and split points."""
-    columns: dict[str, Any] = {}
-    names = tuple(chunk.examples[0]) if chunk.examples else ()
-    check_columns(chunk.examples, names)
-    for name in names:
-        values = columns[name] = read_column(name, chunk.examples)
-        types = {
-            type(value) if not isinstance(value, np.ndarray) else value.dtype for value in values if np.size(value)
-        }
-        if all(isinstance(value, np.ndarray) for value in values) and len(types) <= 1:
-            rows = [row.astype(*types, copy=False) if types else row for row in values]
-            # Without the last end: np.split takes the borders between rows.
-            columns[name] = np.concatenate(rows), np.cumsum([len(row) for row in rows])[:-1]
-    return columns, chunk.bad, chunk.cuts, chunk.columns
-
-
-def _unpack_chunk(packed: PackedChunk) -> EncodedChunk:
-    columns, bad, cuts, files = packed
-    each = {name: np.split(*value) if isinstance(value, tuple) else value for name, value in columns.items()}
-    return EncodedChunk(
-        [dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts, files
-    )
+            results.send(RuntimeError(f"{fault!r}\n" + "\n".join(getattr(fault, "__notes__", ()))))
 
 
 def _describe_exit(worker: BaseProcess, count: int) -> str:

@@ -19,7 +19,6 @@ from dstrain.cache import get_or_build
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.records import BadRecord
 from dstrain.errors import DataError, Fault, one_line
-from dstrain.units import format_bytes
 
 # Shapes: L residues, 4 backbone atoms, 3 coordinates in Å.
 
@@ -132,14 +131,7 @@ def _to_error(result: SubprocessResult) -> BadRecord:
         kind, text = result.value
         reason = text if kind == BadRecord.__name__ else f"reading it failed ({kind}: {one_line(text)}); remove it"
         return BadRecord(reason)
-    memory = f"takes more than {format_bytes(LIMITS.memory_bytes)} of memory"
-    if result.status == "memory":
-        problem = memory
-    elif result.status == "time":
-        problem = f"takes more than {LIMITS.cpu_seconds} seconds of processor time"
-    else:
-        problem = f"{memory} or {LIMITS.wall_seconds:g} seconds, or crashes gemmi"
-    return BadRecord(f"reading it {problem}; split or remove it")
+    return BadRecord(f"reading it {LIMITS.describe_excess(result.status, 'gemmi')}; split or remove it")
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:

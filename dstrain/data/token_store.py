@@ -29,6 +29,11 @@ _FLAT = "a column holds numbers or flat lists of numbers"
 _NUMBERS = f"{_FLAT}; encode text as token ids or bytes, such as [*text.encode()]"
 
 
+def to_stored(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples with their values as `read_column` returns them. Raises ColumnError."""
+    return [{name: read_column(name, [example])[0] for name in example} for example in examples]
+
+
 def read_column(name: str, examples: Sequence[Example]) -> list[Any]:
     """Return a column's values as they are stored: an int, a float, or a 1-D array of int32 or float32 of each example.
 
@@ -246,7 +251,7 @@ class TokenStore:
         if self.image_index is None:
             return summary
         images = {image for row in rows.tolist() for image in self[row].get("images", ())}
-        copies = sum(image.has_copy for image in images)
+        copies = sum(image.is_cached for image in images)
         return summary | ({"images": len(images), "copies": copies} if images else {})
 
     def count_per_source(self, source_sizes: Sequence[int]) -> tuple[int, ...]:

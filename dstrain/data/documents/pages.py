@@ -24,7 +24,6 @@ from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import decode_image, read_content
 from dstrain.errors import DataError
 from dstrain.files import atomic_write, display_path, open_regular_file
-from dstrain.units import format_bytes
 
 MAX_PAGE_PIXELS = 20_000_000
 """Pixels of a rendered page; a larger one is rendered at a lower resolution. A4 at 300 dpi has 8.7 million."""
@@ -83,13 +82,7 @@ def _to_error(result: SubprocessResult, name: str, operation: str) -> BadRecord 
         if isinstance(error := getattr(builtins, kind, None), type) and issubclass(error, OSError):
             return DataError(f"pages of {name} cannot be written into the cache: {text}; set DSTRAIN_CACHE to another")
         return BadRecord(f"{name} is damaged: {operation} failed ({text}); save it again with another program")
-    memory = f"takes more than {format_bytes(LIMITS.memory_bytes)} of memory"
-    if result.status == "memory":
-        problem = memory
-    elif result.status == "time":
-        problem = f"takes more than {LIMITS.cpu_seconds} seconds of processor time"
-    else:  # PDFium itself ends the process where it gets no memory
-        problem = f"{memory} or {LIMITS.wall_seconds} seconds, or crashes PDFium"
+    problem = LIMITS.describe_excess(result.status, "PDFium")
     return BadRecord(f"{name}: {operation} {problem}; save it again with another program, or remove the record")
 
 

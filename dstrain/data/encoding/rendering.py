@@ -17,7 +17,6 @@ from dstrain.data.formats.messages import (
     common_prefix_length,
 )
 from dstrain.data.formats.preferences import Prompt, Response
-from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import DataError, Fault, RecipeError
@@ -130,8 +129,6 @@ def render_conversation(
         return messages_to_transcript(messages) + (_ASSISTANT_PREFIX if add_generation_prompt else "")
     from jinja2 import TemplateSyntaxError
 
-    # A template is a program from elsewhere, and may loop without an end.
-    check_template_terminates(tokenizer, messages)
     said = to_template_messages(tokenizer, messages)
     apply = partial(
         tokenizer.apply_chat_template, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
@@ -405,52 +402,3 @@ def shift_offset(offset: int, shifts: Shifts) -> int:
 def shift_spans(spans: Sequence[tuple[int, int]], shifts: Shifts) -> tuple[tuple[int, int], ...]:
     """Return where spans of a text are after the expansion with these shifts."""
     return tuple((shift_offset(start, shifts), shift_offset(end, shifts)) for start, end in spans)
-
-
-TEMPLATE_LIMITS = ResourceLimits(memory_bytes=2 << 30, cpu_seconds=10, wall_seconds=60.0)
-"""Limits for all conversations together; one usually takes about a millisecond."""
-_ANSWER_MESSAGE = {"role": "assistant", "content": "answer"}
-_PROBE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
-    [{"role": "user", "content": "question"}],
-    [{"role": "user", "content": "question"}, _ANSWER_MESSAGE],
-    [{"role": "system", "content": "be brief"}, *[{"role": "user", "content": "question"}, _ANSWER_MESSAGE] * 4],
-    [{"role": "user", "content": [{"type": "text", "text": "question"}]}],
-)
-_CHECKED_TEMPLATES: set[str] = set()
-
-
-def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
-    """Raise RecipeError if the chat template does not terminate or exhausts memory.
-
-    jinja's sandbox keeps a template from files, but not from using time and memory. Each template
-    is tried once, with `messages` and one conversation of every kind; a fault that occurs only with
-    other conversations is not found.
-    """
-    template = str(tokenizer.chat_template)
-    if template in _CHECKED_TEMPLATES:
-        return
-    limits = TEMPLATE_LIMITS
-    tried = run_limited(lambda: _render_all(tokenizer, [list(messages), *_PROBE_CONVERSATIONS]), limits, attempts=2)
-    problem = {
-        "lost": "could not be tried: the process that rendered it was ended from outside, or did not "
-        f"end in {limits.wall_seconds:g} seconds",
-        "time": f"does not end: it was stopped after {limits.cpu_seconds} seconds",
-        "memory": f"takes more than {limits.memory_bytes >> 30} GiB of memory for a short dialog",
-    }.get(tried.status)
-    if problem is not None:
-        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        fix = f"set {RECIPE_KEY} to another one, or to the word {BUILTIN_TEMPLATE}"
-        raise RecipeError(Fault(RECIPE_KEY, f"the chat template of {name} {problem}", fix))
-    _CHECKED_TEMPLATES.add(template)
-
-
-def _render_all(tokenizer: Any, conversations: Sequence[Any]) -> None:
-    """Render all conversations. Raises MemoryError; other errors are reported at the template's use."""
-    for conversation in conversations:
-        for add_generation_prompt in (False, True):
-            try:
-                tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False)
-            except MemoryError:
-                raise
-            except Exception:
-                continue

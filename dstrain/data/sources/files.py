@@ -219,16 +219,46 @@ class JsonLinesSource(BaseSource):
         return f"{self.name}:{self._line_numbers[index]}"
 
 
-class JsonListSource(BaseSource):
-    """A JSON list of objects, or an object with such a list under `data`; all in memory."""
+class RowsSource(BaseSource):
+    """Base class of files whose rows are all in memory, each with its line or index in the file."""
 
     def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(display_path(path), path.parent, columns)
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rename_columns(self._rows[index][1])
+
+    def location(self, index: int) -> str:
+        return f"{self.name}:{self._rows[index][0]}"
+
+    def _add_row(self, number: int, read: Callable[..., dict[str, Any]], *args: Any) -> None:
+        """Add the record `read(*args)`, or, where it raises ValueError, a bad row."""
+        try:
+            self._rows.append((number, read(*args)))
+        except ValueError as fault:
+            self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
+
+    def _decode(self, content: bytes) -> str:
+        """Return the text of the file. Raises DataError."""
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as fault:
+            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+
+
+class JsonListSource(RowsSource):
+    """A JSON list of objects, or an object with such a list under `data`; all in memory."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        super().__init__(path, columns)
         with open_maybe_gzip(path) as file:
             _check_memory(self.name, os.fstat(file.fileno()).st_size)
             content = file.read()
         rows, check_surrogates = self._parse(content)
-        self._rows: list[tuple[int, dict[str, Any]]] = []
         for index, row in enumerate(rows):
             try:
                 self._rows.append((index, check_record(row, check_surrogates)))
@@ -253,12 +283,6 @@ class JsonListSource(BaseSource):
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
         return rows, has_surrogate_escape(text)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rename_columns(self._rows[index][1])
 
     def location(self, index: int) -> str:
         """Return `train.json[12]`, with the index in the list, from 0."""
@@ -303,10 +327,6 @@ def _check_memory(name: str, size: int) -> None:
         raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
 
 
-MAX_DISK_SHARE = 0.5
-"""Share of the free space in TMPDIR that one gzip file may unpack to: 1 MB may become 1000."""
-
-
 def open_maybe_gzip(path: Path) -> BinaryIO:
     """Open a file for random access; a gzip file is first unpacked into an unnamed file in TMPDIR."""
     if path.suffix.lower() != ".gz":
@@ -316,7 +336,7 @@ def open_maybe_gzip(path: Path) -> BinaryIO:
         # A file without a name disappears with the process, however it ends.
         plain = tempfile.TemporaryFile()  # noqa: SIM115  it stays open as long as the source
         with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, temp_dir), 1 << 20)
+            shutil.copyfileobj(packed, plain, 1 << 20)
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
@@ -329,22 +349,6 @@ def open_maybe_gzip(path: Path) -> BinaryIO:
     return plain
 
 
-class _SizeLimitedWriter:
-    """A file that takes only a share of the free disk space. Raises DataError if more is written."""
-
-    def __init__(self, file: BinaryIO, path: Path, temp_dir: str) -> None:
-        self._file, self._path, self._temp_dir = file, path, temp_dir
-        self._remaining_bytes = self._max_bytes = int(shutil.disk_usage(temp_dir).free * MAX_DISK_SHARE)
-
-    def write(self, chunk: bytes) -> int:
-        self._remaining_bytes -= len(chunk)
-        if self._remaining_bytes >= 0:
-            return self._file.write(chunk)
-        size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
-        problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
-        raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")
-
-
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
 """Columns that are not values of the series."""
 TIME_COLUMNS = ("", "timestamp", "time", "date", "datetime", "index", "ds", "t", "unnamed: 0")
@@ -353,7 +357,7 @@ MIN_ASCENDING_ROWS = 8
 """Rows from which on a strictly ascending first column counts time; by chance one order in 40,320 is ascending."""
 
 
-class CsvSource(BaseSource):
+class CsvSource(RowsSource):
     """The rows of a .csv file with a header: {"series": [...], "label", "caption", ...}. All in memory.
 
     The columns label, caption, prompt, pattern and id (in any case) are texts; all others are the values of one channel, in the
@@ -362,13 +366,9 @@ class CsvSource(BaseSource):
     """
 
     def __init__(self, path: Path, columns: Columns) -> None:
-        super().__init__(display_path(path), path.parent, columns)
+        super().__init__(path, columns)
         content = path.read_bytes()
-        try:
-            reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
-        except UnicodeDecodeError as fault:
-            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
-        self._rows: list[tuple[int, dict[str, Any]]] = []
+        reader = csv.reader(io.StringIO(self._decode(content), newline=""), strict=True)
         names: list[str | None] | None = None
         self._written: set[str] = set()
         try:
@@ -378,7 +378,7 @@ class CsvSource(BaseSource):
                 if names is None:
                     names = self._read_header(row)
                     continue
-                self._add_row(reader.line_num, names, row)
+                self._add_row(reader.line_num, read_row, names, row)
             self._check_rows_are_series(names or [])
         except csv.Error as fault:
             raise DataError(f"{self.name}:{reader.line_num}: {fault}; correct the quotes") from fault
@@ -416,20 +416,8 @@ class CsvSource(BaseSource):
         fix = f'write one series per row, or leave the column out with data.columns {{"{column}": null}}'
         return DataError(f"{self.name}: {problem} with one value per column; {fix}")
 
-    def _add_row(self, number: int, names: list[str | None], row: list[str]) -> None:
-        try:
-            self._rows.append((number, read_row(names, row)))
-        except ValueError as fault:
-            self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index][1]
-
-    def location(self, index: int) -> str:
-        return f"{self.name}:{self._rows[index][0]}"
+        return self._rows[index][1]  # the header is renamed
 
 
 def read_row(names: list[str | None], row: list[str]) -> dict[str, Any]:
@@ -499,7 +487,7 @@ class TsHeader:
     keys: set[str] = field(default_factory=set)
 
 
-class TsSource(BaseSource):
+class TsSource(RowsSource):
     """The series of a .ts file: {"series": [[...], ...], "label": "..."}. All in memory.
 
     Channels are separated by colons, values by commas; the last field is the label. A question mark is a missing value
@@ -508,21 +496,13 @@ class TsSource(BaseSource):
     """
 
     def __init__(self, path: Path, columns: Columns) -> None:
-        super().__init__(display_path(path), path.parent, columns)
+        super().__init__(path, columns)
         content = path.read_bytes()
-        try:
-            lines = content.decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError as fault:
-            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+        lines = self._decode(content).splitlines()
         header, start = self._read_header(lines)
-        self._rows: list[tuple[int, dict[str, Any]]] = []
         for number, line in enumerate(lines[start:], start + 1):
-            if not line.strip() or line.startswith(("#", "%")):
-                continue
-            try:
-                self._rows.append((number, parse_line(line, header)))
-            except ValueError as fault:
-                self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
+            if line.strip() and not line.startswith(("#", "%")):
+                self._add_row(number, parse_line, line, header)
         self._set_digest(hashlib.sha256(content).hexdigest(), {name for _, row in self._rows for name in row})
 
     def _read_header(self, lines: Iterable[str]) -> tuple[TsHeader, int]:
@@ -539,15 +519,6 @@ class TsSource(BaseSource):
             except ValueError as fault:
                 raise DataError(f"{self.name}:{number}: {one_line(str(fault))}") from fault
         raise DataError(f"{self.name} has no line @data; its series begin after one")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rename_columns(self._rows[index][1])
-
-    def location(self, index: int) -> str:
-        return f"{self.name}:{self._rows[index][0]}"
 
 
 def read_header_line(line: str, header: TsHeader) -> None:

@@ -11,31 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache import file_digest
-from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources.base import BaseSource, Columns, drop_added_nulls
 from dstrain.errors import DataError
 from dstrain.files import display_path
-from dstrain.host_memory import get_available_memory
-from dstrain.units import format_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20
 """Maximum number and approximate size of rows that are decoded together."""
 MAX_CACHED_BATCHES = 4
 """Decoded batches in memory; threads that read at the same time need rows close to each other."""
-MAX_CACHED_BYTES = 256 << 20
-"""Maximum total size of these batches, except the newest."""
-MAX_DECODE_BYTES, MAX_DECODE_FACTOR = 4 << 30, 64
-"""Memory for decoding in addition to the process's own: bytes, and a multiple of the file's size.
-
-The larger one counts; the multiple, meant for rows of gigabytes, is at most half of the free memory.
-"""
-MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 4 << 30, 10_000
-"""Bytes that a file may unpack to, and a multiple of its size: the larger one counts."""
-
-
-def decode_memory_limit(file_size: int) -> int:
-    """Return the bytes that decoding a file of this size may take in addition to the process's own."""
-    return max(MAX_DECODE_BYTES, min(file_size * MAX_DECODE_FACTOR, get_available_memory() // 2))
 
 
 class ParquetSource(BaseSource):
@@ -61,7 +44,7 @@ class ParquetSource(BaseSource):
         try:
             # Mapped, so that processes of a host share the file's pages.
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            names = self._check_in_subprocess(path)
+            names = self._check_batches()
         except self._read_errors as fault:
             raise DataError(f"{self.name} is not a readable parquet file ({fault}); regenerate it") from fault
         finally:
@@ -71,54 +54,24 @@ class ParquetSource(BaseSource):
             raise DataError(f"{self.name} has no records; its table is empty")
         self._set_digest(file_digest(path), names)
 
-    def _check_in_subprocess(self, path: Path) -> set[str]:
-        """Run `_check_batches` with limited memory, because 400 bytes may unpack to gigabytes.
+    def _check_batches(self) -> set[str]:
+        """Find where the row groups end, and decode all batches. Returns the column names.
 
-        Raises DataError.
+        Raises pyarrow's errors for a damaged file, and ValueError for duplicate columns.
         """
-        size = path.stat().st_size
-        memory = decode_memory_limit(size)
-        tried = run_limited(
-            lambda: self._check_batches(max(MAX_UNPACKED_BYTES, size * MAX_UNPACKED_FACTOR)), ResourceLimits(memory)
-        )
-        # The child decoded the batches in a copy of this process: load the index here too.
-        if tried.status == "done":
-            self._load_row_group_ends()
-            return set(tried.value)
-        if tried.status == "raised":
-            raise DataError(f"{self.name} is not a readable parquet file ({tried.value[1]}); regenerate it")
-        if tried.status == "memory":
-            problem = f"{self.name} has {format_bytes(size)}, and a few of its rows take more than"
-            problem += f" {format_bytes(memory)} of memory"
-        else:
-            problem = f"the process that checked {self.name} was ended from outside"
-        raise DataError(f"{problem}; write it again with smaller values")
-
-    def _load_row_group_ends(self) -> None:
         metadata = self._file.metadata
         groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
         self._row_group_ends = [*itertools.accumulate(group.num_rows for group in groups)]
-
-    def _check_batches(self, max_bytes: int) -> list[str]:
-        """Return the column names.
-
-        Raises pyarrow's errors for a damaged file, and ValueError for duplicate columns or for a
-        file that unpacks to more than `max_bytes`.
-        """
-        self._load_row_group_ends()
         names = list(self._file.schema_arrow.names)
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"it has two columns '{duplicates[0]}'")
         for group in range(len(self._row_group_ends)):
             for start, batch in self._iter_batches(group):
-                max_bytes -= batch.nbytes
-                if max_bytes < 0:
-                    raise ValueError(f"it unpacks to more than {MAX_UNPACKED_FACTOR} times its size")
                 batch.validate(full=True)  # finds text that is not valid UTF-8
                 # One row as Python objects: some types fail only there.
                 if start == 0:
                     batch.slice(0, 1).to_pylist()
-        return names
+        return set(names)
 
     def _iter_batches(self, row_group: int) -> Iterator[tuple[int, Any]]:
         """Yield (index of the first row in the file, rows) for a row group."""
@@ -157,14 +110,9 @@ class ParquetSource(BaseSource):
             for start, batch in self._batch_iterator:
                 self._next_position = (group, start + batch.num_rows)
                 self._cached_batches.append((start, batch))
-                while len(self._cached_batches) > 1 and self._cached_bytes() > MAX_CACHED_BYTES:
-                    self._cached_batches.popleft()
                 if index < self._next_position[1]:
                     return start, batch
         raise ValueError("the file was changed while it was in use")
-
-    def _cached_bytes(self) -> int:
-        return sum(batch.nbytes for _, batch in self._cached_batches)
 
     def location(self, index: int) -> str:
         """Return `train.parquet[12]`, with the row, from 0."""

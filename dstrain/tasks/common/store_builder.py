@@ -15,7 +15,6 @@ from dstrain.data.prepare import (
     ImageRecordEncoder,
     PreparePolicy,
     RecordEncode,
-    SequentialEncode,
     SequentialEncoder,
     prepare,
 )
@@ -70,7 +69,7 @@ class StoreBuilder:
 
     def _text_encode(self) -> Encode:
         if isinstance(self.encode, SequentialEncoder):
-            return SequentialEncode(self.parse_text_only, self.encode)
+            return RecordEncode(self.parse_text_only, self.encode)
         return RecordEncode(self.parse_text_only, partial(self.encode, images=None))
 
 

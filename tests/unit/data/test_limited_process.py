@@ -8,13 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from dstrain import host_memory
 from dstrain.data.limited_process import ResourceLimits, run_limited
-from dstrain.data.sources import parquet
 from tests.workers import ROOT
 
 SOME = ResourceLimits(1 << 30, 10, 30.0)
@@ -76,28 +73,9 @@ def test_the_command_line_waits_for_its_children_again() -> None:
     assert run(script) == "3"
 
 
-def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "rows.parquet")
-    script = """
-        import sys
-        from pathlib import Path
-        from dstrain.data.sources.parquet import ParquetSource
-        print(len(ParquetSource(Path(sys.argv[1]), {})))
-    """
-    assert run(script, str(tmp_path / "rows.parquet")) == "2"
-
-
 @pytest.mark.parametrize("code", [0, 1, 9])
 def test_a_child_that_says_nothing_is_lost(code: int) -> None:
     assert run_limited(lambda: os._exit(code), SOME).status == "lost"
-
-
-def test_a_large_file_may_take_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as half of what is free: rows of gigabytes are read where there is room. A small file may not."""
-    monkeypatch.setattr(parquet, "get_available_memory", lambda: 100 << 30)
-    assert [parquet.decode_memory_limit(size) >> 30 for size in (400, 128 << 20, 1 << 40)] == [4, 8, 50]
-    monkeypatch.setattr(parquet, "get_available_memory", lambda: 1 << 30)
-    assert parquet.decode_memory_limit(1 << 40) == 4 << 30
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, SequentialEncode
+from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode
 from dstrain.data.process_pool import ProcessPoolConfig
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
@@ -62,7 +63,7 @@ def encoders() -> dict[str, Encode]:
         "conversations": RecordEncode(
             read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
         ),
-        "labelled": SequentialEncode(read_unpaired, kto),
+        "labelled": RecordEncode(read_unpaired, kto),
     }
 
 
@@ -143,15 +144,14 @@ def test_an_error_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
         encode_all(open_source(written(tmp_path)), odd)
 
 
-def test_a_process_that_is_killed_while_it_writes_is_named(tmp_path: Path) -> None:
-    def large(rows: list[tuple[int, Any]]) -> list[Any]:
-        if rows[0][0] == 9:
-            time.sleep(0.01)  # while the first result, larger than a pipe, is on its way
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [{"ids": [index] * 1_000_000} for index, _ in rows]
+def test_a_process_that_is_killed_while_it_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_half(self: Connection, content: bytes, write: Any = None) -> None:
+        os.write(self.fileno(), bytes(content[: len(content) // 2]))
+        os.kill(os.getpid(), signal.SIGKILL)
 
+    monkeypatch.setattr(Connection, "_send", send_half)
     with pytest.raises(RunError, match="SIGKILL"):
-        encode_all(open_source(written(tmp_path)), large)
+        encode_all(open_source(written(tmp_path)), lambda rows: [{"ids": [index] * 100_000} for index, _ in rows])
 
 
 def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import math
@@ -17,7 +16,7 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.data.prepare import group_by_reason
 from dstrain.data.records import BadRecord
-from dstrain.data.sources import files, parquet
+from dstrain.data.sources import files
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.data.vision.image_io import read_content, read_image
@@ -93,29 +92,6 @@ def test_messages_hold_nothing_of_a_file_that_is_no_image(content: bytes, looks:
         read_image(content)
     assert looks in str(said.value)
     assert not any(secret in str(said.value) for secret in ("root", "OPENSSH", "DOCTYPE", "ELF"))
-
-
-def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = 64 << 20
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda place: type("Usage", (), {"free": room}))
-    packed = tmp_path / "bomb.jsonl.gz"
-    with gzip.open(packed, "wb") as file:
-        for _ in range(room >> 20):
-            file.write(b" " * (1 << 20))
-    wrote = 0
-    write = files._SizeLimitedWriter.write
-
-    def count(self: files._SizeLimitedWriter, piece: bytes) -> int:
-        nonlocal wrote
-        wrote += write(self, piece)
-        return len(piece)
-
-    monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
-    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of the free space in .*; set TMPDIR"):
-        open_source(packed)
-    assert wrote <= room // 2
 
 
 def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,36 +208,6 @@ def test_an_image_is_read_as_before(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     (tmp_path / "link.png").symlink_to("a.png")
     assert read_content(tmp_path / "link.png")[0] == (tmp_path / "a.png").read_bytes()
-
-
-def test_a_table_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dictionary of one long value and a count of how often it stands there: 400 bytes for 80 GB."""
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pytest.importorskip("pyarrow.parquet")
-    value = pyarrow.array(["0" * (1 << 20)])
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 400, pyarrow.int32()), value)
-    path = tmp_path / "bomb.parquet"
-    table.write_table(pyarrow.table({"text": column}), path, compression="zstd", store_schema=False)
-    assert path.stat().st_size < 1000
-    monkeypatch.setattr(parquet, "MAX_DECODE_BYTES", 256 << 20)
-    with pytest.raises(DataError, match=r"a few of its rows take more than 256\.0 MiB of memory; write it again with"):
-        open_source(path)
-    monkeypatch.setattr(parquet, "MAX_DECODE_BYTES", 8 << 30)
-    monkeypatch.setattr(parquet, "MAX_UNPACKED_BYTES", 100 << 20)
-    with pytest.raises(DataError, match="it unpacks to more than 10000 times its size"):
-        open_source(path)
-
-
-def test_batches_in_memory_are_few_where_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(parquet, "MAX_CACHED_BYTES", 1 << 20)
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 2)
-    rows = [{"a": str(number) * 400_000} for number in range(8)]
-    table.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    source = open_source(tmp_path / "a.parquet")
-    assert [source[at] for at in (0, 7, 3, 1)] == [rows[at] for at in (0, 7, 3, 1)]
-    assert sum(batch.nbytes for _, batch in source._cached_batches) < 2 << 20  # type: ignore[attr-defined]
 
 
 # Files of series: .ts and .csv are read strictly, and every fault has its line.

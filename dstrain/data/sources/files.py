@@ -327,6 +327,10 @@ def _check_memory(name: str, size: int) -> None:
         raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
 
 
+MAX_DISK_SHARE = 0.5
+"""Share of the free space in TMPDIR that one gzip file may unpack to: 1 MB may become 1000."""
+
+
 def open_maybe_gzip(path: Path) -> BinaryIO:
     """Open a file for random access; a gzip file is first unpacked into an unnamed file in TMPDIR."""
     if path.suffix.lower() != ".gz":
@@ -336,7 +340,7 @@ def open_maybe_gzip(path: Path) -> BinaryIO:
         # A file without a name disappears with the process, however it ends.
         plain = tempfile.TemporaryFile()  # noqa: SIM115  it stays open as long as the source
         with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, plain, 1 << 20)
+            shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, temp_dir), 1 << 20)
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
@@ -347,6 +351,22 @@ def open_maybe_gzip(path: Path) -> BinaryIO:
         fix = "set TMPDIR to a folder with more space, or unpack it yourself"
         raise DataError(f"{display_path(path)} cannot be unpacked into {temp_dir}: {fault}; {fix}") from fault
     return plain
+
+
+class _SizeLimitedWriter:
+    """A file that takes only a share of the free disk space. Raises DataError if more is written."""
+
+    def __init__(self, file: BinaryIO, path: Path, temp_dir: str) -> None:
+        self._file, self._path, self._temp_dir = file, path, temp_dir
+        self._remaining_bytes = self._max_bytes = int(shutil.disk_usage(temp_dir).free * MAX_DISK_SHARE)
+
+    def write(self, chunk: bytes) -> int:
+        self._remaining_bytes -= len(chunk)
+        if self._remaining_bytes >= 0:
+            return self._file.write(chunk)
+        size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
+        problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
+        raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")
 
 
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")

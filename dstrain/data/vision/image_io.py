@@ -74,7 +74,14 @@ _EXIF_ORIENTATION_TAG = 0x0112
 UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> the Pillow Transpose that reverses it."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-_PNG_SIGNATURE = b"\x89PNG"
+_PNG_SIGNATURE, _JPEG_SIGNATURE = b"\x89PNG", b"\xff\xd8\xff"
+_JPEG_START, _JPEG_END, _JPEG_SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
+_JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
+"""Every marker that libjpeg acts on, except restarts, which are parts of a scan."""
+MAX_JPEG_SCANS = 100
+"""Maximum number of SOS markers in an image; a normal one has about 10."""
+_ICO_SIGNATURE = b"\0\0\1\0"
+_PNG_SIZE = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(.{4})(.{4})", re.DOTALL)
 _UNSUPPORTED = re.compile(r"unsupported|not supported|too large|bitfields|cannot handle|not available", re.I)
 """Words of Pillow's errors for whole files of a form that it cannot decode."""
 _TIFF_BITS_PER_SAMPLE_TAG = 258
@@ -191,6 +198,12 @@ def decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int]
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
+    if content.startswith(_JPEG_SIGNATURE) and _has_many_scans(content):
+        # Each scan of a progressive file goes over all pixels, and takes only some bytes.
+        raise BadRecord(f"{name} has more than {MAX_JPEG_SCANS} scans, which take long to decode; save it again")
+    if content.startswith(_ICO_SIGNATURE):  # Pillow decodes it when it is opened
+        for width, height in _PNG_SIZE.findall(content):
+            _check_pixels(int.from_bytes(width) * int.from_bytes(height), name)
     with raise_on_truncated_images():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):
@@ -210,6 +223,25 @@ def decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int]
         with _raise_as_bad_record(name):
             image.load()
     return image, turned or _get_exif_rotation(image)
+
+
+def _has_many_scans(content: bytes) -> bool:
+    """Return whether a JPEG file's image has more than MAX_JPEG_SCANS scans.
+
+    Markers are found as libjpeg finds them: metadata, and what follows the image, such as the video of a motion photo,
+    may hold the same bytes.
+    """
+    if content.count(_JPEG_SCAN) <= MAX_JPEG_SCANS:
+        return False
+    scans, at = 0, 0
+    while scans <= MAX_JPEG_SCANS and (found := _JPEG_MARKER.search(content, at)):
+        if scans and found[0] == _JPEG_END:  # before the first scan: tables alone, and Pillow reads on
+            return False
+        scans += found[0] == _JPEG_SCAN
+        at = found.end()
+        if found[0] not in (_JPEG_START, _JPEG_END):
+            at += int.from_bytes(content[at : at + 2])  # the segment's length
+    return scans > MAX_JPEG_SCANS
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -92,6 +93,29 @@ def test_messages_hold_nothing_of_a_file_that_is_no_image(content: bytes, looks:
         read_image(content)
     assert looks in str(said.value)
     assert not any(secret in str(said.value) for secret in ("root", "OPENSSH", "DOCTYPE", "ELF"))
+
+
+def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 64 << 20
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda place: type("Usage", (), {"free": room}))
+    packed = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(packed, "wb") as file:
+        for _ in range(room >> 20):
+            file.write(b" " * (1 << 20))
+    wrote = 0
+    write = files._SizeLimitedWriter.write
+
+    def count(self: files._SizeLimitedWriter, piece: bytes) -> int:
+        nonlocal wrote
+        wrote += write(self, piece)
+        return len(piece)
+
+    monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
+    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of the free space in .*; set TMPDIR"):
+        open_source(packed)
+    assert wrote <= room // 2
 
 
 def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

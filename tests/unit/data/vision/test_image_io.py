@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import re
 import struct
 import sys
 import threading
@@ -376,6 +377,51 @@ def test_an_image_without_a_file_yet_is_written_when_it_is_resolved(tmp_path):
     assert not (tmp_path / "made.png").exists()
     assert resolve_image(Deferred(), tmp_path / "elsewhere") == tmp_path / "made.png"
     assert (tmp_path / "made.png").exists()
+
+
+def make_jpeg() -> tuple[bytes, bytes]:
+    """Return a progressive JPEG without its end, and its last scan."""
+    buffer = io.BytesIO()
+    Image.new("L", (64, 64), 128).save(buffer, "JPEG", progressive=True)
+    content = buffer.getvalue()[:-2]
+    return content, content[content.rindex(b"\xff\xc4") :]
+
+
+@pytest.mark.parametrize(
+    ("before", "between"),
+    [
+        (b"", b""),
+        (b"", b"\xff"),  # a fill byte
+        (b"", b"\xff\x01\xff\xff"),  # markers without a length, which would hide what follows
+        (b"", b"\xff\xd0\xff\xff"),
+        (b"\xff\xd8\xff\xd9", b""),  # tables alone, then the image
+    ],
+)
+def test_a_jpeg_that_repeats_its_scans_is_refused_before_it_is_decoded(before: bytes, between: bytes) -> None:
+    content, scan = make_jpeg()
+    decode_image(before + content + b"\xff\xd9", "normal.jpg")
+    with pytest.raises(BadRecord, match=r"scans\.jpg has more than 100 scans, which take long to decode"):
+        decode_image(before + content + (between + scan) * 200 + b"\xff\xd9", "scans.jpg")
+
+
+def test_bytes_of_metadata_and_videos_are_no_scans_of_a_jpeg() -> None:
+    content, _ = make_jpeg()
+    segment = b"\xff\xeb" + (2002).to_bytes(2) + b"\xff\xda" * 1000
+    pixels = decode_image(content + b"\xff\xd9", "normal.jpg").tobytes()
+    metadata = decode_image(content[:2] + segment + content[2:] + b"\xff\xd9", "metadata.jpg")
+    motion_photo = decode_image(content + b"\xff\xd9" + b"\xff\xda" * 1000, "motion_photo.jpg")
+    assert metadata.tobytes() == motion_photo.tobytes() == pixels
+
+
+def test_an_icon_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGBA", (64, 64)).save(buffer, "ICO", sizes=[(64, 64)])
+    decode_image(buffer.getvalue(), "normal.ico")
+    monkeypatch.setattr("PIL.Image.open", lambda *_, **__: pytest.fail("it is decoded"))
+    size = re.compile(b"IHDR.{8}", re.DOTALL)
+    content = size.sub(b"IHDR" + (13000).to_bytes(4) * 2, buffer.getvalue())
+    with pytest.raises(BadRecord, match=r"large\.ico has 169000000 pixels, more than the 89478485 that are decoded"):
+        decode_image(content, "large.ico")
 
 
 # Pillow's switch for truncated images, which other packages turn on.

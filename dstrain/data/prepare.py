@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -80,11 +80,10 @@ GetGroup = Callable[[dict[str, Any]], Any]
 """Record -> what it has in common with others, such as its prompt: values of JSON, or None for nothing."""
 
 
-@runtime_checkable
 class SequentialEncoder(Protocol):
     """An encoder whose examples depend on records of earlier chunks."""
 
-    def __call__(self, items: list[Any]) -> Sequence[EncodeResult | list[EncodeResult]]: ...
+    def __call__(self, items: list[Any], /) -> Sequence[EncodeResult | list[EncodeResult]]: ...
 
     def restore_context(self, previous: Iterable[Any]) -> None:
         """Continue as if the parsed records in `previous`, the last one first, had been encoded."""

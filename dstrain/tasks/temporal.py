@@ -46,7 +46,7 @@ from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
 from dstrain.models.params import check_freeze_and_groups
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
 from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.sft import SFT, SFTExport

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from dstrain.errors import Fault, RecipeError, one_line
 
 if TYPE_CHECKING:
@@ -185,11 +187,14 @@ def _settings(value: Any) -> Mapping[Any, Any]:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MERGE_FIX = "merge it first (dstrain export RUN --merge-lora --to DIR, or peft's merge_and_unload) and name that folder"
-LORA_SETTINGS = (
-    "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
-    "alpha_pattern", "layers_to_transform", "layers_pattern",
-)  # fmt: skip
-"""Settings that determine what an adapter adds to the weights."""
+LORA_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("r", "lora_alpha"), float),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), str | list[str]),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), bool),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict[str, float]),
+    "layers_to_transform": int | list[int],
+}
+"""Setting that determines what an adapter adds to the weights -> its type."""
 METADATA_SETTINGS = (
     "base_model_name_or_path",
     "bias",
@@ -204,10 +209,6 @@ IGNORED_SETTINGS = (
     "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
 """Settings that do not affect the merged weights. Modules in `modules_to_save` are loaded from the file."""
-STRING_SETTINGS, PATTERN_SETTINGS, BOOL_SETTINGS = ("target_modules", "exclude_modules", "layers_pattern"), ("rank_pattern", "alpha_pattern"), (
-    "use_rslora", "use_dora", "fan_in_fan_out",
-)  # fmt: skip
-"""Settings by type: names, dicts of numbers, booleans."""
 DOWNLOAD_FIX = "export or download it again"
 SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
 """Initializations of an adapter that leave the base weights unchanged; others (PiSSA, OLoRA, LoftQ, …) change them."""
@@ -316,30 +317,13 @@ def find_unsupported_setting(values: Mapping[str, Any]) -> str:
 
 def find_invalid_setting(values: Mapping[str, Any]) -> str:
     """Return the problem of a setting whose value peft could not use; an empty string without one."""
-    for name in (*LORA_SETTINGS, "modules_to_save"):
+    for name, kind in {**LORA_SETTINGS, "modules_to_save": list[str]}.items():
         value = values.get(name)
-        if value is not None and not _is_valid_setting(name, value):
+        try:
+            TypeAdapter(kind | None).validate_python(value, strict=True)
+        except ValidationError:
             return f"its {name} is {value!r}"[:200]
     return ""
-
-
-def _is_valid_setting(name: str, value: Any) -> bool:
-    is_list = isinstance(value, list)
-    if name in BOOL_SETTINGS:
-        return isinstance(value, bool)
-    if name in PATTERN_SETTINGS:
-        return isinstance(value, dict) and all(_is_number(size) for size in value.values())
-    if name in STRING_SETTINGS:
-        return isinstance(value, str) or (is_list and all(isinstance(item, str) for item in value))
-    if name == "modules_to_save":
-        return is_list and all(isinstance(item, str) for item in value)
-    if name == "layers_to_transform":
-        return all(isinstance(item, int) for item in (value if is_list else [value]))
-    return _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 TOKENIZER_FILES = (

@@ -32,7 +32,7 @@ SCORE_POSITIONS = "score_positions"
 class RewardModelSource(ModelSource):
     """A model with one score for a sequence."""
 
-    auto_class_name: str = "AutoModelForSequenceClassification"
+    auto_class_name = "AutoModelForSequenceClassification"
 
     @property
     def auto_class(self) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -66,15 +66,11 @@ LANGUAGE_STAGES = ("align", "sft")
 class TemporalModelSource(ModelSource):
     """A temporal model: `model` of the recipe names a language model, or an exported temporal model."""
 
-    stage: str = "align"
-    encoder: EncoderOptions = field(default_factory=EncoderOptions)
-    get_labels: Callable[[], Sequence[str]] | None = None
-    """Returns the labels of stage classify."""
-
     @property
     def has_language_model(self) -> bool:
         """True where the model reads and writes text."""
-        return self.stage in LANGUAGE_STAGES
+        found: bool = self.task.has_language_model
+        return found
 
     @property
     def reads_text(self) -> bool:
@@ -107,7 +103,7 @@ class TemporalModelSource(ModelSource):
     @property
     def language_source(self) -> ModelSource:
         """The language model without an encoder."""
-        return ModelSource(recipe=self.recipe, records=self.records, get_tokenizer=lambda: self.tokenizer)
+        return ModelSource(task=self.task)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -117,7 +113,7 @@ class TemporalModelSource(ModelSource):
         """Return a `TemporalConfig` with the sizes of a saved encoder, or of the options. Raises RecipeError."""
         from dstrain.models.temporal import TemporalConfig  # also registers the type with transformers
 
-        own = self.encoder.config_values()
+        own = self.task.encoder.config_values()
         if not self.has_language_model:
             config = read_config(model) if self.has_encoder else TemporalConfig(**own)
             config.text_config = None
@@ -125,8 +121,8 @@ class TemporalModelSource(ModelSource):
             config = read_config(model)
             if not isinstance(config, TemporalConfig):
                 config = TemporalConfig(text_config=config, **own)
-        if self.get_labels is not None:
-            labels = self.get_labels()
+        if self.task.stage == "classify":
+            labels = self.task.known_labels
             config.id2label = dict(enumerate(labels))
             config.label2id = {label: index for index, label in enumerate(labels)}
         return config
@@ -147,7 +143,8 @@ class TemporalModelSource(ModelSource):
     def patches(self) -> PatchConfig:
         """How series are cut into patches."""
         if not self.has_encoder:
-            return self.encoder.patches  # without transformers
+            patches: PatchConfig = self.task.encoder.patches  # without transformers
+            return patches
         config: Any = self.config
         return PatchConfig(config.patch_length, config.patches_per_token)
 
@@ -155,7 +152,7 @@ class TemporalModelSource(ModelSource):
     def auto_class(self) -> Any:
         from dstrain.models.temporal import AutoTemporalModel
 
-        return AutoTemporalModel(self.stage)
+        return AutoTemporalModel(self.task.stage)
 
     def build_config(self, model: ModelConfig) -> PretrainedConfig:
         config: Any = self._read_config(model)
@@ -168,12 +165,8 @@ class TemporalModelSource(ModelSource):
         return config
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The language model's tokenizer; None for an encoder alone."""
-        return super().tokenizer if self.has_language_model else None
-
-    @cached_property
     def recipe_tokenizer(self) -> Any:
+        """The language model's tokenizer; None for an encoder alone."""
         return super().recipe_tokenizer if self.has_language_model else None
 
     @cached_property
@@ -319,9 +312,7 @@ class Temporal(SFT):
 
     @cached_property
     def model_source(self) -> TemporalModelSource:
-        source: Any = super().model_source
-        get_labels = (lambda: self.known_labels) if self.stage == "classify" else None
-        return replace(source, stage=self.stage, encoder=self.encoder, get_labels=get_labels)
+        return cast("TemporalModelSource", super().model_source)
 
     @property
     def training_items(self) -> Sequence[TrainDatasetConfig]:

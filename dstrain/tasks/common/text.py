@@ -21,9 +21,9 @@ from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import ModelValidator, check_length_dependent, check_model, check_trains_on_text
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
-from dstrain.tasks.common.model_source import ModelSource, TrainingRecords
+from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.record_task import RecordTask, policy_of
-from dstrain.tasks.common.task import Checks, Export, LossInputs, Split, has_dropout_disabled
+from dstrain.tasks.common.task import Checks, Export, LossInputs, Split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -397,23 +397,12 @@ class TextTask(RecordTask):
     @cached_property
     def model_source(self) -> ModelSource:
         """The model that the recipe names: its config, tokenizer, processor and class."""
-        return self.source_class(
-            recipe=self.recipe,
-            records=TrainingRecords(self._open_training, self.iter_texts, self.texts_name, self.parse_record),
-            disable_dropout=has_dropout_disabled(self),
-            get_tokenizer=self._get_tokenizer if self.has_own_tokenizer else None,
-        )
+        return self.source_class(task=self)
 
     @property
     def texts_name(self) -> str:
         """Name of `iter_texts` in the key of a trained tokenizer, with every option that the texts depend on."""
         return type(self).iter_texts.__qualname__
-
-    def _open_training(self) -> ConcatSource:
-        return self.open_sources(self.training_items)
-
-    def _get_tokenizer(self) -> Any:
-        return self.tokenizer
 
     @cached_property
     def tokenizer(self) -> Any:

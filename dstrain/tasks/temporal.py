@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig, check_limits
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers, read_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import Message, has_images
@@ -499,8 +498,7 @@ class Temporal(SFT):
 
 
 def _score_caption(example: Mapping[str, Any], caption: str) -> dict[str, float]:
-    references = json.loads(bytes(int(byte) for byte in example["answers"]))
-    return {"pattern_accuracy": names_right_pattern(caption, references)}
+    return {"pattern_accuracy": names_right_pattern(caption, read_answers(example))}
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:
@@ -527,24 +525,18 @@ class CaptionEncoder:
         """Return the examples of each record, one for each caption."""
         pairs = [(sample, caption) for sample in samples for caption in sample.captions]
         conversations = [Conversation(self._messages(*pair), (1,)) for pair in pairs]
-        examples = encode_conversations(self.tokenizer, conversations, self.config)
-        answers = examples
-        if not self.config.assistant_only:  # then the loss mask does not say where the prompt ends
-            answers = encode_conversations(self.tokenizer, conversations, replace(self.config, assistant_only=True))
-        rows = zip(examples, answers, strict=True)
-        return [[self._finish(sample, *next(rows)) for _ in sample.captions] for sample in samples]
+        accepted = [sample.captions for sample, _ in pairs]
+        examples = iter(encode_answers(self.tokenizer, conversations, accepted, self.config))
+        return [[self._add_series(sample, next(examples)) for _ in sample.captions] for sample in samples]
 
     def _messages(self, sample: SeriesRecord, caption: str) -> list[Message]:
         asked: Message = {"role": "user", "content": sample.prompt or self.prompt}
         return [asked, {"role": "assistant", "content": caption}]
 
-    def _finish(self, sample: SeriesRecord, example: EncodeResult, answer: EncodeResult) -> EncodeResult:
-        """Return the example with the series, all its captions, and the length of its prompt.
-
-        `answer`: the example with a loss mask of the answer alone.
-        """
-        if isinstance(example, BadRecord) or isinstance(answer, BadRecord):
-            return example if isinstance(example, BadRecord) else answer
+    def _add_series(self, sample: SeriesRecord, example: EncodeResult) -> EncodeResult:
+        """Return the example with the series and its soft tokens."""
+        if isinstance(example, BadRecord):
+            return example
         count = self.patches.count_tokens(*sample.values.shape)
         ids = insert_soft_tokens(self.tokenizer, example["input_ids"], count)
         loss_mask = [0] * count + [*example["loss_mask"]]
@@ -552,10 +544,8 @@ class CaptionEncoder:
             total = f"{count} soft tokens and {len(ids) - count} tokens of text"
             fix = "raise data.max_length or options.encoder.patch_length, or shorten the record"
             return BadRecord(f"the record has {total}, above data.max_length {self.config.max_length}; {fix}")
-        captions = json.dumps(sample.captions, ensure_ascii=False).encode()
-        columns = {"input_ids": ids, "loss_mask": loss_mask, "answers": [*captions]}
-        numbers = {"prompt_length": float(count + [*answer["loss_mask"]].index(1))}
-        return {**example, **columns, **numbers, **to_columns(sample.values, sample.stats)}
+        columns = {"input_ids": ids, "loss_mask": loss_mask, "prompt_length": count + example["prompt_length"]}
+        return {**example, **columns, **to_columns(sample.values, sample.stats)}
 
 
 PATTERN_WORDS: dict[str, str] = {

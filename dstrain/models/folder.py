@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,10 @@ BIDIRECTIONAL_TYPES = frozenset({
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
 """Encoders whose AutoModelForCausalLM attends in both directions unless the config has `is_decoder: true`."""
+
+
+NON_CAUSAL_TYPES = frozenset({"cpmant", "xlm", "xlnet"})
+"""Other language models of transformers whose tokens see later ones, whatever their config says."""
 
 
 def quantized_fault(config: Mapping[str, Any], key: str) -> Fault | None:
@@ -324,6 +328,20 @@ def find_invalid_setting(values: Mapping[str, Any]) -> str:
         except ValidationError:
             return f"its {name} is {value!r}"[:200]
     return ""
+
+
+SCORE_HEAD_FILE = "score.safetensors"
+"""File with the head of a reward model next to a base model's files."""
+
+
+def has_score_head(path: str | None, architectures: Sequence[str] | None) -> bool:
+    """Return True where the architectures of a config, or a head in the folder, show a trained reward model."""
+    adapter = read_adapter(path)
+    return (
+        any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
+        or (Path(path or "").expanduser() / SCORE_HEAD_FILE).is_file()
+        or (adapter is not None and "score" in adapter.modules_to_save)
+    )
 
 
 TOKENIZER_FILES = (

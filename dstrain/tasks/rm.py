@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, check_limits
+from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
@@ -56,11 +57,10 @@ class RewardModelSource(ModelSource):
         A base that already gives scores keeps it: its scores are read with that pad token.
         """
         from dstrain.models.load import replace_eos_pad_token
-        from dstrain.models.reward_model import has_score_head
 
         tokenizer, model = super().base_tokenizer, self.recipe.model
         own = model.tokenizer is None and model.path is not None
-        if own and not has_score_head(self.config, model.path):
+        if own and not has_score_head(model.path, self.config.architectures):
             replace_eos_pad_token(tokenizer)
         return tokenizer
 

@@ -100,9 +100,6 @@ class RecordTask(Task):
         return Checks(parse_record=self._encode_to_list if self._has_encode_record else None)
 
     def examples(self, split: Split) -> Dataset | None:  # type: ignore[override]
-        return self.load_records(split)
-
-    def load_records(self, split: Split) -> Dataset | None:
         """Return the samples of a split, cut, mixed and split as `data` says; None where there is no held-out data."""
         from dstrain.data.prepare import NO_TRAIN_DATA, split_dataset
 

@@ -15,8 +15,8 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
 from dstrain.models.adapters import check_adapter
 from dstrain.models.attention.model_types import length_limit
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder import (
+    ADAPTER_CONFIG,
     NON_CAUSAL_TYPES,
     Adapter,
     check_hub_code,

@@ -188,8 +188,8 @@ def _settings(value: Any) -> Mapping[Any, Any]:
     return {**vars(value), **{name: getattr(value, name, None) for name in properties}}
 
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGE_FIX = "merge it first (dstrain export RUN --merge-lora --to DIR, or peft's merge_and_unload) and name that folder"
 LORA_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("r", "lora_alpha"), float),
@@ -232,7 +232,7 @@ class Adapter:
 
     @property
     def weights_file(self) -> Path:
-        return self.folder / WEIGHTS_FILE
+        return self.folder / ADAPTER_WEIGHTS
 
 
 def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
@@ -241,9 +241,9 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
     Only known settings of its JSON are used, so that the file cannot cause imports.
     """
     folder = Path(name or "").expanduser()
-    if not name or not (folder / CONFIG_FILE).is_file():
+    if not name or not (folder / ADAPTER_CONFIG).is_file():
         return None
-    values = read_json_object(folder / CONFIG_FILE, key)
+    values = read_json_object(folder / ADAPTER_CONFIG, key)
     base = values.get("base_model_name_or_path")
     about = f"'{name}' is a {_peft_type(values)} adapter" + (f" of {base}" if base else "")
     if fault := _find_merge_problem(folder, values):
@@ -276,17 +276,17 @@ def read_json_object(file: Path, key: str) -> dict[str, Any]:
 
 def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (problem, fix) of an adapter that cannot be merged into its base, None for one that can."""
-    others = [file.name for file in folder.glob("*.safetensors") if file.name != WEIGHTS_FILE]
+    others = [file.name for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
     base = values.get("base_model_name_or_path")
     if (folder / "config.json").is_file() and others:
         return (
             f"but the folder also holds complete weights ({sorted(others)[0]})",
-            f"remove one of the two ({CONFIG_FILE} or the weights)",
+            f"remove one of the two ({ADAPTER_CONFIG} or the weights)",
         )
     if not isinstance(base, str) or not base:
         return (
             "without the name of its base model (base_model_name_or_path)",
-            f"write the model's folder into {CONFIG_FILE}",
+            f"write the model's folder into {ADAPTER_CONFIG}",
         )
     if values.get("peft_type") != "LORA":
         return "which cannot be merged into the weights", "name a model, or a LoRA adapter"
@@ -294,17 +294,17 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
         return f"but {problem}", DOWNLOAD_FIX
     if setting := find_unsupported_setting(values):
         return f"but its {setting} is not supported here", MERGE_FIX
-    if not (folder / WEIGHTS_FILE).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         return (
-            f"but {WEIGHTS_FILE} is missing",
+            f"but {ADAPTER_WEIGHTS} is missing",
             f"{DOWNLOAD_FIX}; pickles (adapter_model.bin) are not read",
         )
     if is_local_path(base) and not Path(base).expanduser().is_dir():
         return (
             "which does not exist",
-            f"put the model there, or write its folder into {CONFIG_FILE} (base_model_name_or_path)",
+            f"put the model there, or write its folder into {ADAPTER_CONFIG} (base_model_name_or_path)",
         )
-    if (Path(base).expanduser() / CONFIG_FILE).is_file():
+    if (Path(base).expanduser() / ADAPTER_CONFIG).is_file():
         return "which is an adapter as well", MERGE_FIX
     return None
 

@@ -21,8 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.folder import SCORE_HEAD_FILE, find_hub_code
+from dstrain.models.folder import ADAPTER_CONFIG, SCORE_HEAD_FILE, find_hub_code
 from dstrain.models.params import assign, full_shape, gathered
 from dstrain.models.weights import disable_transformers_logging
 

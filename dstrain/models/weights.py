@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import CheckpointError, Fault, RecipeError, first_names
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.folder import SCORE_HEAD_FILE, read_adapter, resolve_base_model
+from dstrain.models.folder import ADAPTER_CONFIG, SCORE_HEAD_FILE, read_adapter, resolve_base_model
 from dstrain.models.params import assign, full_shape
 
 if TYPE_CHECKING:

@@ -47,8 +47,8 @@ from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
-from dstrain.tasks.common.text import TextChecks
-from dstrain.tasks.sft import SFT, SFTExport
+from dstrain.tasks.common.text import TextChecks, TextExport
+from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
     import torch
@@ -177,8 +177,7 @@ class TemporalModelSource(ModelSource):
 class TemporalChecks(TextChecks):
     """The checks of a text task for the language model, and of the encoder's settings."""
 
-    task: Any
-    """A `Temporal`, which imports this module."""
+    task: Temporal
 
     def required_keys(self) -> None:
         recipe, source = self.task.recipe, self.task.model_source
@@ -225,16 +224,10 @@ class TemporalChecks(TextChecks):
 
 
 @dataclass(frozen=True)
-class TemporalExport(SFTExport):
+class TemporalExport(TextExport):
     """Exports a folder that `dstrain.models.temporal` loads; the labels of a classifier are in its config."""
 
-    task: Any
-    """A `Temporal`, which imports this module."""
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        if self.task.has_language_model:
-            return super().outputs(model, batch)
-        return self.task.loss(model, batch).total
+    task: Temporal
 
     def recipe(self, merged: bool) -> RunConfig:
         recipe = super().recipe(merged)
@@ -470,6 +463,11 @@ class Temporal(SFT):
             return Loss(F.cross_entropy(output, label, reduction="sum"), {"accuracy": right})
         error = (output - batch.tensors["targets"]) * batch.tensors["in_loss"]  # (B, N, P)
         return Loss(error.square().sum(), {"mae": error.detach().abs().sum()})
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if self.has_language_model:
+            return super().export_outputs(model, batch)
+        return self.loss(model, batch).total
 
     @property
     def generation_metrics(self) -> GenerationMetrics | None:

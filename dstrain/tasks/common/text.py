@@ -151,6 +151,9 @@ class TextExport(Export):
 
     task: TextTask
 
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return self.task.export_outputs(model, batch)
+
     def save_extras(self, folder: Path) -> None:
         self.task.model_source.save_processor(folder)
 
@@ -453,6 +456,10 @@ class TextTask(RecordTask):
     @cached_property
     def checks(self) -> TextChecks:
         return self.checks_class(parse_record=self.parse_record, task=self)
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Return what a reloaded export has to reproduce on a probe batch."""
+        return self.loss(model, batch).total
 
     @property
     def export(self) -> TextExport:

@@ -54,7 +54,7 @@ def made_store(task: Any, source: ConcatSource, folder: Path, count: int, thread
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
     with (
         patch.dict(os.environ, env),
-        patch("dstrain.tasks.common.store_builder.count_available_cores", lambda: count),
+        patch("dstrain.tasks.common.record_task.count_available_cores", lambda: count),
     ):
         return task.build_store(source)
 

@@ -21,7 +21,7 @@ from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, Preset
 from dstrain.tasks import Task, builtin_tasks, make_task
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.copies import open_filesystem
 from dstrain.train.ds_config import resolve_ds_config

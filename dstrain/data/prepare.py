@@ -83,7 +83,7 @@ GetGroup = Callable[[dict[str, Any]], Any]
 class SequentialEncoder(Protocol):
     """An encoder whose examples depend on records of earlier chunks."""
 
-    def __call__(self, items: list[Any]) -> Sequence[EncodeResult | list[EncodeResult]]: ...
+    def __call__(self, items: list[Any], /) -> Sequence[EncodeResult | list[EncodeResult]]: ...
 
     def restore_context(self, previous: Iterable[Any]) -> None:
         """Continue as if the parsed records in `previous`, the last one first, had been encoded."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import Fault, RecipeError, first_names
 from dstrain.models.folder import (
-    CONFIG_FILE,
+    ADAPTER_CONFIG,
     DOWNLOAD_FIX,
     LORA_SETTINGS,
     METADATA_SETTINGS,
@@ -94,9 +94,9 @@ def load_adapters(model: Any, folder: Path) -> Any:
     from peft import LoraConfig as PeftConfig
     from peft import PeftModel
 
-    values = read_json_object(folder / CONFIG_FILE, str(folder))
+    values = read_json_object(folder / ADAPTER_CONFIG, str(folder))
     if problem := find_invalid_setting(values):
-        raise RecipeError(Fault(str(folder / CONFIG_FILE), problem, DOWNLOAD_FIX))
+        raise RecipeError(Fault(str(folder / ADAPTER_CONFIG), problem, DOWNLOAD_FIX))
     if setting := find_unsupported_setting({**values, "bias": "none", "init_lora_weights": True}):
         problem = f"its {setting} is not supported here"
         raise RecipeError(Fault(str(folder), problem, "merge it with peft's merge_and_unload"))

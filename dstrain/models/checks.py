@@ -8,16 +8,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
 from dstrain.models.adapters import check_adapter
-from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, length_limit
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
+from dstrain.models.attention.model_types import length_limit
 from dstrain.models.folder import (
+    ADAPTER_CONFIG,
+    NON_CAUSAL_TYPES,
     Adapter,
     check_hub_code,
     find_tokenizer_files,
@@ -372,9 +372,9 @@ class ModelValidator:
         if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
             key = "model.path" if self._model.path else "model.config"
             raise RecipeError(bidirectional_fault(key, config.model_type))
-        if self.can_generate and sees_later_tokens(meta_model):
+        if self.can_generate and config.model_type in NON_CAUSAL_TYPES:
             key = "model.path" if self._model.path else "model.config.model_type"
-            problem = f"{config.model_type} models see the tokens that they have to predict (tried on a small copy)"
+            problem = f"{config.model_type} models see the tokens that they have to predict"
             raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
         if not self.can_generate and config.model_type in _EOS_HEAD_TYPES:
             key = "model.path" if self._model.path else "model.config.model_type"
@@ -446,55 +446,3 @@ def check_trains_on_text(meta_model: PreTrainedModel, model: ModelConfig) -> Non
     if not trains_on_text(meta_model):
         problem = "no record has an image, and model.freeze leaves no parameter that text alone can train"
         raise DataError(Fault("data.train", problem, "give records with images, or freeze less"))
-
-
-_SMALL_SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim_model": 32, "embedding_size": 32,
-    "intermediate_size": 64, "d_inner": 64, "n_inner": 64, "dim_ff": 64, "ffn_dim": 64, "num_hidden_layers": 2,
-    "num_layers": 2, "n_layer": 2, "n_layers": 2, "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
-    "num_heads": 4, "num_key_value_heads": 4, "decoder_attention_heads": 4, "d_head": 8, "head_dim": 8, "dim_head": 8,
-    "max_position_embeddings": 64, "n_positions": 64,
-}  # fmt: skip
-"""Sizes of the copy that is probed, under the names of different families."""
-_CAUSALITY_TOLERANCE = 1e-4
-_NUM_TOKENS = 16
-
-
-def sees_later_tokens(model: PreTrainedModel) -> bool:
-    """Return True where the logits of a token depend on later tokens, as those of XLNet and CPM-Ant do.
-
-    A small copy of the family is run on two rows that differ in their second halves. Families whose logits are compared
-    by tests are not probed, nor are those of which no small copy can be made, or which take images.
-    """
-    config: Any = model.config
-    if config.model_type in NO_MASK_MODEL_TYPES or hasattr(config, "vision_config"):
-        return False
-    if not type(model).__module__.startswith("transformers."):  # code that came with the weights
-        return False
-    settings = tuple((name, value) for name in _ATTENTION_KEYS if (value := getattr(config, name, None)) is not None)
-    model_type: Any = type(model)
-    config_type: Any = type(config)
-    return bool(_logits_differ(model_type, config_type, settings))
-
-
-_ATTENTION_KEYS = ("is_decoder", "use_bidirectional_attention", "attn_type", "bi_data")
-"""Settings that decide whether a family is causal."""
-
-
-@cache
-def _logits_differ(model_type: Any, config_type: Any, settings: tuple[tuple[str, Any], ...]) -> bool:
-    import torch
-
-    known = config_type().to_dict()
-    attributes = {**{value: name for name, value in config_type.attribute_map.items()}, **config_type.attribute_map}
-    sizes = {name: size for name, size in _SMALL_SIZES.items() if name in known or name in attributes}
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            model = model_type(config_type(**sizes, **dict(settings))).float().eval()
-            ids = torch.arange(2 * _NUM_TOKENS).view(2, _NUM_TOKENS) % 32 + 8
-            ids[1, : _NUM_TOKENS // 2] = ids[0, : _NUM_TOKENS // 2]
-            logits = model(input_ids=ids).logits[:, : _NUM_TOKENS // 2].float()
-    except Exception:  # a family with other needs: it is tried by its own training
-        return False
-    return bool((logits[0] - logits[1]).abs().max() > _CAUSALITY_TOLERANCE * logits.abs().max())

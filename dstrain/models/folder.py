@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from dstrain.errors import Fault, RecipeError, one_line
 
@@ -85,6 +87,10 @@ BIDIRECTIONAL_TYPES = frozenset({
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
 """Encoders whose AutoModelForCausalLM attends in both directions unless the config has `is_decoder: true`."""
+
+
+NON_CAUSAL_TYPES = frozenset({"cpmant", "xlm", "xlnet"})
+"""Other language models of transformers whose tokens see later ones, whatever their config says."""
 
 
 def quantized_fault(config: Mapping[str, Any], key: str) -> Fault | None:
@@ -182,14 +188,17 @@ def _settings(value: Any) -> Mapping[Any, Any]:
     return {**vars(value), **{name: getattr(value, name, None) for name in properties}}
 
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGE_FIX = "merge it first (dstrain export RUN --merge-lora --to DIR, or peft's merge_and_unload) and name that folder"
-LORA_SETTINGS = (
-    "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
-    "alpha_pattern", "layers_to_transform", "layers_pattern",
-)  # fmt: skip
-"""Settings that determine what an adapter adds to the weights."""
+LORA_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("r", "lora_alpha"), float),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), str | list[str]),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), bool),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict[str, float]),
+    "layers_to_transform": int | list[int],
+}
+"""Setting that determines what an adapter adds to the weights -> its type."""
 METADATA_SETTINGS = (
     "base_model_name_or_path",
     "bias",
@@ -204,10 +213,6 @@ IGNORED_SETTINGS = (
     "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
 """Settings that do not affect the merged weights. Modules in `modules_to_save` are loaded from the file."""
-STRING_SETTINGS, PATTERN_SETTINGS, BOOL_SETTINGS = ("target_modules", "exclude_modules", "layers_pattern"), ("rank_pattern", "alpha_pattern"), (
-    "use_rslora", "use_dora", "fan_in_fan_out",
-)  # fmt: skip
-"""Settings by type: names, dicts of numbers, booleans."""
 DOWNLOAD_FIX = "export or download it again"
 SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
 """Initializations of an adapter that leave the base weights unchanged; others (PiSSA, OLoRA, LoftQ, …) change them."""
@@ -227,7 +232,7 @@ class Adapter:
 
     @property
     def weights_file(self) -> Path:
-        return self.folder / WEIGHTS_FILE
+        return self.folder / ADAPTER_WEIGHTS
 
 
 def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
@@ -236,9 +241,9 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
     Only known settings of its JSON are used, so that the file cannot cause imports.
     """
     folder = Path(name or "").expanduser()
-    if not name or not (folder / CONFIG_FILE).is_file():
+    if not name or not (folder / ADAPTER_CONFIG).is_file():
         return None
-    values = read_json_object(folder / CONFIG_FILE, key)
+    values = read_json_object(folder / ADAPTER_CONFIG, key)
     base = values.get("base_model_name_or_path")
     about = f"'{name}' is a {_peft_type(values)} adapter" + (f" of {base}" if base else "")
     if fault := _find_merge_problem(folder, values):
@@ -271,17 +276,17 @@ def read_json_object(file: Path, key: str) -> dict[str, Any]:
 
 def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (problem, fix) of an adapter that cannot be merged into its base, None for one that can."""
-    others = [file.name for file in folder.glob("*.safetensors") if file.name != WEIGHTS_FILE]
+    others = [file.name for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
     base = values.get("base_model_name_or_path")
     if (folder / "config.json").is_file() and others:
         return (
             f"but the folder also holds complete weights ({sorted(others)[0]})",
-            f"remove one of the two ({CONFIG_FILE} or the weights)",
+            f"remove one of the two ({ADAPTER_CONFIG} or the weights)",
         )
     if not isinstance(base, str) or not base:
         return (
             "without the name of its base model (base_model_name_or_path)",
-            f"write the model's folder into {CONFIG_FILE}",
+            f"write the model's folder into {ADAPTER_CONFIG}",
         )
     if values.get("peft_type") != "LORA":
         return "which cannot be merged into the weights", "name a model, or a LoRA adapter"
@@ -289,17 +294,17 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
         return f"but {problem}", DOWNLOAD_FIX
     if setting := find_unsupported_setting(values):
         return f"but its {setting} is not supported here", MERGE_FIX
-    if not (folder / WEIGHTS_FILE).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         return (
-            f"but {WEIGHTS_FILE} is missing",
+            f"but {ADAPTER_WEIGHTS} is missing",
             f"{DOWNLOAD_FIX}; pickles (adapter_model.bin) are not read",
         )
     if is_local_path(base) and not Path(base).expanduser().is_dir():
         return (
             "which does not exist",
-            f"put the model there, or write its folder into {CONFIG_FILE} (base_model_name_or_path)",
+            f"put the model there, or write its folder into {ADAPTER_CONFIG} (base_model_name_or_path)",
         )
-    if (Path(base).expanduser() / CONFIG_FILE).is_file():
+    if (Path(base).expanduser() / ADAPTER_CONFIG).is_file():
         return "which is an adapter as well", MERGE_FIX
     return None
 
@@ -316,30 +321,27 @@ def find_unsupported_setting(values: Mapping[str, Any]) -> str:
 
 def find_invalid_setting(values: Mapping[str, Any]) -> str:
     """Return the problem of a setting whose value peft could not use; an empty string without one."""
-    for name in (*LORA_SETTINGS, "modules_to_save"):
+    for name, kind in {**LORA_SETTINGS, "modules_to_save": list[str]}.items():
         value = values.get(name)
-        if value is not None and not _is_valid_setting(name, value):
+        try:
+            TypeAdapter(kind | None).validate_python(value, strict=True)
+        except ValidationError:
             return f"its {name} is {value!r}"[:200]
     return ""
 
 
-def _is_valid_setting(name: str, value: Any) -> bool:
-    is_list = isinstance(value, list)
-    if name in BOOL_SETTINGS:
-        return isinstance(value, bool)
-    if name in PATTERN_SETTINGS:
-        return isinstance(value, dict) and all(_is_number(size) for size in value.values())
-    if name in STRING_SETTINGS:
-        return isinstance(value, str) or (is_list and all(isinstance(item, str) for item in value))
-    if name == "modules_to_save":
-        return is_list and all(isinstance(item, str) for item in value)
-    if name == "layers_to_transform":
-        return all(isinstance(item, int) for item in (value if is_list else [value]))
-    return _is_number(value)
+SCORE_HEAD_FILE = "score.safetensors"
+"""File with the head of a reward model next to a base model's files."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def has_score_head(path: str | None, architectures: Sequence[str] | None) -> bool:
+    """Return True where the architectures of a config, or a head in the folder, show a trained reward model."""
+    adapter = read_adapter(path)
+    return (
+        any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
+        or (Path(path or "").expanduser() / SCORE_HEAD_FILE).is_file()
+        or (adapter is not None and "score" in adapter.modules_to_save)
+    )
 
 
 TOKENIZER_FILES = (

@@ -362,6 +362,7 @@ class HeadInput:
     """Input of the output head in a forward pass, and what the model does with the logits afterwards."""
 
     head: torch.nn.Module
+    """The identity for a model whose head cannot be called separately: its hidden states are its logits."""
     hidden_states: torch.Tensor
     """(B, K, H)"""
     postprocessing: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
@@ -394,8 +395,8 @@ class HeadInput:
             return fields.name(head(rows, targets))
 
 
-def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput | torch.Tensor:
-    """Return the input of the model's head in `forward`; logits (B, K, V) where the head cannot be called separately.
+def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput:
+    """Return the input of the model's head in `forward`, or the logits where the head cannot be called separately.
 
     `forward` calls the model and returns the logits. During the call a HeadRecorder replaces the head. A model that
     changes its logits in place is called once more with its own head, and always with it from then on. The decision
@@ -403,16 +404,16 @@ def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tenso
     """
     head = _find_separable_head(model)
     if head is None:
-        return forward()
+        return HeadInput(torch.nn.Identity(), forward(), ())
     with _head_recorded(model, head) as recorder:
         logits = forward()
     # The model called something that needed real logits, or returned other ones.
     if not isinstance(logits, LazyLogits):
-        return logits
+        return HeadInput(torch.nn.Identity(), logits, ())
     if not recorder.is_head_used and hasattr(logits, "steps"):
         return HeadInput(head, logits.hidden_states, logits.steps)
     _IN_PLACE_MODELS.add(model)
-    return forward()
+    return HeadInput(torch.nn.Identity(), forward(), ())
 
 
 _IN_PLACE_MODELS: WeakSet[torch.nn.Module] = WeakSet()
@@ -473,28 +474,13 @@ def _score_in_chunks(
     rows: torch.Tensor,
     targets: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    size = rows_per_chunk(cast(int, head.out_features), rows.device)
+    vocab_size = rows.shape[-1] if isinstance(head, torch.nn.Identity) else cast(int, head.out_features)
+    size = rows_per_chunk(vocab_size, rows.device)
     # A single chunk keeps its logits for the backward pass: nothing is recomputed.
     if len(rows) <= size:
         return score_chunk(rows, targets)
     trainable = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    config = _ChunkConfig(score_chunk, size, _has_active_dropout(head))
-    return cast("tuple[torch.Tensor, ...]", _ChunkedScores.apply(config, rows, targets, *trainable))
-
-
-def _has_active_dropout(head: torch.nn.Module) -> bool:
-    """Return True where dropout is active in the head (in its adapters): both passes must drop the same units."""
-    dropout = torch.nn.modules.dropout._DropoutNd
-    return any(isinstance(part, dropout) and part.training and part.p > 0 for part in head.modules())
-
-
-class _ChunkConfig(NamedTuple):
-    """Function and sizes of one chunked evaluation."""
-
-    score_chunk: Callable[..., tuple[torch.Tensor, ...]]
-    """(rows, targets) -> the fields of TokenScores that are not None."""
-    chunk_size: int
-    has_dropout: bool
+    return cast("tuple[torch.Tensor, ...]", _ChunkedScores.apply(score_chunk, size, rows, targets, *trainable))
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -506,17 +492,23 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, config: _ChunkConfig, rows: torch.Tensor, targets: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        score_chunk: Callable[..., tuple[torch.Tensor, ...]],
+        size: int,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> Any:
-        ctx.config, ctx.parameters = config, parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
+        ctx.score_chunk, ctx.size = score_chunk, size
+        ctx.parameters = parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
         kind = rows.device.type
         # autograd calls `backward` outside of the caller's autocast context.
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        if config.has_dropout:
-            ctx.rng_state = torch.get_rng_state(), *get_device_states(rows)
+        # Dropout, in adapters of the head, must drop the same units in both passes.
+        ctx.rng_state = torch.get_rng_state(), *get_device_states(rows)
         ctx.save_for_backward(rows, targets)
-        chunks = zip(rows.split(config.chunk_size), targets.split(config.chunk_size), strict=True)
-        scores = [config.score_chunk(*chunk) for chunk in chunks]
+        chunks = zip(rows.split(size), targets.split(size), strict=True)
+        scores = [score_chunk(*chunk) for chunk in chunks]
         columns = tuple(torch.cat(column) for column in zip(*scores, strict=True))
         ctx.mark_non_differentiable(*(column for column in columns if not column.is_floating_point()))
         return columns
@@ -527,13 +519,13 @@ class _ChunkedScores(torch.autograd.Function):
         rows, targets = ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
         with (
-            _fork_rng(ctx.rng_state if ctx.config.has_dropout else None),
+            _fork_rng(*ctx.rng_state),
             torch.enable_grad(),
             torch.autocast(kind, dtype, enabled=enabled),
         ):
             row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, grad_outputs)
-        # For each argument of `forward`: config, rows, targets, parameters.
-        return None, row_grad, None, *parameter_grads
+        # For each argument of `forward`: score_chunk, size, rows, targets, parameters.
+        return None, None, row_grad, None, *parameter_grads
 
 
 def _chunk_gradients(
@@ -543,26 +535,24 @@ def _chunk_gradients(
 
     `grad_outputs`: those of the requested fields of TokenScores, each (N,).
     """
-    config, needs_row_grad = ctx.config, ctx.needs_input_grad[1]
-    row_grads: list[torch.Tensor] = []
+    needs_row_grad = ctx.needs_input_grad[2]
+    row_grad = torch.empty_like(rows) if needs_row_grad else None
     sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
-    chunks = zip(*(one.split(config.chunk_size) for one in (rows, targets, *grad_outputs)), strict=True)
-    for chunk, chunk_targets, *chunk_grads in chunks:
+    for at in _slices(0, len(rows), ctx.size):
         # A leaf, (n, H): the gradient stops here, and the model's own graph is left alone.
-        chunk = chunk.detach().requires_grad_(needs_row_grad)
-        scores = config.score_chunk(chunk, chunk_targets)
-        outputs = [pair for pair in zip(scores, chunk_grads, strict=True) if pair[0].is_floating_point()]
+        chunk = rows[at].detach().requires_grad_(needs_row_grad)
+        scores = ctx.score_chunk(chunk, targets[at])
+        outputs = [pair for pair in zip(scores, grad_outputs, strict=True) if pair[0].is_floating_point()]
         inputs = [*ctx.parameters, *[chunk][:needs_row_grad]]
-        differentiable, given = zip(*outputs, strict=True)
+        differentiable, given = zip(*((score, grad[at]) for score, grad in outputs), strict=True)
         grads = [*torch.autograd.grad(differentiable, inputs, given, allow_unused=True)]
-        if needs_row_grad:
-            row_grads.append(grads.pop())
+        if row_grad is not None:
+            row_grad[at] = grads.pop()
         for index, grad in enumerate(grads):
             sums[index] = _accumulate(sums[index], grad)
         del scores, outputs, differentiable, grads  # before the next chunk allocates its logits
     parameter_grads = [None if one is None else one.to(p.dtype) for one, p in zip(sums, ctx.parameters, strict=True)]
-    # (N, H) and the shapes of the parameters
-    return torch.cat(row_grads) if needs_row_grad else None, parameter_grads
+    return row_grad, parameter_grads  # (N, H) and the shapes of the parameters
 
 
 def _accumulate(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -575,12 +565,8 @@ def _accumulate(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.
 
 
 @contextmanager
-def _fork_rng(rng_state: Any) -> Iterator[None]:
-    """Restore a state of the random generators inside the context, on host and devices; None changes nothing."""
-    if rng_state is None:
-        yield
-        return
-    host_state, devices, device_states = rng_state
+def _fork_rng(host_state: torch.Tensor, devices: list[int], device_states: list[torch.Tensor]) -> Iterator[None]:
+    """Restore a state of the random generators inside the context, on host and devices."""
     with torch.random.fork_rng(devices=devices):
         torch.set_rng_state(host_state)
         set_device_states(devices, device_states)

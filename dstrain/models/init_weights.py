@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,51 +202,34 @@ WRAPPER_PREFIX = "module"
 
 
 def match_keys(keys: Collection[str], canonical_keys: Mapping[str, str], base_prefix: str) -> dict[str, str]:
-    """Return file key -> model key, by the one transformation of all keys that matches most weights.
+    """Return file key -> model key: without wrappers, then as it is, or with `base_prefix` added or removed.
 
-    Of equally good transformations the simplest wins. `canonical_keys`: every key of the model -> the first key of that
-    tensor, which tied tensors share. `base_prefix`: the name of transformers' base model. Keys that are not in the
-    model are returned too.
+    Of the three the one that matches most weights, the first of equals. `canonical_keys`: every key of the model -> the
+    first key of that tensor, which tied tensors share. `base_prefix`: the name of transformers' base model. Keys that
+    are not in the model are returned too.
     """
 
     def count_matches(key_map: Mapping[str, str]) -> int:
         # A set: tied keys count once, so that repeating a tensor is no better match.
         return len({canonical_keys[name] for name in key_map.values() if name in canonical_keys})
 
-    # max() takes the first of equals, so the simplest wins.
-    return max(_iter_key_maps(keys, canonical_keys, f"{base_prefix}."), key=count_matches)
+    plain = {name: _strip_wrappers(name, canonical_keys) for name in keys}
+    if not base_prefix:
+        return plain
+    base = f"{base_prefix}."
+    added = {name: base + short if base + short in canonical_keys else short for name, short in plain.items()}
+    removed = {name: short.removeprefix(base) for name, short in plain.items()}
+    return max((plain, added, removed), key=count_matches)
 
 
-def _iter_key_maps(
-    keys: Collection[str], canonical_keys: Mapping[str, str], base_prefix: str
-) -> Iterator[dict[str, str]]:
-    """Yield the transformations, simplest first: unchanged, then without 1, 2, … wrappers.
-
-    Each is followed by the same with `base_prefix` added, and with `base_prefix` removed.
-    """
-    max_depth = max((_wrapper_depth(_split_key(name)) for name in keys), default=0)
-    for depth in range(-1, max_depth + 1):
-        plain = {name: name if depth < 0 else _strip_wrappers(_split_key(name), depth) for name in keys}
-        yield plain
-        if base_prefix != ".":
-            yield {
-                name: base_prefix + short if base_prefix + short in canonical_keys else short
-                for name, short in plain.items()
-            }
-            yield {name: short.removeprefix(base_prefix) for name, short in plain.items()}
-
-
-def _split_key(key: str) -> list[str]:
-    return [word for word in key.split(".") if word != COMPILE_PREFIX]
-
-
-def _wrapper_depth(parts: list[str]) -> int:
-    """Return the number of leading wrapper parts."""
-    return next((index for index, word in enumerate(parts) if word != WRAPPER_PREFIX), 0)
-
-
-def _strip_wrappers(parts: list[str], depth: int) -> str:
-    return ".".join(parts[min(depth, _wrapper_depth(parts)) :])
+def _strip_wrappers(key: str, canonical_keys: Collection[str]) -> str:
+    """Return the key without wrappers, except those that belong to the model's own key."""
+    if key in canonical_keys:
+        return key
+    short = ".".join(word for word in key.split(".") if word != COMPILE_PREFIX)
+    while short not in canonical_keys and short.startswith(f"{WRAPPER_PREFIX}."):
+        short = short.removeprefix(f"{WRAPPER_PREFIX}.")
+    return short
 
 
 def diff_prefix(key: str, target: str) -> tuple[str, str]:

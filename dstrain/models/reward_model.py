@@ -21,8 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.folder import find_hub_code, read_adapter
+from dstrain.models.folder import ADAPTER_CONFIG, SCORE_HEAD_FILE, find_hub_code
 from dstrain.models.params import assign, full_shape, gathered
 from dstrain.models.weights import disable_transformers_logging
 
@@ -31,20 +30,8 @@ if TYPE_CHECKING:
 
 # Shapes: B rows, L tokens, H width.
 
-SCORE_HEAD_FILE = "score.safetensors"
-"""File next to a base model's files, with the head's SCORE_WEIGHT_KEY."""
 SCORE_WEIGHT_KEY = "score.weight"
-
-
-def has_score_head(config: PretrainedConfig, path: str | None) -> bool:
-    """Return True where the config's architectures, or a head in the folder, show a trained reward model."""
-    names = config.architectures or ()
-    adapter = read_adapter(path)
-    return (
-        any(name.endswith("ForSequenceClassification") for name in names)
-        or (Path(path or "").expanduser() / SCORE_HEAD_FILE).is_file()
-        or (adapter is not None and "score" in adapter.modules_to_save)
-    )
+"""Key in SCORE_HEAD_FILE."""
 
 
 class RewardModelMixin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -341,7 +340,9 @@ class AutoTemporalModel:
 def init_missing(model: PreTrainedModel, missing: set[str], rng_state: torch.Tensor) -> None:
     """Initialize the weights with these keys, with the same draws at every ZeRO stage. Collective under ZeRO-3."""
     torch.set_rng_state(rng_state)
-    for name, parameter in _iter_missing(model, missing):
+    for name, parameter in model.named_parameters():
+        if name not in missing:
+            continue
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         kind = model.get_submodule(name.rpartition(".")[0])
         # On the CPU in fp32: the same draws for any device, dtype and stage.
@@ -352,9 +353,3 @@ def init_missing(model: PreTrainedModel, missing: set[str], rng_state: torch.Ten
         else:
             value = torch.randn(shape) * shape[-1] ** -0.5
         assign(parameter, lambda value=value: value)  # type: ignore[misc]
-
-
-def _iter_missing(model: PreTrainedModel, missing: set[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if name in missing:
-            yield name, parameter

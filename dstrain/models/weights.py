@@ -9,7 +9,7 @@ import os
 import os.path
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import CheckpointError, Fault, RecipeError, first_names
-from dstrain.models.folder import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.folder import read_adapter, resolve_base_model
+from dstrain.models.folder import ADAPTER_CONFIG, SCORE_HEAD_FILE, read_adapter, resolve_base_model
 from dstrain.models.params import assign, full_shape
 
 if TYPE_CHECKING:
@@ -238,7 +237,11 @@ def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
         raise RecipeError(faults)
     # transformers prefers safetensors: pickles next to them are not read.
     if open_pickles and not any(folder.glob("*.safetensors")):
-        _check_pickles(sorted(folder.glob("pytorch_model*.bin")))
+        try:
+            for file in sorted(folder.glob("pytorch_model*.bin")):
+                open_tensors([file])  # values stay on disk
+        except RecipeError as error:
+            raise RecipeError(replace(fault, where="model.path") for fault in error.faults) from error
 
 
 def has_weights(folder: Path) -> bool:
@@ -252,15 +255,6 @@ def _suggest_fix(problem: str) -> str:
     if problem.startswith("cannot be read"):
         return "check the permissions of the file"
     return "download it again (`git lfs pull` if git left a pointer)"
-
-
-def _check_pickles(files: Sequence[Path]) -> None:
-    """Raise RecipeError for a pickle that holds more than tensors. Values stay on disk."""
-    try:
-        for file in files:
-            open_tensors([file])
-    except RecipeError as error:
-        raise RecipeError(Fault("model.path", fault.problem, fault.fix) for fault in error.faults) from error
 
 
 MODEL_FILE = "model.safetensors"
@@ -345,7 +339,13 @@ def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadRe
             )  # fmt: skip
     except Exception:  # custom code, or a family that needs real values while loading
         return None
-    return _to_load_report(info, _score_head_keys(folder))
+    head = folder / SCORE_HEAD_FILE
+    head_keys = {*open_tensors([head])} if head.is_file() else set()
+    return LoadReport(
+        missing=tuple(sorted({*info["missing_keys"]} - head_keys)),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=tuple(sorted((name, tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"])),
+    )
 
 
 def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
     import torch
 
     try:
-        files = [file for file in find_weight_files(folder, "model.path") if file.name not in SCORE_HEAD_FILES]
+        files = [file for file in find_weight_files(folder, "model.path") if file.name != SCORE_HEAD_FILE]
         tensors = open_tensors(files)
     except RecipeError as error:
         raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
@@ -364,22 +364,6 @@ def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
             )
             raise RecipeError(Fault("model.path", problem, "give weights in 16 or 32 bits"))
     return {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-
-
-SCORE_HEAD_FILES = ("score.safetensors",)
-"""Head files next to a base model. Named here too, because `dstrain.models.reward_model` imports torch."""
-
-
-def _score_head_keys(folder: Path) -> set[str]:
-    return {name for file in SCORE_HEAD_FILES if (folder / file).is_file() for name in open_tensors([folder / file])}
-
-
-def _to_load_report(info: Mapping[str, Any], head_keys: Collection[str]) -> LoadReport:
-    return LoadReport(
-        missing=tuple(sorted({*info["missing_keys"]} - {*head_keys})),
-        unexpected=tuple(sorted(info["unexpected_keys"])),
-        mismatched=tuple(sorted((name, tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"])),
-    )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import DatasetConfig, LoraConfig, check_limits
 from dstrain.data.documents.source import DocumentOptions, DocumentSource
-from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_answers, read_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion, messages_to_transcript
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
@@ -158,12 +157,8 @@ class DocQA(SFT):
         return f"{super().texts_name} {self.prompt_template}"
 
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
-        encoded = super().encode(samples, images)
-        spans = encoded
-        if not self.assistant_only_loss:  # then the loss mask does not say where the prompt ends
-            config = replace(self._encoding_config, assistant_only=True)
-            spans = encode_conversations(self.tokenizer, samples, config, images)
-        return [_add_answer_columns(*row) for row in zip(encoded, spans, samples, strict=True)]
+        accepted = [sample.accepted for sample in samples]
+        return encode_answers(self.tokenizer, samples, accepted, self._encoding_config, images)
 
     def encode_key(self) -> dict[str, Any]:
         return {**super().encode_key(), "what": "document questions", "prompt_template": self.prompt_template}
@@ -225,24 +220,13 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _add_answer_columns(example: EncodeResult, span: EncodeResult, sample: DocumentConversation) -> EncodeResult:
-    """Return the example with its accepted answers as UTF-8 bytes of JSON, and the number of tokens of its prompt.
-
-    `span` is the example with a loss mask of the answer alone.
-    """
-    if isinstance(example, BadRecord) or isinstance(span, BadRecord):
-        return example if isinstance(example, BadRecord) else span
-    answers = json.dumps(sample.accepted, ensure_ascii=False).encode()
-    return {**example, "answers": [*answers], "prompt_length": float([*span["loss_mask"]].index(1))}
-
-
 def _get_prompt(example: Mapping[str, Any]) -> EncodedPrompt:
     ids = example["input_ids"][: int(example["prompt_length"])]
     return EncodedPrompt("", [int(token) for token in ids], tuple(example.get("images", ())))
 
 
 def _score_answer(example: Mapping[str, Any], answer: str) -> dict[str, float]:
-    accepted = json.loads(bytes(int(byte) for byte in example["answers"]))
+    accepted = read_answers(example)
     return {name: score(answer, accepted) for name, score in ANSWER_METRICS.items()}
 
 

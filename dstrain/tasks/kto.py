@@ -18,13 +18,18 @@ from dstrain.data.encoding.preferences import UnpairedEncoder
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
+from dstrain.data.prepare import RecordEncode, prepare
+from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
+from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
 from dstrain.tasks.common.task import Loss, LossInputs, tiny_recipe
 
 if TYPE_CHECKING:
     import torch
+
+    from dstrain.data.encoding.rendering import PlaceholderExpansion
 
 MISMATCHED = "mismatched_"
 """Prefix of the tensors of a forward pass over answers to other prompts."""
@@ -82,9 +87,11 @@ class KTO(ReferenceTask):
     ) -> RecordWithImages[Any]:
         return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
 
-    @property
-    def encode(self) -> UnpairedEncoder:  # type: ignore[override]
-        """A new encoder: it holds the last answer of a chunk for the next one."""
+    def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:
+        return self._make_encoder()(samples)
+
+    def _make_encoder(self) -> UnpairedEncoder:
+        """Return a new encoder, which holds the last answer of a chunk for the next one."""
         return UnpairedEncoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
 
     def encode_key(self) -> dict[str, Any]:
@@ -97,7 +104,10 @@ class KTO(ReferenceTask):
         return EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
 
     def build_store(self, source: ConcatSource) -> TokenStore:
-        return self.store_builder.build(source, self.tokenizer)  # also for a vision-language model
+        # Also for a vision-language model: the records have no images.
+        key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+        encode = RecordEncode(self._parse_text_only, self._make_encoder())
+        return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         for item in self.parse(record):

@@ -37,8 +37,7 @@ from dstrain.data.structures import (
 )
 from dstrain.data.token_store import TokenizedDataset, TokenStore
 from dstrain.errors import Fault, RecipeError
-from dstrain.tasks.common.record_task import RecordTask
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import RecordTask, policy_of
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Loss
 
 if TYPE_CHECKING:

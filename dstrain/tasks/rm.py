@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, check_limits
+from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
-from dstrain.tasks.common.text import TextExport
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ SCORE_POSITIONS = "score_positions"
 class RewardModelSource(ModelSource):
     """A model with one score for a sequence."""
 
-    auto_class_name: str = "AutoModelForSequenceClassification"
+    auto_class_name = "AutoModelForSequenceClassification"
 
     @property
     def auto_class(self) -> Any:
@@ -56,11 +56,10 @@ class RewardModelSource(ModelSource):
         A base that already gives scores keeps it: its scores are read with that pad token.
         """
         from dstrain.models.load import replace_eos_pad_token
-        from dstrain.models.reward_model import has_score_head
 
         tokenizer, model = super().base_tokenizer, self.recipe.model
         own = model.tokenizer is None and model.path is not None
-        if own and not has_score_head(self.config, model.path):
+        if own and not has_score_head(model.path, self.config.architectures):
             replace_eos_pad_token(tokenizer)
         return tokenizer
 
@@ -81,16 +80,6 @@ class RewardChecks(PairChecks):
         )
 
 
-@dataclass(frozen=True)
-class RewardExport(TextExport):
-    """Compares scores."""
-
-    task: RewardModel
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return self.task.scores(model, batch)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(PairTask):
     """Reward models: the chosen of two answers should score higher (Bradley-Terry).
@@ -100,7 +89,6 @@ class RewardModel(PairTask):
 
     source_class = RewardModelSource
     checks_class = RewardChecks
-    export_class = RewardExport
     metric_names = ("accuracy", "margin")
     learning_rate = 1.0e-5
     modules_to_save = ("score", "classifier", "classification_head")
@@ -147,6 +135,9 @@ class RewardModel(PairTask):
         if batch.is_packed:
             return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).squeeze(-1).float()
         return forward_logits(model, batch, **_no_cache_kwargs(model)).squeeze(-1).float()
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return self.scores(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

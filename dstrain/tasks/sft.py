@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
 from dstrain.tasks.common.task import Loss, tiny_recipe
-from dstrain.tasks.common.text import TextExport, TextTask
+from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from dstrain.data.encoding.conversations import EncodingConfig
     from dstrain.data.encoding.rendering import PlaceholderExpansion
     from dstrain.data.records import EncodeResult
-
-
-@dataclass(frozen=True)
-class SFTExport(TextExport):
-    """Compares the log-probabilities of answers."""
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.common.forward import answer_log_probs
-
-        return answer_log_probs(model, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +32,6 @@ class SFT(TextTask):
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
     learning_rate = 2.0e-5
-    export_class: ClassVar[type[TextExport]] = SFTExport
     packs_batches = True
     rows_per_sample = 1
 
@@ -97,6 +86,11 @@ class SFT(TextTask):
         log_probs, right = score_answers(model, batch)  # (B, K), (B, K)
         more = self.extra_metrics(right, batch.tensors["loss_mask"])
         return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **more})
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         """Return further metrics from which tokens are the argmax, (B, K), and the loss mask, (B, K)."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig, check_limits
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers, read_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import Message, has_images
@@ -46,10 +45,10 @@ from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
 from dstrain.models.params import check_freeze_and_groups
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
-from dstrain.tasks.common.text import TextChecks
-from dstrain.tasks.sft import SFT, SFTExport
+from dstrain.tasks.common.text import TextChecks, TextExport
+from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
     import torch
@@ -66,15 +65,11 @@ LANGUAGE_STAGES = ("align", "sft")
 class TemporalModelSource(ModelSource):
     """A temporal model: `model` of the recipe names a language model, or an exported temporal model."""
 
-    stage: str = "align"
-    encoder: EncoderOptions = field(default_factory=EncoderOptions)
-    get_labels: Callable[[], Sequence[str]] | None = None
-    """Returns the labels of stage classify."""
-
     @property
     def has_language_model(self) -> bool:
         """True where the model reads and writes text."""
-        return self.stage in LANGUAGE_STAGES
+        found: bool = self.task.has_language_model
+        return found
 
     @property
     def reads_text(self) -> bool:
@@ -107,7 +102,7 @@ class TemporalModelSource(ModelSource):
     @property
     def language_source(self) -> ModelSource:
         """The language model without an encoder."""
-        return ModelSource(recipe=self.recipe, records=self.records, get_tokenizer=lambda: self.tokenizer)
+        return ModelSource(task=self.task)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -117,7 +112,7 @@ class TemporalModelSource(ModelSource):
         """Return a `TemporalConfig` with the sizes of a saved encoder, or of the options. Raises RecipeError."""
         from dstrain.models.temporal import TemporalConfig  # also registers the type with transformers
 
-        own = self.encoder.config_values()
+        own = self.task.encoder.config_values()
         if not self.has_language_model:
             config = read_config(model) if self.has_encoder else TemporalConfig(**own)
             config.text_config = None
@@ -125,8 +120,8 @@ class TemporalModelSource(ModelSource):
             config = read_config(model)
             if not isinstance(config, TemporalConfig):
                 config = TemporalConfig(text_config=config, **own)
-        if self.get_labels is not None:
-            labels = self.get_labels()
+        if self.task.stage == "classify":
+            labels = self.task.known_labels
             config.id2label = dict(enumerate(labels))
             config.label2id = {label: index for index, label in enumerate(labels)}
         return config
@@ -147,7 +142,8 @@ class TemporalModelSource(ModelSource):
     def patches(self) -> PatchConfig:
         """How series are cut into patches."""
         if not self.has_encoder:
-            return self.encoder.patches  # without transformers
+            patches: PatchConfig = self.task.encoder.patches  # without transformers
+            return patches
         config: Any = self.config
         return PatchConfig(config.patch_length, config.patches_per_token)
 
@@ -155,7 +151,7 @@ class TemporalModelSource(ModelSource):
     def auto_class(self) -> Any:
         from dstrain.models.temporal import AutoTemporalModel
 
-        return AutoTemporalModel(self.stage)
+        return AutoTemporalModel(self.task.stage)
 
     def build_config(self, model: ModelConfig) -> PretrainedConfig:
         config: Any = self._read_config(model)
@@ -168,12 +164,8 @@ class TemporalModelSource(ModelSource):
         return config
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The language model's tokenizer; None for an encoder alone."""
-        return super().tokenizer if self.has_language_model else None
-
-    @cached_property
     def recipe_tokenizer(self) -> Any:
+        """The language model's tokenizer; None for an encoder alone."""
         return super().recipe_tokenizer if self.has_language_model else None
 
     @cached_property
@@ -185,8 +177,7 @@ class TemporalModelSource(ModelSource):
 class TemporalChecks(TextChecks):
     """The checks of a text task for the language model, and of the encoder's settings."""
 
-    task: Any
-    """A `Temporal`, which imports this module."""
+    task: Temporal
 
     def required_keys(self) -> None:
         recipe, source = self.task.recipe, self.task.model_source
@@ -233,16 +224,10 @@ class TemporalChecks(TextChecks):
 
 
 @dataclass(frozen=True)
-class TemporalExport(SFTExport):
+class TemporalExport(TextExport):
     """Exports a folder that `dstrain.models.temporal` loads; the labels of a classifier are in its config."""
 
-    task: Any
-    """A `Temporal`, which imports this module."""
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        if self.task.has_language_model:
-            return super().outputs(model, batch)
-        return self.task.loss(model, batch).total
+    task: Temporal
 
     def recipe(self, merged: bool) -> RunConfig:
         recipe = super().recipe(merged)
@@ -319,9 +304,7 @@ class Temporal(SFT):
 
     @cached_property
     def model_source(self) -> TemporalModelSource:
-        source: Any = super().model_source
-        get_labels = (lambda: self.known_labels) if self.stage == "classify" else None
-        return replace(source, stage=self.stage, encoder=self.encoder, get_labels=get_labels)
+        return cast("TemporalModelSource", super().model_source)
 
     @property
     def training_items(self) -> Sequence[TrainDatasetConfig]:
@@ -481,6 +464,11 @@ class Temporal(SFT):
         error = (output - batch.tensors["targets"]) * batch.tensors["in_loss"]  # (B, N, P)
         return Loss(error.square().sum(), {"mae": error.detach().abs().sum()})
 
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if self.has_language_model:
+            return super().export_outputs(model, batch)
+        return self.loss(model, batch).total
+
     @property
     def generation_metrics(self) -> GenerationMetrics | None:
         if not self.has_language_model:
@@ -508,8 +496,7 @@ class Temporal(SFT):
 
 
 def _score_caption(example: Mapping[str, Any], caption: str) -> dict[str, float]:
-    references = json.loads(bytes(int(byte) for byte in example["answers"]))
-    return {"pattern_accuracy": names_right_pattern(caption, references)}
+    return {"pattern_accuracy": names_right_pattern(caption, read_answers(example))}
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:
@@ -536,24 +523,18 @@ class CaptionEncoder:
         """Return the examples of each record, one for each caption."""
         pairs = [(sample, caption) for sample in samples for caption in sample.captions]
         conversations = [Conversation(self._messages(*pair), (1,)) for pair in pairs]
-        examples = encode_conversations(self.tokenizer, conversations, self.config)
-        answers = examples
-        if not self.config.assistant_only:  # then the loss mask does not say where the prompt ends
-            answers = encode_conversations(self.tokenizer, conversations, replace(self.config, assistant_only=True))
-        rows = zip(examples, answers, strict=True)
-        return [[self._finish(sample, *next(rows)) for _ in sample.captions] for sample in samples]
+        accepted = [sample.captions for sample, _ in pairs]
+        examples = iter(encode_answers(self.tokenizer, conversations, accepted, self.config))
+        return [[self._add_series(sample, next(examples)) for _ in sample.captions] for sample in samples]
 
     def _messages(self, sample: SeriesRecord, caption: str) -> list[Message]:
         asked: Message = {"role": "user", "content": sample.prompt or self.prompt}
         return [asked, {"role": "assistant", "content": caption}]
 
-    def _finish(self, sample: SeriesRecord, example: EncodeResult, answer: EncodeResult) -> EncodeResult:
-        """Return the example with the series, all its captions, and the length of its prompt.
-
-        `answer`: the example with a loss mask of the answer alone.
-        """
-        if isinstance(example, BadRecord) or isinstance(answer, BadRecord):
-            return example if isinstance(example, BadRecord) else answer
+    def _add_series(self, sample: SeriesRecord, example: EncodeResult) -> EncodeResult:
+        """Return the example with the series and its soft tokens."""
+        if isinstance(example, BadRecord):
+            return example
         count = self.patches.count_tokens(*sample.values.shape)
         ids = insert_soft_tokens(self.tokenizer, example["input_ids"], count)
         loss_mask = [0] * count + [*example["loss_mask"]]
@@ -561,10 +542,8 @@ class CaptionEncoder:
             total = f"{count} soft tokens and {len(ids) - count} tokens of text"
             fix = "raise data.max_length or options.encoder.patch_length, or shorten the record"
             return BadRecord(f"the record has {total}, above data.max_length {self.config.max_length}; {fix}")
-        captions = json.dumps(sample.captions, ensure_ascii=False).encode()
-        columns = {"input_ids": ids, "loss_mask": loss_mask, "answers": [*captions]}
-        numbers = {"prompt_length": float(count + [*answer["loss_mask"]].index(1))}
-        return {**example, **columns, **numbers, **to_columns(sample.values, sample.stats)}
+        columns = {"input_ids": ids, "loss_mask": loss_mask, "prompt_length": count + example["prompt_length"]}
+        return {**example, **columns, **to_columns(sample.values, sample.stats)}
 
 
 PATTERN_WORDS: dict[str, str] = {

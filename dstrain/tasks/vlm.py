@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +81,17 @@ class VLM(SFT):
         return GroupByImageSource(source) if training else source
 
     def augment_image(self, image: Image, position: int, index: int) -> Image:
-        return self._augment(image, position, index)
+        from PIL import Image
 
-    @cached_property
-    def _augment(self) -> ImageAugmentation:
-        return ImageAugmentation(
-            random_translate=self.random_translate, flip_probability=self.horizontal_flip, seed=self.recipe.seed
-        )
+        # Seed, position and number determine the result, whatever the world size.
+        random = make_random_state((self.recipe.seed, IMAGE_STREAM, position, index))
+        pixels = before = np.asarray(image)
+        if random.random_sample() < self.horizontal_flip:
+            pixels = pixels[:, ::-1]
+        if self.random_translate:
+            pixels = translate_foreground(pixels, *random.random_sample(2))
+        # Unchanged images are returned as they are, without a copy.
+        return image if pixels is before else Image.fromarray(np.ascontiguousarray(pixels))
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         from dstrain.tasks.common.forward import count_exact_answers
@@ -137,33 +140,6 @@ def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
         turns = [("user", "<image>" * count + "\nWhich colour?"), ("assistant", " and ".join(names) + ".")]
     messages = [{"role": role, "content": content} for role, content in turns]
     return {"messages": messages, "images": [place.name for place in places]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageAugmentation:
-    """Random changes of an image before the model's processor."""
-
-    random_translate: bool
-    """Move the content of an image with a border of one colour to a random place; others stay."""
-    flip_probability: float
-    """Probability of a horizontal flip, from 0 to 1."""
-    seed: int
-
-    def __call__(self, image: Image, sample_position: int, image_no: int) -> Image:
-        """Return image `image_no` of the sample at a position of the run, augmented.
-
-        Seed, position and number determine the result, whatever the world size.
-        """
-        from PIL import Image
-
-        random = make_random_state((self.seed, IMAGE_STREAM, sample_position, image_no))
-        pixels = before = np.asarray(image)
-        if random.random_sample() < self.flip_probability:
-            pixels = pixels[:, ::-1]
-        if self.random_translate:
-            pixels = translate_foreground(pixels, *random.random_sample(2))
-        # Unchanged images are returned as they are, without a copy.
-        return image if pixels is before else Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def translate_foreground(pixels: np.ndarray, down: float, right: float) -> np.ndarray:

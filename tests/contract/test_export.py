@@ -25,7 +25,7 @@ from dstrain.commands import export
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
-from dstrain.tasks.sft import SFTExport
+from dstrain.tasks.sft import SFT
 from tests.cells import SLOW
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
@@ -265,7 +265,7 @@ def test_a_model_that_is_not_the_checkpoint_is_refused(
 
 
 def test_answers_that_are_no_numbers_are_no_proof(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SFTExport, "outputs", lambda self, model, batch: torch.full((3,), torch.nan))
+    monkeypatch.setattr(SFT, "export_outputs", lambda self, model, batch: torch.full((3,), torch.nan))
     with pytest.raises(CheckpointError, match="its outputs differ by nan"):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)

@@ -83,7 +83,7 @@ def test_what_is_not_the_run_s_is_refused(tmp_path: Path) -> None:
 def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", OWN)
     task = find_saved_model(run, "last", task=str(tmp_path / "it/own.py")).task
-    assert find_task_file(task) == (tmp_path / "it/own.py").resolve()
+    assert find_task_file(type(task)) == (tmp_path / "it/own.py").resolve()
     copy_task_files(task, run)
     assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
     (tmp_path / "it/own.py").unlink()
@@ -96,7 +96,7 @@ def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
 
 def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
-    assert find_task_file(task) is None
+    assert find_task_file(type(task)) is None
     copy_task_files(task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

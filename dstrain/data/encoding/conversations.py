@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,37 @@ def encode_conversations(
         return examples
     limits = describe_limits(config.max_length, config.max_prompt_length)
     return [expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+
+
+def encode_answers(
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    accepted: Sequence[Sequence[str]],
+    config: EncodingConfig,
+    expansion: PlaceholderExpansion | None = None,
+) -> list[dict[str, Any] | BadRecord]:
+    """Return `encode_conversations` with two columns for the comparison of generated answers.
+
+    `answers`: the accepted answers of each sample as UTF-8 bytes of JSON; `prompt_length`: the tokens before its answer.
+    """
+    examples = encode_conversations(tokenizer, samples, config, expansion)
+    spans = examples
+    if not config.assistant_only:  # then the loss mask does not say where the prompt ends
+        spans = encode_conversations(tokenizer, samples, replace(config, assistant_only=True), expansion)
+    found: list[dict[str, Any] | BadRecord] = []
+    for example, span, texts in zip(examples, spans, accepted, strict=True):
+        if isinstance(example, BadRecord) or isinstance(span, BadRecord):
+            found.append(example if isinstance(example, BadRecord) else span)
+            continue
+        answers = [*json.dumps(texts, ensure_ascii=False).encode()]
+        found.append({**example, "answers": answers, "prompt_length": float([*span["loss_mask"]].index(1))})
+    return found
+
+
+def read_answers(example: Mapping[str, Any]) -> list[str]:
+    """Return the accepted answers of an example of `encode_answers`."""
+    answers: list[str] = json.loads(bytes(int(byte) for byte in example["answers"]))
+    return answers
 
 
 def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSample:

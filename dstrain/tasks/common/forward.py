@@ -12,14 +12,13 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dstrain.batch import Batch
 from dstrain.data.loading.rows import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
-from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input, rows_per_chunk, score_logits
+from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input
 from dstrain.models.patches import rows_of_one_sequence
 from dstrain.models.router_loss import router_logits_disabled
 
@@ -44,37 +43,31 @@ def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores
 
 
 def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
+    """Return the scores of the targets at their places, (B, K) each; 0 elsewhere."""
+    loss_mask = batch.tensors["loss_mask"]
     if batch.is_packed:
-        return _score_packed(model, batch, fields)
-    loss_mask, ids = batch.tensors["loss_mask"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
-    count, last = loss_mask.shape
-    assert 0 < last < ids.shape[1], "the first token is never a target"
-    found = capture_head_input(model, lambda: _target_logits(model, batch, last))
-    if isinstance(found, torch.Tensor):
-        # Without blank rows, and one position earlier: position t predicts token t + 1.
-        return _score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask, fields)
-    length, kept = ids.shape[1], found.hidden_states.shape[1]
-    row, column = _get_loss_positions(batch).unbind(1)  # (N,), (N,)
-    before = row * kept + column - 1 - (length - kept)  # (N,) of (B * kept,): the position before each target
-    rows = found.hidden_states.flatten(0, 1).index_select(0, before)  # (N, H)
-    targets = ids.flatten().index_select(0, row * length + column)  # (N,)
-    at = row * last + column - (length - last)  # (N,) of (B * K,)
-    scores = found.score_targets(rows, targets, fields)
-    whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in fields.select(scores))
-    return fields.name(tuple(one.view_as(loss_mask) for one in whole))
-
-
-def _score_packed(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
-    """Return the scores of a packed batch's targets at their places, (B, K) each; 0 elsewhere."""
-    loss_mask, targets = batch.tensors["loss_mask"], batch.tensors["target_ids"]  # (B, K), (N,)
-    found = capture_head_input(model, lambda: _packed_logits(model, batch))
-    if isinstance(found, torch.Tensor):
-        scores = _score_rows(found[0], targets, fields)
+        found = capture_head_input(model, lambda: _packed_logits(model, batch))
+        rows, targets = found.hidden_states[0], batch.tensors["target_ids"]  # (N, H), (N,)
+        at = batch.tensors["target_indices"]  # (N,) of (B * K,)
     else:
-        scores = found.score_targets(found.hidden_states[0], targets, fields)
-    at = batch.tensors["target_indices"]  # (N,) of (B * K,)
+        found = capture_head_input(model, lambda: _target_logits(model, batch))
+        rows, targets, at = _select_targets(found.hidden_states, batch)
+    scores = found.score_targets(rows, targets, fields)
     whole = (one.new_zeros(loss_mask.numel()).index_copy(0, at, one) for one in fields.select(scores))
     return fields.name(tuple(one.view_as(loss_mask) for one in whole))
+
+
+def _select_targets(hidden_states: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of the N targets of padded rows: the states before them (N, H), their ids, their indices in (B * K,).
+
+    `hidden_states`: of the last positions of `input_ids`, at least K + 1 of them.
+    """
+    ids, last = batch.tensors["input_ids"], batch.tensors["loss_mask"].shape[1]  # (B + blank rows, L), K
+    length, kept = ids.shape[1], hidden_states.shape[1]
+    row, column = _get_loss_positions(batch).unbind(1)  # (N,), (N,)
+    before = row * kept + column - 1 - (length - kept)  # position t predicts token t + 1
+    rows = hidden_states.flatten(0, 1).index_select(0, before)
+    return rows, ids.flatten().index_select(0, row * length + column), row * last + column - (length - last)
 
 
 def _packed_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -111,39 +104,6 @@ def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return _score(model, batch, ScoreFields(is_correct=False)).log_probs
 
 
-def score_tokens(
-    logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `score_answers` returns, from logits (B, K, V) of the targets (B, K).
-
-    Checkpointed by chunks: the backward pass needs the logits in their own precision, not fp32 copies of them.
-    """
-    scores = _score_tokens(logits, targets, loss_mask, ScoreFields())
-    assert scores.is_correct is not None, "requested"
-    return scores.log_probs, scores.is_correct
-
-
-def _score_tokens(
-    logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor, fields: ScoreFields
-) -> TokenScores:
-    scores = fields.select(_score_rows(logits.flatten(0, 1), targets.flatten(), fields))  # (B * K,) each
-    return fields.name(tuple(one.view_as(loss_mask).masked_fill(loss_mask == 0, 0) for one in scores))
-
-
-def _score_rows(rows: torch.Tensor, targets: torch.Tensor, fields: ScoreFields) -> TokenScores:
-    """Return the scores of targets (N,) under logits (N, V), by checkpointed chunks."""
-
-    def score(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return fields.select(score_logits(rows, targets, fields))
-
-    size = rows_per_chunk(rows.shape[-1], rows.device)
-    if len(rows) <= size:
-        return fields.name(score(rows, targets))
-    pieces = zip(rows.split(size), targets.split(size), strict=True)
-    found = [checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return fields.name(tuple(torch.cat(column) for column in zip(*found, strict=True)))
-
-
 def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the numbers of answers with every token correct, and of answers; from (B, K), (B, K).
 
@@ -161,8 +121,10 @@ def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tu
     return count - (wrong != 0).sum(), count
 
 
-def _target_logits(model: torch.nn.Module, batch: Batch, num_targets: int) -> torch.Tensor:
+def _target_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return logits of the last K + 1 positions, or of all where the family has no `logits_to_keep`."""
+    num_targets = batch.tensors["loss_mask"].shape[1]
+    assert 0 < num_targets < batch.tensors["input_ids"].shape[1], "the first token is never a target"
     keep = {"logits_to_keep": num_targets + 1} if "logits_to_keep" in _parameter_names(type(model).forward) else {}
     return _forward(model, batch, use_cache=False, **keep).logits
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
@@ -25,6 +25,7 @@ from dstrain.models.processors import (
     sync_config_with_processor,
 )
 from dstrain.process_setup import count_available_cores
+from dstrain.tasks.common.task import has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
@@ -37,30 +38,20 @@ LOADING_KEYS = ("is_local", "local_files_only")
 """Keys that transformers adds to a tokenizer's settings when it loads one, and would save: how it was found here."""
 
 
-@dataclass(frozen=True)
-class TrainingRecords:
-    """The training records, for a tokenizer or image statistics that are computed from them."""
-
-    open: Callable[[], ConcatSource]
-    iter_texts: Callable[[dict[str, Any]], Iterator[str]]
-    texts_name: str
-    """Name of `iter_texts` in the key of a trained tokenizer, with every option that the texts depend on."""
-    parse: Callable[[dict[str, Any]], Any]
-    """Returns a `RecordWithImages`. Raises BadRecord."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """A transformers model as `recipe.model` describes it. Everything is read when it is first used."""
 
-    recipe: RunConfig
-    records: TrainingRecords
-    auto_class_name: str = "AutoModelForCausalLM"
+    task: Any
+    """The `TextTask` whose recipe names the model, and from whose records a tokenizer may be trained."""
+    auto_class_name: ClassVar[str] = "AutoModelForCausalLM"
     """The class of transformers that loads a text-only model."""
-    disable_dropout: bool = False
-    """Set every dropout probability of a loaded model to 0."""
-    get_tokenizer: Callable[[], Any] | None = None
-    """Returns the tokenizer of a task that makes its own."""
+
+    @property
+    def recipe(self) -> RunConfig:
+        """The recipe of the task."""
+        recipe: RunConfig = self.task.recipe
+        return recipe
 
     @property
     def is_named(self) -> bool:
@@ -121,7 +112,7 @@ class ModelSource:
 
         loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
         # On the model, not in its config, which an export writes.
-        if self.disable_dropout:
+        if has_dropout_disabled(self.task):
             disable_dropout_in_model(loaded)
         if model.gradient_checkpointing:
             enable_gradient_checkpointing(loaded, float(model.gradient_checkpointing))
@@ -163,14 +154,14 @@ class ModelSource:
                 getattr(tokenizer, "init_kwargs", {}).pop(key, None)
             saved.save_pretrained(str(folder))
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
-        """The tokenizer, with a pad token and the recipe's chat template."""
-        return self.recipe_tokenizer if self.get_tokenizer is None else self.get_tokenizer()
+        """The task's tokenizer: `recipe_tokenizer`, unless the task makes its own."""
+        return self.task.tokenizer
 
     @cached_property
     def recipe_tokenizer(self) -> Any:
-        """The same as the recipe names it, which a task that makes its own may start from."""
+        """The tokenizer that the recipe names, with a pad token and the recipe's chat template."""
         if self.vision_processor is None:
             return self._set_chat_template(self.base_tokenizer)
         return self.vision_processor.tokenizer
@@ -217,8 +208,11 @@ class ModelSource:
         wanted = self.recipe.model.processor
         if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
             return None, None
-        records = self.records
-        return compute_image_stats(records.open(), records.parse, count_available_cores())
+        return compute_image_stats(self._open_training(), self.task.parse_record, count_available_cores())
+
+    def _open_training(self) -> ConcatSource:
+        source: ConcatSource = self.task.open_sources(self.task.training_items)
+        return source
 
     @cached_property
     def base_tokenizer(self) -> Any:
@@ -234,10 +228,8 @@ class ModelSource:
             # Without validation: load_or_train_tokenizer refuses a size too small, and names the key.
             wanted = TokenizerConfig.model_construct(vocab_size=size)
         if isinstance(wanted, TokenizerConfig):
-            records = self.records
-            return load_or_train_tokenizer(
-                records.open(), records.iter_texts, records.texts_name, wanted.vocab_size, wanted.alphabet
-            )
+            texts = self.task.iter_texts, self.task.texts_name
+            return load_or_train_tokenizer(self._open_training(), *texts, wanted.vocab_size, wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
         folder = wanted or find_tokenizer_folder(model.path) or ""
         tokenizer = read_tokenizer(folder, key, model.trust_remote_code)

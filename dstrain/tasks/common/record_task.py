@@ -7,22 +7,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
+from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
 from dstrain.errors import DataError, Fault, TaskError
+from dstrain.process_setup import count_available_cores, set_parent_death_signal
+from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
 
 if TYPE_CHECKING:
     import numpy as np
 
     from dstrain.data.dataset import Dataset
-    from dstrain.data.prepare import ExampleSettings
+    from dstrain.data.prepare import ExampleSettings, PreparePolicy
     from dstrain.data.token_store import TokenColumns, TokenStore
 
 
 _TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template"}
 """Keys of `model` that an encoder may read."""
+
+
+def policy_of(recipe: RunConfig) -> PreparePolicy:
+    """Return the limit on bad records, the digest of the task's code, and one encoding process per available core."""
+    from dstrain.data.prepare import PreparePolicy
+    from dstrain.data.process_pool import ProcessPoolConfig
+
+    return PreparePolicy(
+        task=recipe.task,
+        code=digest_task_files(find_task(recipe.task)),
+        on_error=recipe.data.on_error,
+        processes=ProcessPoolConfig(count_available_cores(), set_parent_death_signal),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +100,6 @@ class RecordTask(Task):
         return Checks(parse_record=self._encode_to_list if self._has_encode_record else None)
 
     def examples(self, split: Split) -> Dataset | None:  # type: ignore[override]
-        return self.load_records(split)
-
-    def load_records(self, split: Split) -> Dataset | None:
         """Return the samples of a split, cut, mixed and split as `data` says; None where there is no held-out data."""
         from dstrain.data.prepare import NO_TRAIN_DATA, split_dataset
 
@@ -109,7 +121,6 @@ class RecordTask(Task):
 
         from dstrain.data.prepare import get_source_sizes, load_into_memory
         from dstrain.data.token_store import TokenizedDataset
-        from dstrain.tasks.common.store_builder import policy_of
 
         source, weights = self.open_sources(items), tuple(getattr(item, "weight", 1.0) for item in items)
         if not self.encodes_records:
@@ -134,7 +145,6 @@ class RecordTask(Task):
     def build_store(self, source: ConcatSource) -> TokenStore:
         """Return the source's examples, from the cache where they are in it. Raises DataError."""
         from dstrain.data.prepare import prepare
-        from dstrain.tasks.common.store_builder import policy_of
 
         key, settings = {"what": "records", **self.encode_key()}, self.example_settings
         store = prepare(source, self._encode_rows, key, policy_of(self.recipe), settings=settings)

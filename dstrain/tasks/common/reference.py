@@ -49,11 +49,6 @@ class ReferenceExport(TextExport):
 
     task: ReferenceTask
 
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.common.forward import answer_log_probs
-
-        return answer_log_probs(model, batch)
-
     def recipe(self, merged: bool) -> RunConfig:
         """Return the recipe with the reference as `ref_model`, where a folder or the hub has it."""
         task = self.task
@@ -130,6 +125,11 @@ class ReferenceTask(TextTask):
     def reference_key(self) -> Mapping[str, Any]:
         """What the reference's outputs depend on besides data, model and precision."""
         return {}
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
 
     def build_reference(self) -> torch.nn.Module:
         """Load the reference as a whole model. Collective under ZeRO-3."""

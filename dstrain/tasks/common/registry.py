@@ -108,7 +108,8 @@ class _TaskFolder:
 
 @cache
 def _open_folder(path: Path) -> _TaskFolder:
-    folder = _FOLDERS[f"dstrain_task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"] = _TaskFolder(path)
+    folder = _TaskFolder(path)
+    _FOLDERS[folder.package] = folder
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
     return folder
@@ -140,12 +141,8 @@ class _Finder:
         return spec
 
 
-def find_task_file(task: Task) -> Path | None:
+def find_task_file(task: type[Task]) -> Path | None:
     """Return the file of a task that does not come with dstrain, else None."""
-    return _find_file(type(task))
-
-
-def _find_file(task: type[Task]) -> Path | None:
     file = Path(inspect.getfile(task)).resolve()
     return None if _DSTRAIN in file.parents or not file.is_file() else file
 
@@ -156,7 +153,7 @@ def find_task_files(task: type[Task]) -> dict[str, Path]:
     Found by reading the import statements, also those inside functions: it does not depend on what has run. Empty for
     a task that comes with dstrain. Raises TaskError for a name that a copy cannot have.
     """
-    first = _find_file(task)
+    first = find_task_file(task)
     if first is None:
         return {}
     found, pending = {TASK_FILE: first}, [first]

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -21,9 +21,9 @@ from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import ModelValidator, check_length_dependent, check_model, check_trains_on_text
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
-from dstrain.tasks.common.model_source import ModelSource, TrainingRecords
-from dstrain.tasks.common.record_task import RecordTask
-from dstrain.tasks.common.task import Checks, Export, LossInputs, Split, has_dropout_disabled
+from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.record_task import RecordTask, policy_of
+from dstrain.tasks.common.task import Checks, Export, LossInputs, Split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dstrain.data.prepare import ExampleSettings
     from dstrain.data.records import EncodeResult
     from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
-    from dstrain.tasks.common.store_builder import StoreBuilder
 
 
 FindUnsupportedReason = Callable[[bool], str | None]
@@ -152,6 +151,9 @@ class TextExport(Export):
 
     task: TextTask
 
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return self.task.export_outputs(model, batch)
+
     def save_extras(self, folder: Path) -> None:
         self.task.model_source.save_processor(folder)
 
@@ -198,8 +200,7 @@ class TextTask(RecordTask):
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
         """Return the example or the fault of each parsed record.
 
-        `images` expands the image placeholders of the records; None for a text-only model. A task
-        whose encoder has a state gives a property instead that returns a new `SequentialEncoder`.
+        `images` expands the image placeholders of the records; None for a text-only model.
         """
 
     @abstractmethod
@@ -266,26 +267,23 @@ class TextTask(RecordTask):
 
         return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
 
-    @property
-    def store_builder(self) -> StoreBuilder:
-        """Builder of this task's token stores, with its `parse` and `encode`."""
-        from dstrain.tasks.common.store_builder import StoreBuilder
-
-        return StoreBuilder(
-            recipe=self.recipe,
-            parse=self.parse,
-            parse_text_only=self._parse_text_only,
-            encode=self.encode,
-            key=self.encode_key(),
-            settings=self.example_settings,
-        )
-
     def build_store(self, source: ConcatSource) -> TokenStore:
         """Return the source's examples, from the cache where they are in it. Raises DataError."""
+        from dstrain.data.prepare import ImageRecordEncoder, RecordEncode, prepare
+
+        policy, settings = policy_of(self.recipe), self.example_settings
         processor = self.model_source.vision_processor
         if processor is None:
-            return self.store_builder.build(source, self.tokenizer)
-        return self.store_builder.build_with_images(source, processor)
+            key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+            encode = RecordEncode(self._parse_text_only, partial(self.encode, images=None))
+            return prepare(source, encode, key, policy, settings=settings)
+        # Relative image paths mean other files in another folder.
+        # Empty sources have no folder. `if one` does not open a source, as its length might.
+        folders = [str(one.get_base_dir(0).resolve()) for one in source.sources if one]
+        key = {**self.encode_key(), "processor": processor.fingerprint, "folders": folders}
+        encoder = ImageRecordEncoder.create(processor, policy.processes.num_processes)
+        encode_images, write_index = encoder.make_encode(source, self.parse, self.encode)
+        return prepare(source, encode_images, key, policy, settings=settings, write_extra=write_index)
 
     def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
         dataset = cast("TokenizedDataset | None", super().examples(split))
@@ -400,23 +398,12 @@ class TextTask(RecordTask):
     @cached_property
     def model_source(self) -> ModelSource:
         """The model that the recipe names: its config, tokenizer, processor and class."""
-        return self.source_class(
-            recipe=self.recipe,
-            records=TrainingRecords(self._open_training, self.iter_texts, self.texts_name, self.parse_record),
-            disable_dropout=has_dropout_disabled(self),
-            get_tokenizer=self._get_tokenizer if self.has_own_tokenizer else None,
-        )
+        return self.source_class(task=self)
 
     @property
     def texts_name(self) -> str:
         """Name of `iter_texts` in the key of a trained tokenizer, with every option that the texts depend on."""
         return type(self).iter_texts.__qualname__
-
-    def _open_training(self) -> ConcatSource:
-        return self.open_sources(self.training_items)
-
-    def _get_tokenizer(self) -> Any:
-        return self.tokenizer
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -467,6 +454,10 @@ class TextTask(RecordTask):
     @cached_property
     def checks(self) -> TextChecks:
         return self.checks_class(parse_record=self.parse_record, task=self)
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Return what a reloaded export has to reproduce on a probe batch."""
+        return self.loss(model, batch).total
 
     @property
     def export(self) -> TextExport:

@@ -18,7 +18,7 @@ from dstrain.config.schema import DatasetConfig, EvalConfig, ModelConfig
 from dstrain.data.dataset import Dataset
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, UsageError
 from dstrain.models.checks import check_model
-from dstrain.models.folder import read_adapter
+from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, Scorer, Split
 from dstrain.tasks.common.text import TextTask
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenStore
 
 SIDES = ("chosen", "rejected")
-SCORE_HEAD_FILE = "score.safetensors"
 FOLDER_FIX = "give a folder that `dstrain export` wrote from a run of task rm"
 
 
@@ -110,7 +109,9 @@ class FrozenRewardModel:
         with _named_faults(self.key):
             if faults := check_model(self.task.recipe):
                 raise RecipeError(faults)
-            if not _has_score_head(place):
+            config = place / "config.json"  # `check_model` has read it; an adapter has none
+            values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+            if not has_score_head(self.folder, values.get("architectures")):
                 raise RecipeError(self._missing_head_fault())
 
     def _missing_head_fault(self) -> Fault:
@@ -237,15 +238,3 @@ def _read_task(file: Path) -> str:
         return read_recipe(file).config.task
     except UsageError as error:
         raise RecipeError(f"{error}; export the reward model again") from error
-
-
-def _has_score_head(folder: Path) -> bool:
-    """Return True where the files of an export say that it has a trained head."""
-    adapter = read_adapter(str(folder))
-    if adapter is not None:
-        return "score" in adapter.modules_to_save
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # `check_model` has read it
-    names = config.get("architectures") or ()
-    return (folder / SCORE_HEAD_FILE).is_file() or any(
-        str(name).endswith("ForSequenceClassification") for name in names
-    )

@@ -128,28 +128,9 @@ def order_examples(examples: Examples, options: SafetyOptions) -> PairOrder | No
     return order_pairs(columns, options.harmless_threshold)
 
 
-def count_selected(examples: Examples, options: SafetyOptions) -> int:
-    """Return the number of pairs that the loss sums over; all where that is not known before the step."""
-    order = order_examples(examples, options)
-    return len(examples) if order is None else int(order.keep.sum())
-
-
-def preferred_sides(examples: Examples, options: SafetyOptions) -> list[str]:
-    """Return the column of the preferred answer of each pair: chosen or rejected."""
-    order = order_examples(examples, options)
-    swap = [False] * len(examples) if order is None else order.swap.tolist()
-    return ["rejected" if one else "chosen" for one in swap]
-
-
 def pairs_with_images(examples: Examples) -> list[int]:
     """Return the positions in the batch of the pairs that have images."""
     return [index for index, example in enumerate(examples) if example.get("images")]
-
-
-def corrupt_images(images: Sequence[Image], examples: Examples, options: SafetyOptions, seed: int) -> list[Image]:
-    """Return a corrupted copy of each image; `images` are those of the examples, one example after another."""
-    keys = [(seed, example["sample"], at) for example in examples for at in range(len(example["images"]))]
-    return [corrupt_image(image, key, options.crop_max_area) for image, key in zip(images, keys, strict=True)]
 
 
 # Shapes: B pairs, B' of them with a corrupted image, K targets.
@@ -267,7 +248,9 @@ class SafeDPO(DPO):
         return reason
 
     def collate(self, examples: Examples) -> Batch:
-        return replace(super().collate(examples), weight=float(count_selected(examples, self.safety)))
+        order = order_examples(examples, self.safety)
+        # The pairs that the loss sums over; all where that is not known before the step.
+        return replace(super().collate(examples), weight=float(len(examples) if order is None else order.keep.sum()))
 
     def length_diff(self, examples: Examples) -> list[float]:
         lengths, order = super().length_diff(examples), order_examples(examples, self.safety)
@@ -279,16 +262,19 @@ class SafeDPO(DPO):
     def rows(self, examples: Examples) -> list[tuple[np.ndarray, int]]:
         shown = super().rows(examples)
         if self.shows_corrupted:
-            sides = preferred_sides(examples, self.safety)
-            corrupted = [(sides[index], examples[index]) for index in pairs_with_images(examples)]
-            shown += [(example[side], int(example["prompt_length"])) for side, example in corrupted]
+            order = order_examples(examples, self.safety)
+            for index in pairs_with_images(examples):
+                preferred = "rejected" if order is not None and order.swap[index] else "chosen"
+                shown.append((examples[index][preferred], int(examples[index]["prompt_length"])))
         return shown
 
     def row_images(self, examples: Examples, repeats: int, positions: Sequence[int] | None = None) -> list[Image]:
         images = super().row_images(examples, 1, positions)
         if not self.shows_corrupted:
             return images * repeats
-        return images * repeats + corrupt_images(images, examples, self.safety, self.recipe.seed)
+        seed, area = self.recipe.seed, self.safety.crop_max_area
+        keys = [(seed, example["sample"], at) for example in examples for at in range(len(example["images"]))]
+        return images * repeats + [corrupt_image(image, key, area) for image, key in zip(images, keys, strict=True)]
 
     def output_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.

@@ -196,7 +196,7 @@ def built(
 ) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.common.store_builder.count_available_cores", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.record_task.count_available_cores", lambda: threads)
     decoded: list[str] = []
     real = image_index.decode_image
 

@@ -117,9 +117,9 @@ class Unchunked:
     """Chunk after chunk, through which autograd finds the gradient itself."""
 
     @staticmethod
-    def apply(plan: Any, rows: torch.Tensor, targets: torch.Tensor, *_: Any) -> Any:
-        chunks = zip(rows.split(plan.chunk_size), targets.split(plan.chunk_size), strict=True)
-        return [torch.cat(column) for column in zip(*(plan.score_chunk(*chunk) for chunk in chunks), strict=True)]
+    def apply(score_chunk: Any, size: int, rows: torch.Tensor, targets: torch.Tensor, *_: Any) -> Any:
+        chunks = zip(rows.split(size), targets.split(size), strict=True)
+        return [torch.cat(column) for column in zip(*(score_chunk(*chunk) for chunk in chunks), strict=True)]
 
 
 def with_adapter(model: PreTrainedModel) -> torch.nn.Module:
@@ -284,7 +284,7 @@ def test_a_model_is_whole_again_whatever_happens() -> None:
         capture_head_input(model, lambda: {}["no logits"])
     assert model.lm_head is layer
     found = capture_head_input(model, lambda: model(torch.randint(320, (1, 4))).logits)
-    assert isinstance(found, HeadInput)
+    assert found.head is layer
     with pytest.raises(RuntimeError):
         found.score_targets(torch.randn(2, 32), torch.tensor([1, 2]).float())
     assert "forward" not in vars(layer)
@@ -293,8 +293,10 @@ def test_a_model_is_whole_again_whatever_happens() -> None:
 def test_logits_that_no_head_made_are_taken_as_they_are() -> None:
     model = made("llama")
     logits = torch.randn(1, 4, 320)
-    assert capture_head_input(model, lambda: logits) is logits
-    assert capture_head_input(torch.nn.Linear(2, 2), lambda: logits) is logits
+    for one in (model, torch.nn.Linear(2, 2)):
+        found = capture_head_input(one, lambda: logits)
+        assert found.hidden_states is logits
+        assert isinstance(found.head, torch.nn.Identity)
     assert model not in heads._IN_PLACE_MODELS
 
 

@@ -20,10 +20,11 @@ import dstrain
 from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
 from dstrain.models.adapters import add_adapters, merge_adapters
+from dstrain.models.folder import SCORE_HEAD_FILE
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.models.load import build_meta_model, load_model, read_config
 from dstrain.models.params import components_by_id, freeze
-from dstrain.models.reward_model import SCORE_HEAD_FILE, AutoRewardModel, get_reward_model_class
+from dstrain.models.reward_model import AutoRewardModel, get_reward_model_class
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import _no_cache_kwargs
 from dstrain.train.export_checks import (

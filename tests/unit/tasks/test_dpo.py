@@ -17,9 +17,8 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
-from dstrain.models.heads import MAX_CHUNK_BYTES
+from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput
 from dstrain.tasks import Task, dpo, make_task
-from dstrain.tasks.common import forward
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
@@ -85,7 +84,8 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 11 * count)
-    found, _ = forward.score_tokens(logits, targets, torch.ones_like(targets))
+    scores = HeadInput(torch.nn.Identity(), logits, ()).score_targets(logits.flatten(0, 1), targets.flatten())
+    found = scores.log_probs.view_as(targets)
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
     torch.testing.assert_close(*grads)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common import forward
+from dstrain.tasks.common.forward import score_answers
 
 
 def task(folder: Path, **sections: Any) -> Any:
@@ -82,10 +84,32 @@ def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
     assert asked == [loss_mask.shape[1] + 1]
 
 
+class GivenLogits(torch.nn.Module):
+    """A model without a head that could be called separately."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits)
+
+
+def score_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `score_answers` of targets (B, K) under logits (B, K, V)."""
+    ids = torch.nn.functional.pad(targets, (1, 0))  # the first token is never a target
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": loss_mask}
+    model = GivenLogits(torch.nn.functional.pad(logits, (0, 0, 0, 1)))  # those of the last token predict nothing
+    batch = Batch(tensors=tensors, weight=1.0, samples=(), tokens=ids.numel())
+    return score_answers(model, batch)
+
+
 def test_tokens_to_learn_are_scored_as_by_hand() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]]))
     targets, loss_mask = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
-    log_probs, right = forward.score_tokens(logits, targets, loss_mask)
+    log_probs, right = score_tokens(logits, targets, loss_mask)
     assert float(log_probs.sum()) == pytest.approx(float(torch.log(torch.tensor(0.5 * 0.2))), rel=1e-6)
     assert int(right.sum()) == 1, "the first is the likeliest, the second is not, the third is not learnt"
 
@@ -93,7 +117,7 @@ def test_tokens_to_learn_are_scored_as_by_hand() -> None:
 def test_what_is_not_learnt_has_no_gradient() -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
     loss_mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
-    forward.score_tokens(logits, torch.randint(7, (2, 5)), loss_mask)[0].sum().backward()
+    score_tokens(logits, torch.randint(7, (2, 5)), loss_mask)[0].sum().backward()
     assert logits.grad is not None
     assert ((logits.grad != 0).any(-1) == (loss_mask == 1)).all()
 
@@ -109,7 +133,7 @@ def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytes
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        log_probs, _ = forward.score_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
+        log_probs, _ = score_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
     assert log_probs.dtype == torch.float32
     assert sum(kept.values()) < 1.5 * logits.untyped_storage().nbytes()
 
@@ -121,7 +145,7 @@ def test_scoring_in_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) 
     for size in (2**20, 4 * 50 * 5):
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", size)
         own = logits.clone().requires_grad_()
-        log_probs, right = forward.score_tokens(own, targets, learnt)
+        log_probs, right = score_tokens(own, targets, learnt)
         total = log_probs.sum()
         total.backward()
         found.append((float(total.detach()), int(right.sum()), own.grad))

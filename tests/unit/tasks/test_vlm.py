@@ -19,7 +19,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
-from dstrain.tasks.vlm import TINY_CONFIG, ImageAugmentation
+from dstrain.tasks.vlm import TINY_CONFIG, VLM
 from tests.vision_recipes import picture
 
 QUESTIONS = ("What is it?", "Is it red?", "Is it blue?")
@@ -212,21 +212,25 @@ def content(image: Image.Image) -> bytes:
     return image.crop(box(image)).tobytes()
 
 
+def augmentation(*, random_translate: bool, flip_probability: float, seed: int) -> Any:
+    """Return the function (image, position, number) -> image of a task with these options."""
+    recipe = RunConfig.model_validate({"seed": seed})
+    return VLM(recipe=recipe, random_translate=random_translate, horizontal_flip=flip_probability).augment_image
+
+
 def test_an_image_is_a_function_of_seed_place_and_number_alone():
-    image, augment = shape(), ImageAugmentation(random_translate=True, flip_probability=0.5, seed=7)
+    image, augment = shape(), augmentation(random_translate=True, flip_probability=0.5, seed=7)
     keys = [(place, which) for place in range(6) for which in range(2)]
     first = {key: augment(image, *key).tobytes() for key in keys}
     for key in reversed(keys):
-        assert (
-            ImageAugmentation(random_translate=True, flip_probability=0.5, seed=7)(image, *key).tobytes() == first[key]
-        )
+        assert augmentation(random_translate=True, flip_probability=0.5, seed=7)(image, *key).tobytes() == first[key]
     assert len(set(first.values())) > 8
-    assert ImageAugmentation(random_translate=True, flip_probability=0.5, seed=8)(image, 0, 0).tobytes() != first[0, 0]
+    assert augmentation(random_translate=True, flip_probability=0.5, seed=8)(image, 0, 0).tobytes() != first[0, 0]
     assert augment(image, 2**40, 0).size == image.size
 
 
 def test_what_is_shown_moves_whole_within_the_frame():
-    image, augment = shape(), ImageAugmentation(random_translate=True, flip_probability=0.0, seed=0)
+    image, augment = shape(), augmentation(random_translate=True, flip_probability=0.0, seed=0)
     seen = [augment(image, place, 0) for place in range(400)]
     assert {one.size for one in seen} == {(40, 30)}
     assert {content(one) for one in seen} == {content(image)}
@@ -236,7 +240,7 @@ def test_what_is_shown_moves_whole_within_the_frame():
 
 
 def test_an_image_without_a_plain_border_stays():
-    augment = ImageAugmentation(random_translate=True, flip_probability=0.0, seed=0)
+    augment = augmentation(random_translate=True, flip_probability=0.0, seed=0)
     touching = shape(at=(0, 3))
     for image in (noise(), touching):
         assert augment(image, 3, 0) is image
@@ -248,20 +252,20 @@ def test_a_mirror_image_comes_as_often_as_asked():
     image = noise()
     mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
     for share in (0.0, 0.25, 1.0):
-        augment = ImageAugmentation(random_translate=False, flip_probability=share, seed=3)
+        augment = augmentation(random_translate=False, flip_probability=share, seed=3)
         seen = [augment(image, place, 0).tobytes() for place in range(400)]
         assert set(seen) <= {image.tobytes(), mirrored}
         assert seen.count(mirrored) / 400 == pytest.approx(share, abs=0.06)
 
 
 def test_a_mirrored_shape_is_moved_too():
-    image, augment = shape(), ImageAugmentation(random_translate=True, flip_probability=1.0, seed=0)
+    image, augment = shape(), augmentation(random_translate=True, flip_probability=1.0, seed=0)
     mirrored = content(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
     assert {content(augment(image, place, 1)) for place in range(20)} == {mirrored}
 
 
 def test_the_stream_is_frozen():
-    augment = ImageAugmentation(random_translate=True, flip_probability=0.5, seed=42)
+    augment = augmentation(random_translate=True, flip_probability=0.5, seed=42)
     assert [tuple(map(int, box(augment(shape(), place, 0))[:2])) for place in range(4)] == FROZEN
 
 

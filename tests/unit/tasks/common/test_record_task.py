@@ -12,7 +12,7 @@ import pytest
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, DstrainError, TaskError
 from dstrain.tasks import make_task
-from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.task import DATA_KEYS, load_split
 
 HEAD = """

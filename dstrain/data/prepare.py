@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-CACHE_FORMAT = 9
+CACHE_FORMAT = 8
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
@@ -131,8 +132,9 @@ class ImageRecordEncoder:
 
     @classmethod
     def create(cls, vision_processor: VisionProcessor, max_threads: int) -> ImageRecordEncoder:
-        """Return an encoder with an empty image index."""
-        writer = ImageIndexWriter(cache_root() / "images")
+        """Return an encoder with an empty image index; downscaled copies have a cache folder per image processor."""
+        fingerprint = _downscale_fingerprint(vision_processor.hf_processor.image_processor)
+        writer = ImageIndexWriter(vision_processor.downscale, cache_root() / "images" / fingerprint)
         return cls(vision_processor, writer, min(max_threads, MAX_IMAGE_THREADS))
 
     def make_encode(
@@ -166,28 +168,24 @@ class ImageRecordEncoder:
             parsed = parse_record(partial(read_with_images, read=parse), record)
             folder = source.get_base_dir(index)
             entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
-            texts = [self._get_image_text(entry) for entry in entries]
+            texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
             return LoadedRecord(parsed, entries, texts)
         except BadRecord as fault:
             return fault
-
-    def _get_image_text(self, entry: ImageEntry) -> str:
-        """Return the image tokens of an image as text. Raises BadRecord where the processor refuses its size."""
-        try:
-            return self.vision_processor.get_image_text(entry.size)
-        except MemoryError:
-            raise
-        except Exception as fault:  # each model family raises another one
-            cause = f"{type(fault).__name__}: {fault}"
-            size = f"{entry.width}x{entry.height} pixels"
-            problem = f"the model's image processor cannot use {entry.name}, {size} ({cause})"
-            raise BadRecord(f"{problem}; change the image, or remove the record") from fault
 
     def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
         """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
         if isinstance(example, BadRecord):
             return example
         return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
+
+
+def _downscale_fingerprint(image_processor: Any) -> str:
+    """Return a hash of everything that determines downscaled copies; the tokenizer is not part of it."""
+    kind = type(image_processor)
+    made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
+    parts = [f"{kind.__module__}.{kind.__qualname__}", image_processor.to_json_string(), *made_by]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, kw_only=True)

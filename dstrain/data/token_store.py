@@ -251,7 +251,7 @@ class TokenStore:
         if self.image_index is None:
             return summary
         images = {image for row in rows.tolist() for image in self[row].get("images", ())}
-        copies = sum(image.is_cached for image in images)
+        copies = sum(image.has_copy for image in images)
         return summary | ({"images": len(images), "copies": copies} if images else {})
 
     def count_per_source(self, source_sizes: Sequence[int]) -> tuple[int, ...]:

@@ -174,8 +174,9 @@ def _collate_prompts(
     Under ZeRO-3 a batch without images gets a blank one in a dummy row, as in training: other ranks may
     have images, and every rank has to run the vision tower.
     """
+    downscale = None if vision_processor is None else vision_processor.downscale
     images = [
-        image.load() if isinstance(image, ImageEntry) else read_image(image)
+        image.load(downscale) if isinstance(image, ImageEntry) else read_image(image)
         for prompt in prompts
         for image in prompt.images
     ]

@@ -203,7 +203,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     made = examples(values)
     shown = [made[row]["images"][0] for row in range(3)]
     assert shown[0] == shown[2] != shown[1]
-    assert all(image.is_cached for image in shown)
+    assert all(image.has_copy for image in shown)
     first, second, third = (image.load() for image in shown)
     assert first.tobytes() == third.tobytes() != second.tobytes()
 
@@ -315,6 +315,7 @@ def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) ->
 def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
     harm: str, written: Any, tmp_path: Path, one: Workers, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Images of the tower's own size have no smaller copy, so that training reads the files themselves."""
     written(GOOD, dialog, "x.jsonl")
     for name in GOOD:
         picture(1, (16, 16)).save(name)
@@ -333,7 +334,7 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
         one(RUN, **run)
         assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
         again = json.loads(invoke("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
-        assert (again["images"], again["copies"]) == (2, 0)
+        assert (again["images"], again["copies"]) == (2, 1)
         return
     with pytest.raises(UsageError, match=r"(?s)1 of 2 records .*x\.jsonl:1: .*good\.png"):
         plan(recipe(tmp_path), tmp_path)
@@ -385,9 +386,9 @@ def test_prepare_tells_how_many_images_there_are(written: Any, tmp_path: Path) -
     write_recipe(tmp_path, recipe(tmp_path))
     told = invoke("prepare", "recipe.yaml").stdout
     assert "train: 5 samples" in told
-    assert "5 images, 0 of them as copies in the cache" in told
+    assert "5 images, 5 of them as copies in the cache" in told
     row = json.loads(invoke("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
-    assert (row["images"], row["copies"]) == (5, 0)
+    assert (row["images"], row["copies"]) == (5, 5)
     store = examples(recipe(tmp_path)).store
     assert row["tokens"] == store.column_lengths("input_ids").sum()
     parts = json.loads(invoke("prepare", "recipe.yaml", "--json", "--set", "data.eval_fraction=0.4").stdout)["splits"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import resource
@@ -134,17 +133,27 @@ def digests(folder: Path, which: int) -> Any:
 
 
 def images(folder: Path, which: int) -> Any:
-    """An image within the data; prepared again each time, as `find_change` only compares sizes."""
-    noise = np.random.RandomState(which).randint(0, 256, (24, 24, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noise).save(file, "PNG")
-    index = folder / "index" / f"{which}"
-    shutil.rmtree(index, ignore_errors=True)
-    index.mkdir(parents=True)
-    writer = ImageIndexWriter(cache_root() / "images")
-    writer.assign_position(writer.get_entry(file.getvalue(), folder))
-    writer.write(index)
-    return ImageIndex(index)[0].load().tobytes()
+    """An image whose copy is smaller; prepared again each time, as `find_change` only compares sizes."""
+    path = folder / f"photo-{which}.png"
+    if not path.exists():
+        noise = np.random.RandomState(which).randint(0, 256, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    index = folder / "index"
+    loaded = []
+    if (index / f"{which}").exists():  # as a run that goes on
+        loaded.append(ImageIndex(index / f"{which}")[0].load(halve).tobytes())
+        shutil.rmtree(index / f"{which}")
+    (index / f"{which}").mkdir(parents=True)
+    writer = ImageIndexWriter(halve, cache_root() / "images" / "processor")
+    writer.assign_position(writer.get_entry(path.name, folder))
+    writer.write(index / f"{which}")
+    loaded.append(ImageIndex(index / f"{which}")[0].load().tobytes())
+    assert len({*loaded}) == 1
+    return loaded[0]
+
+
+def halve(image: Image.Image) -> Image.Image:
+    return image.resize((12, 12))
 
 
 KINDS = [tokens, tokenizers, documents, references, clusters, image_statistics, digests, images]
@@ -533,10 +542,24 @@ def test_a_store_whose_folder_is_removed_is_read_to_its_end(tmp_path: Path) -> N
     assert store.find_change() is None
 
 
+def test_an_image_whose_copy_is_removed_is_read_from_its_file(tmp_path: Path) -> None:
+    first = images(tmp_path, 0)
+    index = ImageIndex(tmp_path / "index" / "0")
+    shutil.rmtree(cache_root())
+    assert index[0].load(halve).tobytes() == first
+    with pytest.raises(
+        DataError, match=r"the copy of .*photo-0.png, .* is gone or damaged; run `dstrain prepare` again"
+    ):
+        index[0].load()
+
+
 def test_an_image_inside_the_data_without_its_copy_is_refused_by_name(tmp_path: Path) -> None:
     images(tmp_path, 0)
-    index = ImageIndex(tmp_path / "index" / "0")
-    copy = Path(index[0].path)
+    writer = ImageIndexWriter(halve, cache_root() / "images" / "processor")
+    writer.assign_position(writer.get_entry((tmp_path / "photo-0.png").read_bytes(), tmp_path))
+    writer.write(tmp_path)
+    index = ImageIndex(tmp_path)
+    (copy,) = cache_root().rglob("*.png")
     flip_bit(copy, copy)
     with pytest.raises(DataError, match=r"the copy of an image of \d+ bytes within the data, .* is gone or damaged"):
         index[0].load()
@@ -544,16 +567,20 @@ def test_an_image_inside_the_data_without_its_copy_is_refused_by_name(tmp_path: 
 
 
 def test_a_copy_that_cannot_be_read_for_now_is_left(tmp_path: Path) -> None:
-    pixels = images(tmp_path, 0)
-    image = ImageIndex(tmp_path / "index" / "0")[0]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    images(tmp_path, 0)
+    writer = ImageIndexWriter(halve, cache_root() / "images" / "processor")
+    writer.assign_position(writer.get_entry((tmp_path / "photo-0.png").read_bytes(), tmp_path))
+    writer.write(tmp_path)
+    image = ImageIndex(tmp_path)[0]
+    (copy,) = cache_root().rglob("*.png")
+    pixels, (soft, hard) = image.load().tobytes(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(DataError, match=r"cannot be read, or is not what was prepared"):
             image.load()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert Path(image.path).exists()
+    assert copy.exists()
     assert image.load().tobytes() == pixels
 
 

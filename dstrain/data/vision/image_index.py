@@ -1,16 +1,20 @@
-"""Images of a store: their files and hashes, and copies of those that are bytes within the data."""
+"""Images of a store: their files and hashes, copies from which the processor makes equal tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy as shallow_copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import DeferredImage, decode_image, read_content, resolve_image
@@ -21,9 +25,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# STORE/images.json   a row for each image, in the order of their positions, for each file that a record names but no
-#                     example uses, and for each document that records were read from
-# CACHE/ab/abcd…      the bytes of an image that has no file of its own; abcd… is their sha256
+# STORE/images.json       a row for each image, in the order of their positions, for each file that a
+#                         record names but no example uses, and for each document that records were read from
+# CACHE/ab/abcd…-0123….png    the copy of the image whose file has a sha256 that begins with abcd…; the sha256 of the copy
+#                            begins with 0123…; each processor has its own CACHE
 
 
 IMAGE_INDEX_FILE = "images.json"
@@ -35,58 +40,73 @@ _CHECK_THREADS, _CHECK_CHUNK_SIZE = 16, 256
 class ImageEntry:
     """An image of a sample, a row of images.json. It is decoded by `load`."""
 
-    path: str
-    """Its file: the one that the data names, or one in the cache."""
-    is_cached: bool
-    """True if it has no file outside of the cache: bytes within the data, or a page of a document."""
+    path: str | None
+    """Its file; None if its bytes are in the data, so that only the copy is a file."""
     bytes: int
-    """Size of the file."""
+    """Size of the file, or of the bytes."""
     mtime_ns: int
-    """0 for a file of the cache, which does not change."""
     sha256: str
     """Hash of the file's bytes."""
     width: int
-    """Pixels of the image that `load` returns."""
+    """Pixels of the image that `load` returns: of the copy if there is one."""
     height: int
+    copy: str | None
+    """The PNG in the cache that is loaded instead."""
+    copy_bytes: int
+    copy_sha256: str
 
     @property
     def size(self) -> tuple[int, int]:
         return self.width, self.height
 
     @property
+    def has_copy(self) -> bool:
+        """True if the image is loaded from the cache: smaller, or because it has no file outside of it."""
+        return self.copy is not None
+
+    @property
     def name(self) -> str:
         """The image's name in messages."""
-        return f"an image of {self.bytes} bytes within the data" if self.is_cached else display_path(Path(self.path))
+        return display_path(Path(self.path)) if self.path else f"an image of {self.bytes} bytes within the data"
 
     def find_change(self) -> str | None:
-        """Return what has changed, from the file's size and time, as a clause without the fix."""
-        state = size_and_mtime(Path(self.path))
-        if self.is_cached:
-            is_complete = state is not None and state[0] == self.bytes
-            return None if is_complete else f"the copy of {self.name}, {self.path}, is gone or damaged"
-        if state is None:
-            return f"{self.name} is gone"
-        return None if state == (self.bytes, self.mtime_ns) else f"{self.name} has changed"
+        """Return what has changed, from the files' sizes and times, as a clause without the fix."""
+        if self.path and (state := size_and_mtime(Path(self.path))) != (self.bytes, self.mtime_ns):
+            if state is not None:
+                return f"{self.name} has changed"
+            if self.copy is None:  # with a copy, the original may be deleted
+                return f"{self.name} is gone"
+        if self.copy and (state := size_and_mtime(Path(self.copy)) or (0, 0))[0] != self.copy_bytes:
+            return f"the copy of {self.name}, {self.copy}, is gone or damaged"
+        return None
 
-    def load(self) -> Image:
-        """Return the image as RGB. Raises DataError if the file does not hold the bytes that were prepared."""
-        content = read_if_unchanged(Path(self.path), self.sha256, remove_other=self.is_cached)
-        if content is not None:
+    def load(self, downscale: Callable[[Image], Image | None] | None = None) -> Image:
+        """Return the image as RGB: from its copy, or from its file where the copy is not what was written.
+
+        `downscale`: the function that made the copy. Raises DataError if neither holds the bytes that were prepared.
+        """
+        if self.copy and (content := read_if_unchanged(Path(self.copy), self.copy_sha256, is_copy=True)) is not None:
             return decode_image(content, self.name)
-        reason = self.find_change() or f"{self.path} cannot be read, or is not what was prepared"
+        if self.path and (content := read_if_unchanged(Path(self.path), self.sha256)) is not None:
+            image = decode_image(content, self.name)
+            if image.size == self.size:
+                return image
+            if downscale is not None and (smaller := downscale(image)) is not None and smaller.size == self.size:
+                return smaller
+        reason = self.find_change() or f"{self.copy or self.name} cannot be read, or is not what was prepared"
         raise DataError(f"{reason}; {RERUN_PREPARE}")
 
 
-def read_if_unchanged(path: Path, sha256: str, remove_other: bool = False) -> bytes | None:
+def read_if_unchanged(path: Path, sha256: str, *, is_copy: bool = False) -> bytes | None:
     """Return the bytes of a file; None if they have another hash, or cannot be read.
 
-    `remove_other`: remove a file with another hash, so that the next start makes it again.
+    `sha256`: their hash, or its first 32 digits. A copy with another hash is removed: the next start makes it again.
     """
     with contextlib.suppress(BadRecord):
         content, _ = read_content(path)
-        if hashlib.sha256(content).hexdigest() == sha256:
+        if hashlib.sha256(content).hexdigest()[:32] == sha256[:32]:
             return content
-        if remove_other:
+        if is_copy:
             with contextlib.suppress(OSError):
                 path.unlink()
     return None
@@ -122,7 +142,8 @@ class ImageIndex:
     def find_change(self) -> str | None:
         """Return the first image that is gone or has changed, as a clause without the fix.
 
-        Rejected images count too, since they may have been fixed, and the documents that images were made from.
+        The original of a copy may be gone. Rejected images count too, since they may have been fixed, and
+        the documents that images were made from.
         """
         files = [*self._entries, *self._rejected, *self._watched]
         parts = [files[start : start + _CHECK_CHUNK_SIZE] for start in range(0, len(files), _CHECK_CHUNK_SIZE)]
@@ -131,20 +152,27 @@ class ImageIndex:
             return next(filter(None, changes), None)
 
 
-class ImageIndexWriter:
-    """Reads images as records name them, each once, and writes those without a file into the cache."""
+_RESIZE_METHODS = ("resize", "center_crop")
+"""Methods of transformers' image processors that reduce an image before its values are normalized."""
 
-    def __init__(self, cache_dir: Path) -> None:
-        self._cache_dir = cache_dir
+
+class ImageIndexWriter:
+    """Reads images as records name them, each once, and caches downscaled copies."""
+
+    def __init__(self, downscale: Callable[[Image], Image | None], cache_dir: Path) -> None:
+        """Take a function that returns an equivalent smaller image or None, and a folder for its results only."""
+        self._downscale, self._cache_dir = downscale, cache_dir
         self._entries: dict[str, ImageEntry | str] = {}
         """Absolute path, or hash of the bytes -> entry, or reason of a BadRecord."""
         self._locks: dict[str, threading.Lock] = {}
+        self._copies: dict[Path, dict[str, str]] = {}
+        """Folder of copies -> beginning of the image's hash -> name of its copy, as they were at first use."""
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
         self._rejected: dict[str, WatchedFile] = {}
 
     def get_entry(self, value: Any, folder: Path) -> ImageEntry:
-        """Return the entry of an image in a record; decode and hash it if it is new.
+        """Return the entry of an image in a record; decode, downscale and hash it if it is new.
 
         `folder`: where relative paths start. Thread-safe. Raises BadRecord.
         """
@@ -179,27 +207,142 @@ class ImageIndexWriter:
 
     def _build_entry(self, source: Path | bytes, key: str, is_cached: bool) -> ImageEntry:
         """Return the entry of an image. `is_cached`: its file is in the cache, such as a page of a document."""
+        path = None if isinstance(source, bytes) or is_cached else Path(key)
         state = None
-        if not (isinstance(source, bytes) or is_cached):
-            # Before the file is read, so that a change in between is noticed later.
-            self._rejected[key], state = WatchedFile.from_path(Path(key)), size_and_mtime(Path(key))
+        if path:  # before the file is read, so that a change in between is noticed later
+            self._rejected[key], state = WatchedFile.from_path(path), size_and_mtime(path)
         content, name = read_content(source)
         sha256 = hashlib.sha256(content).hexdigest()
-        image = decode_image(content, name)
+        copy, png = self._find_copy(sha256)
+        image = decode_image(png, str(copy)) if png else None
+        if image is None:
+            image = original = decode_image(content, name)
+            downscaled = self._try_downscale(original, name)
+            # Bytes inside the data have no file to be loaded from later: they get a copy too.
+            if downscaled is not None or isinstance(source, bytes):
+                image = downscaled or original
+                copy, png = self._write_copy(image, sha256)
+            elif is_cached:
+                copy, png = Path(key), content
         return ImageEntry(
-            path=self._write_copy(content, sha256) if isinstance(source, bytes) else key,
-            is_cached=isinstance(source, bytes) or is_cached,
+            path=str(path) if path else None,
             bytes=len(content),
             mtime_ns=state[1] if state else 0,
             sha256=sha256,
             width=image.width,
             height=image.height,
+            copy=str(copy.absolute()) if copy else None,
+            copy_bytes=len(png),
+            copy_sha256=hashlib.sha256(png).hexdigest() if copy else "",
         )
 
-    def _write_copy(self, content: bytes, sha256: str) -> str:
-        """Write the bytes of an image atomically, if they are not there; return the file's absolute path."""
-        copy = self._cache_dir.absolute() / sha256[:2] / sha256
-        if read_if_unchanged(copy, sha256) is None:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(copy, content)
-        return str(copy)
+    def _find_copy(self, sha256: str) -> tuple[Path | None, bytes]:
+        """Return the copy of an earlier preparation and its bytes; (None, b"") if there is none that is as written."""
+        folder = self._cache_dir / sha256[:2]
+        with self._lock:
+            if (names := self._copies.get(folder)) is None:
+                found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+                names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
+        name = names.get(sha256[:32])
+        png = read_if_unchanged(folder / name, Path(name).stem.partition("-")[2], is_copy=True) if name else None
+        return (None, b"") if png is None else (folder / str(name), png)
+
+    def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:
+        """Write the PNG atomically; return its path and its bytes."""
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", compress_level=1)
+        png = buffer.getvalue()
+        copy = self._cache_dir / sha256[:2] / f"{sha256[:32]}-{hashlib.sha256(png).hexdigest()[:32]}.png"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(copy, png)
+        return copy, png
+
+    def _try_downscale(self, image: Image, name: str) -> Image | None:
+        try:
+            return self._downscale(image)
+        except (MemoryError, DataError):
+            raise
+        except Exception as fault:
+            cause = f"{type(fault).__name__}: {fault}"
+            problem = f"the model's image processor cannot use {name}, {image.width}x{image.height} pixels ({cause})"
+            raise BadRecord(f"{problem}; change the image, or remove the record") from fault
+
+
+def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
+    """Return the RGB image after the processor's own resize or crop, if that is equivalent.
+
+    It has fewer pixels, and every tensor that the processor makes of it is bit-equal to that of
+    `image`, so that decoding and scaling are done once, when data is prepared. None if there is no
+    such image. Raises the processor's errors for `image`.
+    """
+    recording, recorded = _make_recording_copy(image_processor)
+    expected = recording(image)
+    # The smallest equivalent image saves most disk space and decoding time.
+    for pixels in sorted(recorded.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
+        # An image of one row or column would be refused when the copy is read.
+        if pixels.shape[0] * pixels.shape[1] < image.width * image.height and min(pixels.shape[:2]) > 1:
+            downscaled = _to_image(pixels)
+            if _has_same_output(recording, downscaled, expected):
+                return downscaled
+    return None
+
+
+def _make_recording_copy(image_processor: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """Return a copy with all optional outputs, and a dict for the first result of each resize method.
+
+    A call of the copy fills the dict: method -> (H, W, 3) uint8.
+    """
+    recording, recorded = shallow_copy(image_processor), dict[str, np.ndarray]()
+    for name in dir(type(image_processor)):
+        if name.startswith("return_") and getattr(recording, name, None) is False:
+            setattr(recording, name, True)  # such as rows and columns of tiles, which must be equal too
+    for name in _RESIZE_METHODS:
+        if callable(getattr(image_processor, name, None)):
+            setattr(recording, name, _record_output(getattr(recording, name), name, recorded))
+    return recording, recorded
+
+
+def _record_output(method: Callable[..., Any], name: str, outputs: dict[str, np.ndarray]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if name not in outputs and (pixels := _to_pixels(result)) is not None:
+            outputs[name] = pixels
+        return result
+
+    return wrapper
+
+
+def _to_pixels(output: Any) -> np.ndarray | None:
+    """Return a processor's image as (H, W, 3) uint8; None if the value is not a single RGB image."""
+    pixels = np.asarray(output)
+    if pixels.ndim == 4 and len(pixels) == 1:  # a batch of one
+        pixels = pixels[0]
+    if pixels.ndim != 3 or pixels.dtype != np.uint8:
+        return None
+    if pixels.shape[0] == 3:
+        # Some processors put channels first.
+        pixels = pixels.transpose(1, 2, 0)
+    return pixels.copy() if pixels.shape[2] == 3 else None
+
+
+def _to_image(pixels: np.ndarray) -> Image:
+    from PIL.Image import fromarray
+
+    return fromarray(np.ascontiguousarray(pixels))
+
+
+def _has_same_output(processor: Any, image: Image, expected: Any) -> bool:
+    try:
+        return _is_equal(processor(image), expected)
+    except Exception:  # the image is too small for it, or of a shape that it rejects
+        return False
+
+
+def _is_equal(actual: Any, expected: Any) -> bool:
+    """Return whether both have the same values, bit by bit, in the same shapes and types."""
+    if isinstance(expected, Mapping):  # includes transformers' BatchFeature
+        return {*actual} == {*expected} and all(_is_equal(actual[key], value) for key, value in expected.items())
+    if isinstance(expected, list | tuple):
+        return len(actual) == len(expected) and all(_is_equal(*pair) for pair in zip(actual, expected, strict=True))
+    left, right = np.asarray(actual), np.asarray(expected)
+    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()

@@ -243,6 +243,12 @@ class VisionProcessor:
         is_image = self.token_type_ids(batch.tensors["input_ids"])[0].numpy() > 0
         return torch.from_numpy(packed_rope_positions(is_image, batch.groups, sizes))[:, None]
 
+    def downscale(self, image: Image) -> Image | None:
+        """Return a smaller image with the same processor output; None if there is none."""
+        from dstrain.data.vision.image_index import downscale_if_equivalent
+
+        return downscale_if_equivalent(image, self._get_thread_processor().image_processor)
+
 
 def _find_image_token(processor: Any) -> str:
     """Return the token that the processor replaces by an image. Raises RecipeError if there is none.

@@ -368,10 +368,12 @@ class TextTask(RecordTask):
         self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
     ) -> list[Image]:
         """Return the images of a batch in the order of its rows."""
+        processor = self.model_source.vision_processor
+        downscale = None if processor is None else processor.downscale
         images: list[Image] = []
         for row, example in enumerate(examples):
             for index, stored in enumerate(example["images"]):
-                image = stored.load()
+                image = stored.load(downscale)
                 images.append(image if positions is None else self.augment_image(image, positions[row], index))
         # Rows of pairs repeat the prompt, and so its images.
         return images * repeats

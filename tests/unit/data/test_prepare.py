@@ -19,7 +19,6 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import StepSampler
 from dstrain.data.prepare import ImageRecordEncoder, PreparePolicy, align_store, prepare, split_examples
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.vision import image_index
@@ -241,7 +240,12 @@ def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTas
     images = [picture(seed, (8 + seed, 30 - seed)) for seed in range(16)]
 
     def ask(image: Image.Image) -> Any:
-        return sight.get_image_text(image.size), sight.image_inputs([image])["pixel_values"].tolist()
+        smaller = sight.downscale(image)
+        return (
+            sight.get_image_text(image.size),
+            smaller and smaller.tobytes(),
+            sight.image_inputs([image])["pixel_values"].tolist(),
+        )
 
     alone = [ask(image) for image in images]
     owned: set[int] = set()
@@ -253,21 +257,24 @@ def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTas
     assert len(owned) == 1
 
 
-def test_an_image_that_the_processor_refuses_is_a_bad_record(
-    task: TextTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
+    task: TextTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sight = task.model_source.vision_processor
     assert sight is not None
 
-    def refuse(size: tuple[int, int]) -> str:
-        raise ValueError("the aspect ratio must be below 200")
+    def place() -> Path:
+        return ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
 
-    monkeypatch.setattr(sight, "get_image_text", refuse)
-    picture(1, (24, 16)).save(tmp_path / "0.png")
-    encoder = ImageRecordEncoder.create(sight, 2)
-    entry = encoder.index_writer.get_entry("0.png", tmp_path)
-    with pytest.raises(BadRecord, match=r"processor cannot use .*0.png, 24x16 pixels \(ValueError: the aspect ratio"):
-        encoder._get_image_text(entry)
+    before = place()
+    sight.hf_processor.tokenizer.add_tokens(["a_new_one"])
+    assert place() == before
+    monkeypatch.setattr("dstrain.data.prepare.version", lambda name: "99.0.1")
+    newer = place()
+    monkeypatch.setattr("dstrain.data.prepare.version", lambda name: "99.0.2")
+    assert before != newer == place()
+    sight.hf_processor.image_processor.do_center_crop = not sight.hf_processor.image_processor.do_center_crop
+    assert place() != newer
 
 
 def test_the_same_records_in_another_folder_show_that_folders_images(tmp_path: Path) -> None:

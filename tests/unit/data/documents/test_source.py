@@ -216,6 +216,7 @@ def test_bad_documents_are_skipped_in_training_and_listed(folder: Path) -> None:
         assert fault in line
     assert "2 questions with retrieved pages" in found.report["notes"]
     pages = [image.load() for image in found[0]["images"]]
+    assert [page.size for page in pages] == [(16, 16), (16, 16)], "downscaled copies for the processor"
     assert all(np.asarray(page).std() > 1 for page in pages)
 
 

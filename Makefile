@@ -1,4 +1,6 @@
 # make demo: install everything and train a small reward model.   make test: run the tests.   make help: list the rest.
+# Compiled once: 700 files are imported by each of many processes.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts" $(PARALLEL) $(PYTEST_ARGS)
 
 smoke: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "hosts and not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/hosts -m "not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

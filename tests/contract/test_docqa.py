@@ -85,6 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, one: Workers, two: Workers
     return folder
 
 
+@pytest.mark.slow  # the run it needs takes half a minute
 def test_metrics_are_those_of_the_answers(trained: Path, one: Workers) -> None:
     """Of `dstrain generate`, scored here; alike from a training engine in two processes and from one process."""
     data = str(trained / "eval.jsonl")
@@ -102,6 +103,7 @@ def test_metrics_are_those_of_the_answers(trained: Path, one: Workers) -> None:
     assert {name: alone[name] for name in wanted} == pytest.approx(wanted)
 
 
+@pytest.mark.slow  # the run it needs takes half a minute
 def test_generate_needs_no_answers(trained: Path, one: Workers) -> None:
     records = read_jsonl(trained / "eval.jsonl")[:3]
     ask = {"folder": str(trained / "run"), "sampling": {"max_new_tokens": 8, "batch": 2}}
@@ -110,6 +112,7 @@ def test_generate_needs_no_answers(trained: Path, one: Workers) -> None:
     assert one(GENERATE, **ask, data=str(write_jsonl(trained / "bare.jsonl", bare))) == wanted
 
 
+@pytest.mark.slow  # the run it needs takes half a minute
 def test_each_sample_counts_once_where_ranks_have_unequal_shares(trained: Path, one: Workers, two: Workers) -> None:
     records = read_jsonl(trained / "eval.jsonl")[:3]
     data = str(write_jsonl(trained / "three.jsonl", records))
@@ -122,6 +125,7 @@ def test_each_sample_counts_once_where_ranks_have_unequal_shares(trained: Path, 
     assert first["loss"] == alone["loss"], "the losses are those of all samples"
 
 
+@pytest.mark.slow  # the run it needs takes half a minute
 def test_the_best_checkpoint_is_that_of_the_best_answers(trained: Path) -> None:
     by_step = {row["step"]: row["exact_match"] for row in eval_rows(trained / "run")}
     best = int((trained / "run/checkpoints/best").readlink().name.removeprefix("step-"))

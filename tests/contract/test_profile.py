@@ -107,6 +107,7 @@ def test_steps_after_the_end_of_the_run_are_said_to_be_missing(recipe: str, tmp_
     assert not any(event.get("name") == "[memory]" for event in seen), "it was not asked for"
 
 
+@pytest.mark.slow  # its parts: below
 def test_a_profiler_that_fails_never_stops_the_run(recipe: str, tmp_path: Path, two: Workers) -> None:
     sets = ["steps=5", "profile.memory=false"]
     done = two(f"{CASES}:run_with_broken_profilers", recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets)

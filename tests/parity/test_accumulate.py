@@ -16,7 +16,9 @@ EXACT = 1e-6
 FP32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-@pytest.mark.parametrize("preset", [SLOW("zero1"), "zero2", "zero3", SLOW("zero2_offload"), SLOW("zero3_offload")])
+@pytest.mark.parametrize(
+    "preset", [SLOW("zero1"), SLOW("zero2"), "zero3", SLOW("zero2_offload"), SLOW("zero3_offload")]
+)
 def test_micro_batches_add_up_exactly(preset: str, one: Workers) -> None:
     for micro_batches in (1, 8):
         assert one(CASE, preset=preset, micro_batches=micro_batches)[0] < EXACT
@@ -32,6 +34,7 @@ def test_at_stage_0_deepspeed_adds_up_in_bf16(one: Workers) -> None:
     assert 1e-3 < one(CASE, preset="zero0", micro_batches=8)[0] < 1e-2
 
 
+@pytest.mark.slow  # parity/test_tokens: in bf16 the passes add up
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_add_up_exactly_where_the_preset_asks_for_it(stage: int, two: Workers, tmp_path: Path) -> None:
     preset = written(tmp_path, {"zero_optimization": {"stage": stage}, **FP32})

@@ -12,6 +12,7 @@ from tests.adapters import adapter, merged_by_peft
 from tests.workers import Workers
 
 
+@pytest.mark.slow  # unit/models/test_adapters, contract/test_lora
 @pytest.mark.parametrize(
     ("auto", "settings"),
     [

@@ -141,6 +141,7 @@ def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, 
         assert distance(found, wanted) <= TOLERANCES.get(case, 1e-6)
 
 
+@pytest.mark.slow  # unit/tasks/test_packing: evaluations and steps in turn
 @pytest.mark.parametrize("case", [case if case in FEW else SLOW(case) for case in CASES])
 @pytest.mark.parametrize("stage", [SLOW(1), SLOW(2), 3])
 def test_steps_and_looks_in_turn_leave_the_same_losses(case: str, stage: int, two: Workers, definition: Any) -> None:

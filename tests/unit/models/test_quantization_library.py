@@ -25,6 +25,7 @@ def get_kernel(*words, **more):
 """
 
 
+@pytest.mark.slow  # a process of its own: ten seconds
 def test_importing_bitsandbytes_downloads_no_kernel(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
     (tmp_path / "kernels.py").write_text(KERNELS)

@@ -77,6 +77,7 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
         read_base_shape(ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.slow  # imports the family and counts: ten seconds
 def test_a_model_without_config_or_headers_is_counted_on_the_meta_device(tmp_path: Path) -> None:
     config = made_config(model={"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 64},
                                 "tokenizer": None}, data={"train": str(_records(tmp_path)), "max_length": 32})  # fmt: skip
@@ -217,6 +218,7 @@ def test_the_tensors_of_a_config_are_those_of_the_model(name: str) -> None:
     }
 
 
+@pytest.mark.slow  # imports the family and counts: ten seconds
 def test_another_family_is_counted_without_data_and_keeps_undeclared_settings() -> None:
     """head_dim of qwen3_moe is read by its modelling file only; without it heads would have 16 values."""
     values = {"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,

@@ -192,6 +192,7 @@ def test_copies_that_cannot_be_read_end_the_start(tmp_path: Path, monkeypatch: p
     assert open_copy(config, tmp_path / "one", ResumeOptions("never"), OneRank()) is not None  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # its parts: above
 def test_a_run_whose_disk_is_gone_ends_as_the_unbroken_one(tmp_path: Path, one: Workers) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 6}
     write_recipe(tmp_path, values | {"save": {"every": 2, "copy_to": f"{tmp_path}/backup"}})

@@ -34,8 +34,11 @@ class ResourceLimits:
     wall_seconds: float | None = None
     """Time after which the process is killed even if it uses no processor time."""
 
-    def describe_excess(self, status: str, library: str) -> str:
-        """Return what work did that ended with the status memory, time or lost; `library`: may have crashed."""
+    def describe_exceeded(self, status: str, library: str) -> str:
+        """Return `takes more than 2 GiB of memory`, or the like for another status of SubprocessResult.
+
+        `library`: the one in C that the process calls, and that may have crashed.
+        """
         memory = f"takes more than {format_bytes(self.memory_bytes)} of memory"
         if status == "memory":
             return memory

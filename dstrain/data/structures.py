@@ -131,7 +131,7 @@ def _to_error(result: SubprocessResult) -> BadRecord:
         kind, text = result.value
         reason = text if kind == BadRecord.__name__ else f"reading it failed ({kind}: {one_line(text)}); remove it"
         return BadRecord(reason)
-    return BadRecord(f"reading it {LIMITS.describe_excess(result.status, 'gemmi')}; split or remove it")
+    return BadRecord(f"reading it {LIMITS.describe_exceeded(result.status, 'gemmi')}; split or remove it")
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
 from dstrain.models.adapters import check_adapter
-from dstrain.models.attention.model_types import length_limit
+from dstrain.models.attention.model_types import attends_both_ways, length_limit
 from dstrain.models.folder import (
     ADAPTER_CONFIG,
     NON_CAUSAL_TYPES,
@@ -372,10 +372,14 @@ class ModelValidator:
         if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
             key = "model.path" if self._model.path else "model.config"
             raise RecipeError(bidirectional_fault(key, config.model_type))
+        problem = f"{config.model_type} models see the tokens that they have to predict"
+        fix = "use a causal language model (Llama, Qwen, GPT-2 …)"
         if self.can_generate and config.model_type in NON_CAUSAL_TYPES:
-            key = "model.path" if self._model.path else "model.config.model_type"
-            problem = f"{config.model_type} models see the tokens that they have to predict"
-            raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
+            raise RecipeError(Fault("model.path" if self._model.path else "model.config.model_type", problem, fix))
+        # Of models with images, such as PaliGemma, the prompt alone attends to later tokens.
+        if self.can_generate and not hasattr(config, "vision_config") and attends_both_ways(config):
+            problem += " with use_bidirectional_attention, or is_causal: false"
+            raise RecipeError(Fault("model.path" if self._model.path else "model.config", problem, fix))
         if not self.can_generate and config.model_type in _EOS_HEAD_TYPES:
             key = "model.path" if self._model.path else "model.config.model_type"
             problem = f"the score of a {config.model_type} model needs rows with equally many EOS tokens"

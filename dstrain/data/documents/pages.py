@@ -82,7 +82,7 @@ def _to_error(result: SubprocessResult, name: str, operation: str) -> BadRecord 
         if isinstance(error := getattr(builtins, kind, None), type) and issubclass(error, OSError):
             return DataError(f"pages of {name} cannot be written into the cache: {text}; set DSTRAIN_CACHE to another")
         return BadRecord(f"{name} is damaged: {operation} failed ({text}); save it again with another program")
-    problem = LIMITS.describe_excess(result.status, "PDFium")
+    problem = LIMITS.describe_exceeded(result.status, "PDFium")
     return BadRecord(f"{name}: {operation} {problem}; save it again with another program, or remove the record")
 
 

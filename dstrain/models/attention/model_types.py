@@ -67,9 +67,18 @@ def family_unsupported_reason(config: Any) -> str | None:
         return f"{model_type} {_ENCODER} in its encoder"
     if model_type not in PACKED_MODEL_TYPES:
         return f"packed batches are not tested with models of type {model_type}"
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+    if attends_both_ways(config):
         return f"this {model_type} model {_ENCODER}"
     return layer_unsupported_reason(config)
+
+
+def attends_both_ways(config: Any) -> bool:
+    """Return True where settings of a text model of a causal family let tokens attend to later ones.
+
+    Gemma 4 has the words "all" and "vision"; the second is about the tokens of images.
+    """
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    return both_ways or getattr(config, "is_causal", True) is False
 
 
 def _vision_unsupported_reason(config: Any, model_type: str) -> str | None:

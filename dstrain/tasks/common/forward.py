@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dstrain.batch import Batch
 from dstrain.data.loading.rows import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
-from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES
+from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, attends_both_ways
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input
 from dstrain.models.patches import rows_of_one_sequence
@@ -169,9 +169,8 @@ def needs_attention_mask(model: torch.nn.Module) -> bool:
     config = getattr(model, "config", None)
     of_transformers = type(model).__module__.startswith("transformers.")  # not code that came with the weights
     known = of_transformers and getattr(config, "model_type", None) in NO_MASK_MODEL_TYPES
-    both_ways = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
     # The loss of a router is a mean over the tokens that the mask names.
-    return not known or bool(both_ways) or bool(getattr(model, "needs_padding_mask", False))
+    return not known or attends_both_ways(config) or bool(getattr(model, "needs_padding_mask", False))
 
 
 def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

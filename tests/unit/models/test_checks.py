@@ -255,14 +255,20 @@ def test_kernels_of_the_hub_are_found_before_anything_starts(key: str, tmp_path:
     ]
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [("xlnet", {"vocab_size": 64, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
      ("xlm", {"vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4}),
      ("cpmant", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 8,
-                 "dim_ff": 64})],
+                 "dim_ff": 64}),
+     *((name, SIZES | {"use_bidirectional_attention": True}) for name in ("gemma", "gemma3_text")),
+     ("llama", SIZES | {"is_causal": False})],
 )  # fmt: skip
-def test_models_that_see_their_targets_are_refused(model_type: str, sizes: dict[str, int]) -> None:
+def test_models_that_see_their_targets_are_refused(model_type: str, sizes: dict[str, Any]) -> None:
     """formats.md A7: XLNet and CPM-Ant trained on targets that they see, with exit code 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()

@@ -1,5 +1,5 @@
 # make demo: install everything and train a small reward model.   make test: run the tests.   make help: list the rest.
-# Compiled once: 700 files are imported by each of many processes.
+# Many processes import the same files: keep them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv

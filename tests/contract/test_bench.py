@@ -44,7 +44,6 @@ def left(folder: Path) -> list[Path]:
     return [path for path in (folder / "here").rglob("*") if path.name != "tmp"]
 
 
-@pytest.mark.slow  # the figures: unit/report; its parts: below
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_figures_are_of_all_processes_and_nothing_is_left(processes: int, tmp_path: Path) -> None:
     recipe = written(tmp_path, eval={"every": 1}, save={"every": 1}, batch={"total": 8, "micro": 2})
@@ -70,7 +69,7 @@ def test_the_figures_are_of_all_processes_and_nothing_is_left(processes: int, tm
 
 
 @pytest.mark.slow  # Ctrl-C: faults/test_kill
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_control_c_leaves_nothing_behind(processes: int, tmp_path: Path) -> None:
     child = start(tmp_path, written(tmp_path), "--steps", "100000", "--num-gpus", str(processes))
     try:

@@ -59,8 +59,8 @@ def test_generation_in_evaluations_leaves_training_as_it_is(
     assert len(eval_rows(tmp_path / "with")) == 2
 
 
-@pytest.mark.slow  # a signal: resume/test_resume; at stage 2 and 3
-@pytest.mark.parametrize("preset", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a signal: resume/test_resume
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
 def test_a_signal_during_generation_ends_the_run_with_a_checkpoint(preset: str, tmp_path: Path, two: Workers) -> None:
     """An evaluation may take longer than the grace period. As after any signal, there is no row of an evaluation."""
     file = recipe(tmp_path, preset, steps=4, save={"every": 6}, log={"every": 3})

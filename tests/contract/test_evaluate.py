@@ -85,7 +85,8 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
     assert thirteen[1] == pytest.approx(thirteen[0], rel=1e-5, abs=1e-6), "a share without a sample weighs nothing"
 
 
-@pytest.mark.parametrize("name", [SLOW("rm, adapters"), SLOW("dpo, adapters")])  # fast: contract/test_export
+@pytest.mark.slow  # in shards: test_metrics_do_not_depend_on_the_processes; exported adapters: contract/test_lora
+@pytest.mark.parametrize("name", ["rm, adapters", "dpo, adapters"])
 def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
     task, _, _, model = RUNS[name]
     values = find_task(task).tiny(tmp_path)

@@ -35,14 +35,15 @@ def asked(folder: Path, shows: list[int]) -> list[str]:
     return [json.loads(line)["messages"][1]["content"] for line in lines]
 
 
+@pytest.mark.slow  # answers about images on two ranks: contract/test_docqa
 @pytest.mark.parametrize(
     ("shows", "batch"),
     [
-        pytest.param([0, 0, 1], 1, marks=pytest.mark.slow),  # fast: contract/test_docqa
-        pytest.param([2, 0, 0], 2, marks=pytest.mark.slow),
-        pytest.param([0, 1, 0, 0, 0], 2, marks=pytest.mark.slow),
-        pytest.param([1], 1, marks=pytest.mark.slow),
-        pytest.param([0, 0, 0], 1, marks=pytest.mark.slow),
+        ([0, 0, 1], 1),
+        ([2, 0, 0], 2),
+        ([0, 1, 0, 0, 0], 2),
+        ([1], 1),
+        ([0, 0, 0], 1),
     ],
 )
 def test_answers_do_not_depend_on_who_sees_an_image(

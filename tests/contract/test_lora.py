@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task
-from tests.cells import SLOW, mark_slow
+from tests.cells import mark_slow
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import RUN, write_recipe
@@ -23,7 +23,8 @@ from tests.workers import WorkerError, Workers
 CASES = "tests.contract.lora_cases:"
 
 
-@pytest.mark.parametrize(("preset", "dora"), [SLOW("zero2", False), SLOW("zero3", True)])
+@pytest.mark.slow  # both kinds of export: test_a_stranger_reads_the_adapters_and_the_merged_model
+@pytest.mark.parametrize(("preset", "dora"), [("zero2", False), ("zero3", True)])
 def test_adapters_and_the_merged_model_say_the_same(
     preset: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
 ) -> None:

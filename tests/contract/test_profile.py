@@ -96,7 +96,6 @@ def test_a_run_may_stop_and_go_on_within_the_steps(recipe: str, tmp_path: Path, 
     assert steps_in(folder / "trace-rank-00001-steps-4-4.json.gz") == ["step 4"]
 
 
-@pytest.mark.slow  # what is said: unit/train
 def test_steps_after_the_end_of_the_run_are_said_to_be_missing(recipe: str, tmp_path: Path, two: Workers) -> None:
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["profile.steps=[6, 9]", "profile.memory=false"])
     (warning,) = read_events(tmp_path / "run", "warning")

@@ -38,7 +38,7 @@ def test_an_export_holds_weights_and_recipe_and_is_read_without_the_task_being_n
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dstrain_recipe.yaml", "model.safetensors"]
 
 
-@pytest.mark.slow  # unit/data/test_structures
+@pytest.mark.slow  # entries of the cache are read again: unit/data/test_structures
 def test_prepare_parses_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
     recipe = written(tmp_path, "protein")

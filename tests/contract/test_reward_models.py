@@ -55,7 +55,8 @@ def test_training_holds_no_reward_model_after_prepare(preset: str, tmp_path: Pat
     assert "harmless_margin" in row
 
 
-@pytest.mark.parametrize("scoring", [SLOW("cached"), SLOW("online")])  # fast: parity/test_reward_models
+@pytest.mark.slow  # exports hold what learns: contract/test_export
+@pytest.mark.parametrize("scoring", ["cached", "online"])
 def test_checkpoints_and_exports_hold_the_policy_alone(scoring: str, tmp_path: Path, two: Workers) -> None:
     recipe, run = written(tmp_path, scoring, ds_config="zero3"), tmp_path / "run"
     two("tests.resume.cases:run", recipe=recipe, run_dir=str(run))

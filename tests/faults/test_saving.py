@@ -46,7 +46,7 @@ def test_a_disk_that_is_full_for_one_rank_stops_both(faults: Faults, tmp_path: P
     assert "writing step-00000004 failed on 1 of 2 ranks (rank 1: OSError" in outcome.said
 
 
-@pytest.mark.slow  # kills at points that stand for others: below
+@pytest.mark.slow  # kills at points that stand for others: above
 def test_a_kill_at_a_random_moment_loses_what_was_not_yet_whole(faults: Faults) -> None:
     draw, reach = random.Random(0), 0.08  # seconds in which a machine that does nothing else saves several times
     while len({faults.kill_both(draw.random() * reach).found for _ in range(20)}) == 1:

@@ -177,14 +177,10 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "remembered": {"options": {"precompute_ref_log_probs": True}},
     "adapters switched off": {"model": {"lora": {"rank": 4}}},
 }
-QUICK_PAIRS: tuple[tuple[str, int], ...] = ()
-"""Answers in memory and remembered at stage 2: test_answers_kept_are_those_asked_online."""
 
 
-@pytest.mark.parametrize(
-    ("reference", "stage"),
-    [one if one in QUICK_PAIRS else SLOW(*one) for one in product(REFERENCES, range(4))],
-)
+@pytest.mark.slow  # answers in memory and remembered at stage 2: test_answers_kept_are_those_asked_online
+@pytest.mark.parametrize(("reference", "stage"), product(REFERENCES, range(4)))
 def test_preferences_learn_where_one_rank_never_sees_an_image(
     reference: str, stage: int, brisk: Workers, definition: Any
 ) -> None:

@@ -94,8 +94,9 @@ AT_STAGE_2 = (
     "dpo, a reference remembered", "dpo, no reference", "temporal, masked", "temporal, adapters",
     "dpo, a reference in memory", "dpo, adapters switched off", "rm, adapters", "protein", "temporal",
 )  # fmt: skip
-"""Cases that another cell stands for at stage 3; adapters: kto; protein, temporal: stage 2; DoRA: resume/test_trained, safe with images: remembered answers; kto's
-references: those of dpo, and kto with adapters; dpo: a reference in memory; the kinds of temporal: temporal."""
+"""Cases that another cell stands for at stage 3; adapters: kto; protein, temporal: stage 2; DoRA:
+resume/test_trained, safe with images: remembered answers; kto's references: those of dpo, and kto with adapters; dpo:
+a reference in memory; the kinds of temporal: temporal."""
 
 
 def quick(case: str, stage: int) -> bool:

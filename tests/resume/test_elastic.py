@@ -183,7 +183,8 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(CHAINS, ()))  # fast: the grid above and the run before this
+@pytest.mark.slow  # pairs of places: test_all_state_goes_over_to_the_bit; a run: the one above
+@pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_places_is_one_run(name: str, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     more, *places = CHAINS[name]
     pairs, losses, unbroken = follow(places, tmp_path, workers, {"model": model, "kind": "full", **more})

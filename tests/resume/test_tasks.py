@@ -52,7 +52,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 FAST = ("rm, adapters, no ZeRO",)
-"""The rest is run by `make test-all`. Images altered: resume/test_images; a frozen tower at stage 3: parity/test_tasks."""
+"""The rest is run by `make test-all`. Images altered: resume/test_images; a frozen tower at stage 3:
+parity/test_tasks."""
 MARKED = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 

@@ -26,7 +26,8 @@ TRAINED: dict[str, dict[str, Any]] = {
 FAST = {
     ("dpo", "LoRA with frozen parts", "zero2"),
 }
-"""The rest is run by `make test-all`. Stage 3: contract/test_sft and test_evaluate; stage 0: resume/test_tasks [rm, adapters, no ZeRO]; kto: parity/test_tasks."""
+"""The rest is run by `make test-all`. Stage 3: contract/test_sft and test_evaluate; stage 0: resume/test_tasks
+[rm, adapters, no ZeRO]; kto: parity/test_tasks."""
 GRID = [
     case if case in FAST else pytest.param(*case, marks=pytest.mark.slow)
     for case in product(("sft", "rm", "dpo", "kto", "vlm", "docqa"), TRAINED, ("zero0", "zero1", "zero2", "zero3"))

@@ -81,9 +81,15 @@ def resolve_packing(
     return PackingMode(True, True)
 
 
-def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool) -> str | None:
-    """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
+def model_unsupported_reason(
+    model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool, sequence: int = 1
+) -> str | None:
+    """Return why this model cannot take packed batches, or None; `config`: its transformers config.
+
+    `sequence`: processes that compute a micro-batch together.
+    """
     from dstrain.models.attention.packed import packing_unsupported_reason
+    from dstrain.models.attention.sequence import sequence_unsupported_reason
 
     # Transformers' own config may belong to a model class that came with the weights.
     if model.trust_remote_code and getattr(config, "auto_map", None):
@@ -91,7 +97,8 @@ def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, share
     if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation
-    return packing_unsupported_reason(config, shares_prefixes)
+    reason = packing_unsupported_reason(config, shares_prefixes)
+    return reason or sequence_unsupported_reason(config.get_text_config(), sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +322,21 @@ class TextTask(RecordTask):
             return f"task {self.recipe.task} has padded rows only"
         if self.loads_own_model:
             return f"task {self.recipe.task} makes its model in its own way"
-        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes)
+        sequence = self.recipe.parallel.sequence
+        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes, sequence)
+
+    def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
+        from dstrain.models.attention.sequence import sequence_unsupported_reason
+        from dstrain.models.router_loss import router_loss_coefficient
+
+        config = self.model_source.config
+        if reason := sequence_unsupported_reason(config.get_text_config(), size):
+            return reason
+        if not self.packing.is_packed:
+            return self.packing.message or "batch.packing is false: only the tokens of packed batches can be shared"
+        if router_loss_coefficient(config, self.recipe.model.router_aux_loss_coef):
+            return "the loss of a router reads all tokens of a micro-batch; write model.router_aux_loss_coef: 0"
+        return None
 
     def _find_overridden_method(self) -> str | None:
         """Return a reason where a task file replaces a member that may expect padded rows."""

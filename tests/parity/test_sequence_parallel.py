@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.model_families import family
 from tests.parity.test_packing import PACKED, PADDED, check_equal
 from tests.parity.test_step import SGD
@@ -31,6 +33,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{task}, with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
     **{name: ("sft", of(name)) for name in ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "granite")},
 }
+
+
+QUICK = (("sft", 3), ("rm", 1), ("dpo, adapters", 2), ("rm, with images", 3), ("kto", 0), ("gemma2", 2))
+"""Cases and stages that stand for the others."""
+QUICK_BY_FOUR = (("dpo", 3, 2), ("sft", 0, 4))
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +72,33 @@ def step(workers: Workers, case: str, stage: int, sequence: int, accumulate: int
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "stage"), [(case, stage) for case in CASES for stage in range(4)])
+@pytest.mark.parametrize(("case", "stage"), [one if one in QUICK else SLOW(*one) for one in product(CASES, range(4))])
 def test_two_processes_share_the_tokens_of_a_step(case: str, stage: int, two: Workers, definition: Any) -> None:
     for found in step(two, case, stage, 2):
         check_equal(found, definition(case))
 
 
-@pytest.mark.parametrize(("case", "stage"), [("sft", 0), ("dpo", 3), ("rm, with images", 3), ("gemma2", 2), ("kto", 1)])
-@pytest.mark.parametrize("sequence", [2, 4])
+@pytest.mark.parametrize(
+    ("case", "stage", "sequence"),
+    [
+        one if one in QUICK_BY_FOUR else SLOW(*one)
+        for one in (
+            (case, stage, sequence)
+            for case in ("sft", "dpo", "rm, with images", "gemma2", "kto")
+            for stage, sequence in ((0, 4), (3, 2), (3, 4))
+        )
+    ],
+)
 def test_four_processes_share_them_in_one_group_or_two(
     case: str, stage: int, sequence: int, four: Workers, definition: Any
 ) -> None:
     """With four, each process has a copy of a key-value head that two of them read."""
     for found in step(four, case, stage, sequence):
+        check_equal(found, definition(case))
+
+
+@pytest.mark.parametrize(("case", "stage"), [("sft", 3), SLOW("dpo, with images", 2)])
+def test_a_process_may_have_no_target_and_no_image(case: str, stage: int, four: Workers, definition: Any) -> None:
+    """One sample in each pass: its answer, and its images, are in the part of one process."""
+    for found in step(four, case, stage, 4, accumulate=len(SAMPLES)):
         check_equal(found, definition(case))

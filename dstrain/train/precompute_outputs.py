@@ -114,12 +114,18 @@ def _add_outputs(job: ModelJob, splits: Sequence[Dataset | None]) -> list[Datase
         raise TaskError(f"cached outputs of a frozen model need examples from a token store, and these are {wrong[0]}")
     datasets = cast("Sequence[TokenizedDataset | None]", splits)
     stores = {store.folder: store for split in datasets if split for store in [_find_store(job, split).store]}
+    columns = compute_outputs(job, stores)
+    return [None if split is None else _with_outputs(job, split, columns) for split in datasets]
+
+
+def compute_outputs(job: ModelJob, stores: Mapping[Path, TokenStore]) -> dict[Path, OutputColumns]:
+    """Return the outputs of one model for each store, from the cache where they are in it. Collective."""
     # Rank 0 hashes the weights: every rank reading the files of a large model would overload the file system.
     weights = job.world.broadcast(_weights_fingerprint(job) if job.world.rank == 0 else None)
     engine = _LazyEngine(job)
     columns = {folder: _load_or_compute(job, store, weights, engine) for folder, store in stores.items()}
     engine.release()
-    return [None if split is None else _with_outputs(job, split, columns) for split in datasets]
+    return columns
 
 
 def _find_store(job: ModelJob, split: TokenizedDataset) -> AlignedStore:

@@ -478,6 +478,20 @@ class TextTask(RecordTask):
     def checks(self) -> TextChecks:
         return self.checks_class(parse_record=self.parse_record, task=self)
 
+    def answer_tensors(
+        self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that `score_answers` reads; `answers`: of each row its ids, and where the answer starts."""
+        from dstrain.data.loading.rows import answer_masks
+
+        return rows.target_tensors(answer_masks(answers))
+
+    def score_answers(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return name -> value of each row's answer, (R,): what `dstrain score` writes."""
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return {"logp": answer_log_probs(model, batch).double().sum(-1), "tokens": batch.tensors["loss_mask"].sum(-1)}
+
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return what a reloaded export has to reproduce on a probe batch."""
         return self.loss(model, batch).total

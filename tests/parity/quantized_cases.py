@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
-import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from dstrain.models.params import gathered
-from tests.parity.cases import Made, made
+from dstrain.data.loading.loader import make_batch
+from dstrain.models.params import build_param_groups, gathered, zero3_init
+from dstrain.train.build_model import build_train_module
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from tests.parity.cases import Made, ds_config, made, tiny_task, world
 
 
 def codes_and_scales(run: Made) -> dict[str, tuple[bytes, bytes, float]]:
@@ -40,9 +44,27 @@ def quantized_model(
     return {"values": codes_and_scales(run), "bytes": stored_bytes(run)}
 
 
-def values_kept_for_the_backward_pass(kind: str) -> int:
-    """Return the bytes of codes that are alive between the forward and the backward pass."""
-    run = made("sft", kind, 1, {"model": {"lora": {"rank": 4}, "quantize": "nf4", "gradient_checkpointing": False}})
-    weights = [layer.weight for layer in run.model.modules() if hasattr(layer, "codes")]
-    seen: list[torch.UntypedStorage] = []
-    raise NotImplementedError(weights, seen)
+def kept_for_the_backward_pass(task: str, changes: dict[str, Any] | None = None) -> dict[str, int]:
+    """Return how many gathered weights a forward pass has read, and how many of them are alive after it."""
+    found = tiny_task(task, changes)
+    ranks, optim = world(), found.recipe.optim
+    config = ds_config("zero3", {"world_size": ranks.size})
+    # No weight is small enough to be kept whole, none is gathered in advance, and none is kept for a second use.
+    keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+    config["zero_optimization"] |= {f"stage3_{key}": 0 for key in keys}
+    with zero3_init(config):
+        module = build_train_module(found)
+    engine = DeepSpeedEngine(module, build_param_groups(module.model, optim), optim, config, ranks)
+    read: list[StorageWeakRef] = []
+    for layer in module.model.modules():
+        if hasattr(layer, "codes"):
+            layer.register_forward_hook(
+                lambda layer, *_: read.append(StorageWeakRef(layer.weight.data.untyped_storage())), prepend=True
+            )
+    batch = make_batch(found.examples("train"), found.collate, [ranks.rank], 0)
+    engine.engine.train()
+    total, _ = engine.engine(batch)
+    gc.collect()
+    alive = sum(not storage.expired() for storage in read)
+    total.backward()
+    return {"read": len(read), "alive": alive}

@@ -215,7 +215,8 @@ def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind, sh
             quantized = _int8_class(nn.Linear8bitLt)(*sizes, has_fp16_weights=False, threshold=INT8_THRESHOLD)
     weight = layer.weight.detach() if sharder is None else sharder.place(layer.weight)
     if kind == "nf4":
-        quantized.weight = nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
+        weight_class = _params4bit_class(bnb)
+        quantized.weight = weight_class(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
         # Read by peft: no dtype of its own.
         quantized.compute_dtype, quantized.compute_type_is_set = None, True
         if sharder is not None:
@@ -246,6 +247,24 @@ def _shard_layer(quantized: Any, sharder: Sharder) -> None:
     weight.data = torch.nn.functional.pad(codes, (0, padding)).view(dtype)[:, None]
     weight.quant_storage = quantized.quant_storage = dtype
     sharder.shard(weight)
+
+
+@cache
+def _params4bit_class(bnb: Any) -> Any:
+    """Return bitsandbytes' 4-bit weight, whose `to` returns the weight itself where nothing changes, as torch's does.
+
+    On a CPU, peft's DoRA puts the result of `to` into the layer in each forward pass (dequantize_module_weight in
+    peft/utils/integrations.py of 0.21): a new parameter, which DeepSpeed has not sharded.
+    """
+    import torch
+
+    class Params4bit(bnb.nn.Params4bit):  # type: ignore[misc]
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            is_same = device in (None, self.device) and dtype in (None, self.dtype)
+            return self if self.bnb_quantized and is_same else super().to(*args, **kwargs)
+
+    return Params4bit
 
 
 @cache

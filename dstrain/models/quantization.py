@@ -258,7 +258,7 @@ def _params4bit_class(bnb: Any) -> Any:
     """
     import torch
 
-    class Params4bit(bnb.nn.Params4bit):  # type: ignore[misc]
+    class Params4bit(bnb.nn.Params4bit):
         def to(self, *args: Any, **kwargs: Any) -> Any:
             device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
             is_same = device in (None, self.device) and dtype in (None, self.dtype)
@@ -293,7 +293,7 @@ def _nf4_class(bnb: Any) -> Any:
             weight = bnb.functional.dequantize_4bit(layer.codes, layer.weight.quant_state)
             return torch.matmul(gradient, weight.to(gradient.dtype)), None
 
-    class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
+    class Linear4bit(bnb.nn.Linear4bit):
         @property
         def codes(self) -> torch.Tensor:
             """Two codes in each byte, (bytes, 1), without the padding of a sharded weight."""

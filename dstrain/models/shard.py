@@ -5,8 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dstrain.errors import Fault, RecipeError
 from dstrain.models.params import get_zero3_config
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Sharder:
     """Shards the parameters of a model of `built_on_rank_0` one at a time. All methods are collective."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Raise RuntimeError where the ranks have built different models."""
+        """Raise RecipeError where rank 0 has built another model than the ranks without values."""
         import deepspeed
         import torch
 
@@ -99,13 +100,16 @@ class Sharder:
                     self.broadcast(values)
 
     def _check_equal_models(self) -> None:
-        """Raise where the ranks would send tensors of different shapes, which hangs."""
+        """Raise on all ranks where they would send tensors of different shapes, which hangs."""
         import torch
 
-        own = [(name, tuple(one.shape)) for named in (self._model.named_parameters(), self._model.named_buffers())
-               for name, one in named]  # fmt: skip
-        digest = torch.tensor([zlib.crc32(repr(own).encode())], device=self._init.local_device)
-        of_first: Any = digest.clone()
-        self.broadcast(of_first)
-        if not torch.equal(of_first, digest):
-            raise RuntimeError("rank 0 has read a model from its files with other parameters than its config describes")
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        digest = zlib.crc32(repr([(name, tuple(one.shape)) for name, one in named]).encode())
+        ends = torch.tensor([digest, -digest], device=self._init.local_device)
+        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+        if int(ends[0]) != -int(ends[1]):
+            problem = (
+                "its files hold other parameters than its config.json describes, as an adapter on tied embeddings does"
+            )
+            fix = "merge the adapter first (dstrain export RUN --merge-lora --to DIR), or use ds_config: zero2"
+            raise RecipeError(Fault("model.path", problem, fix))

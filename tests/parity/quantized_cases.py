@@ -5,24 +5,47 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM
 
+from dstrain.config.schema import ModelConfig
 from dstrain.data.loading.loader import make_batch
+from dstrain.models.init_weights import load_init
+from dstrain.models.load import load_model, read_config
 from dstrain.models.params import build_param_groups, gathered, zero3_init
+from dstrain.models.quantization import quantize_model
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import Made, ds_config, made, tiny_task, world
 
 
-def codes_and_scales(run: Made) -> dict[str, tuple[bytes, bytes, float]]:
+def codes_and_scales(model: torch.nn.Module) -> dict[str, tuple[bytes, bytes, float]]:
     """Return layer -> its codes, its 8-bit scales and their mean. Collective."""
     found = {}
-    for name, layer in run.model.named_modules():
+    for name, layer in model.named_modules():
         if hasattr(layer, "codes"):
             with gathered([layer.weight]):
                 state = layer.weight.quant_state
                 found[name] = layer.codes.numpy().tobytes(), state.absmax.numpy().tobytes(), float(state.offset)
     return found
+
+
+def loaded(kind: str, path: str, dtype: str, precision: str, init: str | None = None) -> dict[str, Any]:
+    """Return the codes of a quantized model of a folder, and its other weights in the run's precision. Collective."""
+    wanted = ModelConfig(path=path, dtype=dtype, quantize="nf4", lora={"rank": 4})
+    with zero3_init(ds_config(kind, {"world_size": world().size, "precision": precision})):
+        model: Any = load_model(AutoModelForCausalLM, wanted, read_config(wanted), 3)
+        if init is not None:
+            load_init(model, init)
+        quantize_model(model, "nf4")
+    codes, others = codes_and_scales(model), {}
+    with gathered(model.parameters()):
+        for name, parameter in model.named_parameters():
+            if not hasattr(parameter, "quant_state"):
+                value = parameter.detach().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+                others[name] = value.float().numpy().copy()
+    return {"codes": codes, "others": others, "tied": model.lm_head.weight is model.get_input_embeddings().weight}
 
 
 def stored_bytes(run: Made) -> dict[str, int]:
@@ -41,7 +64,7 @@ def quantized_model(
 ) -> dict[str, Any]:
     """Return the quantized values of a run's model, and what this process holds of them."""
     run = made(task, kind, 1, changes, precision)
-    return {"values": codes_and_scales(run), "bytes": stored_bytes(run)}
+    return {"values": codes_and_scales(run.model), "bytes": stored_bytes(run)}
 
 
 def kept_for_the_backward_pass(task: str, changes: dict[str, Any] | None = None) -> dict[str, int]:

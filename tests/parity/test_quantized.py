@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.adapters import adapter, merged_by_peft
 from tests.cells import SLOW
 from tests.model_families import family
 from tests.parity.test_step import SAMPLES, SGD
-from tests.workers import Workers
+from tests.workers import WorkerError, Workers
 
 pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
 
@@ -92,6 +94,35 @@ def test_each_rank_holds_its_part_of_the_same_codes(two: Workers, precision: str
         # Padding: up to a stored value and one for two equal parts, in each of 14 layers.
         assert 0 <= rank["bytes"]["own"] - rank["bytes"]["whole"] / 2 <= 14 * 4
     assert whole[0]["bytes"]["own"] == whole[0]["bytes"]["whole"]
+
+
+@pytest.mark.parametrize(
+    # Slow: plain files are read in resume/test_quantized; tied embeddings: the step above.
+    "case",
+    ["an adapter folder", "other precision", "init", SLOW("files"), SLOW("tied")],
+)
+def test_what_a_folder_holds_is_quantized_as_at_stage_2(case: str, tmp_path: Path, one: Workers, two: Workers) -> None:
+    """Rank 0 reads it alone, and the other rank has no values until a layer is sharded."""
+    at = adapter(tmp_path, tied=case == "tied", **({"target_modules": ["q_proj"]} if case == "tied" else {}))
+    base = at if case in ("an adapter folder", "tied") else at.parent / "base"
+    dtype, precision = ("float32", "bf16") if case == "other precision" else ("float32", "fp32")
+    more = {"dtype": dtype, "precision": precision, "path": str(base)}
+    if case == "init":
+        merged_by_peft(at).save_pretrained(str(tmp_path / "init"))
+        more["init"] = str(tmp_path / "init")
+    (wanted,) = one(CASES + "loaded", kind="zero2", **more)
+    for found in two(CASES + "loaded", kind="zero3", **more):
+        assert found["codes"] == wanted["codes"]
+        assert found["tied"] == wanted["tied"] == (case == "tied")
+        assert found["others"].keys() == wanted["others"].keys()
+        for name, value in found["others"].items():
+            assert np.array_equal(value, wanted["others"][name]), name
+
+
+def test_an_adapter_that_unties_the_base_is_refused_and_does_not_hang(tmp_path: Path, two: Workers) -> None:
+    at = adapter(tmp_path, tied=True, target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(WorkerError, match=r"model\.path: its files hold other parameters than"):
+        two(CASES + "loaded", kind="zero3", path=str(at), dtype="float32", precision="fp32")
 
 
 def test_gathered_codes_are_freed_between_the_forward_and_the_backward_pass(two: Workers) -> None:

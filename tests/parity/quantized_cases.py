@@ -64,7 +64,8 @@ def quantized_model(
 ) -> dict[str, Any]:
     """Return the quantized values of a run's model, and what this process holds of them."""
     run = made(task, kind, 1, changes, precision)
-    return {"values": codes_and_scales(run.model), "bytes": stored_bytes(run)}
+    dtypes = {str(parameter.dtype) for parameter in run.model.parameters()}
+    return {"values": codes_and_scales(run.model), "bytes": stored_bytes(run), "dtypes": dtypes}
 
 
 def kept_for_the_backward_pass(task: str, changes: dict[str, Any] | None = None) -> dict[str, int]:

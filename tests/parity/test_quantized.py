@@ -91,6 +91,9 @@ def test_each_rank_holds_its_part_of_the_same_codes(two: Workers, precision: str
         assert rank["values"] == whole[0]["values"], "the same codes and scales, in each rank"
     for rank in sharded:
         assert rank["bytes"]["left"] == 0
+        assert rank["dtypes"] == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]}, (
+            "also of the adapters"
+        )
         # Padding: up to a stored value and one for two equal parts, in each of 14 layers.
         assert 0 <= rank["bytes"]["own"] - rank["bytes"]["whole"] / 2 <= 14 * 4
     assert whole[0]["bytes"]["own"] == whole[0]["bytes"]["whole"]

@@ -6,9 +6,11 @@ import gc
 from typing import Any
 
 import torch
+from torch.distributed import barrier
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.loading import Watch, anonymous
 from dstrain.config.schema import ModelConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.models.init_weights import load_init
@@ -33,12 +35,7 @@ def codes_and_scales(model: torch.nn.Module) -> dict[str, tuple[bytes, bytes, fl
 
 def loaded(kind: str, path: str, dtype: str, precision: str, init: str | None = None) -> dict[str, Any]:
     """Return the codes of a quantized model of a folder, and its other weights in the run's precision. Collective."""
-    wanted = ModelConfig(path=path, dtype=dtype, quantize="nf4", lora={"rank": 4})
-    with zero3_init(ds_config(kind, {"world_size": world().size, "precision": precision})):
-        model: Any = load_model(AutoModelForCausalLM, wanted, read_config(wanted), 3)
-        if init is not None:
-            load_init(model, init)
-        quantize_model(model, "nf4")
+    model = _load(kind, path, dtype, precision, init)
     codes, others = codes_and_scales(model), {}
     with gathered(model.parameters()):
         for name, parameter in model.named_parameters():
@@ -46,6 +43,36 @@ def loaded(kind: str, path: str, dtype: str, precision: str, init: str | None = 
                 value = parameter.detach().to(torch.bfloat16 if precision == "bf16" else torch.float32)
                 others[name] = value.float().numpy().copy()
     return {"codes": codes, "others": others, "tied": model.lm_head.weight is model.get_input_embeddings().weight}
+
+
+def _load(kind: str, path: str, dtype: str, precision: str, init: str | None = None) -> Any:
+    wanted = ModelConfig(path=path, dtype=dtype, quantize="nf4", lora={"rank": 4})
+    with zero3_init(ds_config(kind, {"world_size": world().size, "precision": precision})):
+        model = load_model(AutoModelForCausalLM, wanted, read_config(wanted), 3)
+        if init is not None:
+            load_init(model, init)
+        quantize_model(model, "nf4")
+    return model
+
+
+def save_folder(folder: str, config: dict[str, Any], max_shard_size: str = "50GB") -> int:
+    """Save a random model in bf16, in files of at most `max_shard_size`; return the bytes of its weights."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def load_peak(kind: str, first: str, path: str) -> int:
+    """Return the most anonymous memory of this process while the model of `path` loads, in bytes above the start.
+
+    `first`: a folder that is loaded before, for the memory that libraries keep. Collective.
+    """
+    _load(kind, first, "bfloat16", "bf16")
+    barrier()
+    before = anonymous()
+    with Watch() as watch:
+        _load(kind, path, "bfloat16", "bf16")
+    return watch.peak - before
 
 
 def stored_bytes(run: Made) -> dict[str, int]:

@@ -122,6 +122,17 @@ def test_what_a_folder_holds_is_quantized_as_at_stage_2(case: str, tmp_path: Pat
             assert np.array_equal(value, wanted["others"][name]), name
 
 
+def test_no_process_holds_the_model_while_it_loads(tmp_path: Path, one: Workers, two: Workers) -> None:
+    """Anonymous memory: pages of mapped files are left out, as the kernel drops them where somebody needs the memory."""
+    big = family("llama") | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    one(CASES + "save_folder", folder=str(tmp_path / "tiny"), config=family("llama"))
+    (size,) = one(CASES + "save_folder", folder=str(tmp_path / "big"), config=big, max_shard_size="8MB")
+    assert len([*(tmp_path / "big").glob("*.safetensors")]) > 4
+    sharded = two(CASES + "load_peak", kind="zero3", first=str(tmp_path / "tiny"), path=str(tmp_path / "big"))
+    print("peaks of a load:", [peak / size for peak in sharded], "of", size)
+    assert max(sharded) < 0.5 * size
+
+
 def test_an_adapter_that_unties_the_base_is_refused_and_does_not_hang(tmp_path: Path, two: Workers) -> None:
     at = adapter(tmp_path, tied=True, target_modules=["embed_tokens", "q_proj"])
     with pytest.raises(WorkerError, match=r"model\.path: its files hold other parameters than"):

@@ -98,6 +98,36 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
 
 @main.command()
 @with_options(MODEL_OPTIONS)
+@click.option(
+    "--data",
+    type=PathArgument(),
+    required=True,
+    help="Data file: pairs, prompts with `completions`, or single answers.",
+)
+@click.option(
+    "--out",
+    type=PathArgument(),
+    required=True,
+    metavar="FILE|-",
+    help="File to write, a line of JSON for each record; - for standard output.",
+)
+@with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
+def score(run_or_model: Path, data: str, out: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
+    """Score each answer of a data file, record by record.
+
+    A reward model gives rewards, a policy the log-probabilities of answers. The argument is a run
+    folder or an exported folder.
+    """
+    from dstrain.commands.score import ScoreJob, show_scores
+    from dstrain.commands.trained_model import ModelSelector
+
+    selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
+    job = ScoreJob(selector=selector, data=data, out=out)
+    run_and_exit(job, options, scratch, json.dumps if as_json else show_scores)
+
+
+@main.command()
+@with_options(MODEL_OPTIONS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Prompt text; repeatable.")
 @click.option(
     "--image",
@@ -226,6 +256,39 @@ class ProgressText:
         """Remove the line, before the results are written."""
         if sys.stderr.isatty():
             click.echo("\r\x1b[K", nl=False, err=True)
+
+
+@main.command()
+@click.argument("scored", type=PathArgument(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--to",
+    type=PathArgument(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="File to write, a line of JSON for each pair.",
+)
+@click.option(
+    "--score",
+    "column",
+    default="score",
+    metavar="NAME",
+    help="Name of the score: score of a reward model, logp of a policy.",
+)
+@click.option(
+    "--min-margin", "--min_margin", default=0.0, type=click.FloatRange(0), help="Least difference of the two scores."
+)
+@click.option("--all", "every", is_flag=True, help="Write each pair of answers, not only the best against the worst.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, as_json: bool) -> None:
+    """Make preference pairs out of the scored answers of `dstrain score`.
+
+    Each record gives its best answer as the chosen one and its worst as the rejected one. Ties,
+    empty answers and repeated ones are left out.
+    """
+    from dstrain.commands.pairs import make_pairs, show_report
+
+    report = make_pairs(scored, to, column, min_margin, every)
+    echo(json.dumps(report.as_json()) if as_json else show_report(report, to))
 
 
 @main.group(cls=SubcommandGroup)

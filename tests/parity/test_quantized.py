@@ -124,7 +124,7 @@ def test_what_a_folder_holds_is_quantized_as_at_stage_2(case: str, tmp_path: Pat
 
 def test_no_process_holds_the_model_while_it_loads(tmp_path: Path, one: Workers, two: Workers) -> None:
     """Anonymous memory: pages of mapped files are left out, as the kernel drops them where somebody needs the memory."""
-    big = family("llama") | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    big = family("llama") | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
     one(CASES + "save_folder", folder=str(tmp_path / "tiny"), config=family("llama"))
     (size,) = one(CASES + "save_folder", folder=str(tmp_path / "big"), config=big, max_shard_size="8MB")
     assert len([*(tmp_path / "big").glob("*.safetensors")]) > 4

@@ -106,8 +106,7 @@ class RewardModel(PairTask):
     objective_weights: list[float] | None = None
     """Weight of each objective in the loss, and in `score`, the weighted mean of the scores; null: 1 each."""
     loss_type: Literal["bradley_terry", "mse", "cross_entropy"] = "bradley_terry"
-    """bradley_terry: on pairs. With `objectives` also mse, (score - label)^2 of each answer, and cross_entropy, of
-    sigmoid(score) with a label from 0 to 1."""
+    """bradley_terry: on pairs. With objectives also mse and cross_entropy, on each answer."""
     disable_dropout: bool = True
     """Train without dropout, so that both answers are scored by the same network."""
 

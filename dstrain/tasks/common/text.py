@@ -194,6 +194,8 @@ class TextTask(RecordTask):
         "scores", "source_class", "step_stats",
     )  # fmt: skip
     """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+    scores_answers: ClassVar[bool] = True
+    """True where `score_answers` gives a value to each answer, for `dstrain score`."""
     modules_to_save: ClassVar[tuple[str, ...]] = ()
     """New parts of the model, trained in full where `model.lora` freezes the rest."""
     default_lora: ClassVar[LoraConfig | None] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """Value of each code of FP4 (E2M1): OCP Microscaling Formats specification 1.0, section 5.3.3."""
 EXPONENT_BIAS = 127
 """A scale of one byte (E8M0) stands for 2 ** (byte - 127), 255 for no number: section 5.4.1 there."""
-CHUNK_NUMEL = 2**24
-"""FP8 values that are computed at once, in fp32."""
+CHUNK_NUMEL = 2**22
+"""Values that are computed or tested at once."""
 QUANTIZED_FIX = "download the model again, or name the original model in 16 bits"
 
 Dequantized = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
@@ -43,6 +43,16 @@ def read_quantization(folder: Path) -> Mapping[str, Any] | None:
     """Return the quantization_config of a model folder; None where its weights are not quantized."""
     file = folder / "config.json"
     return find_quantization(read_json_object(file, "model.path")) if file.is_file() else None
+
+
+def open_dequantized(folder: Path, dtype: torch.dtype) -> dict[str, tuple[str, LazyTensor]]:
+    """Return `dequantize` of all weights in a quantized model's folder. Raises RecipeError as it does, and for pickles."""
+    files, settings = find_weight_files(folder, "model.path"), read_quantization(folder)
+    assert settings is not None, "its weights are not quantized"
+    if pickles := [file for file in files if file.suffix != ".safetensors"]:
+        problem = f"{pickles[0]} holds quantized weights in a format other than safetensors"
+        raise RecipeError(Fault("model.path", problem, "download the model as safetensors"))
+    return dequantize(open_tensors(files), settings, dtype)
 
 
 def dequantize(
@@ -90,7 +100,7 @@ def dequantize(
 
 def _compute_finite(name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     values = compute()
-    if not bool(values.isfinite().all()):
+    if not all(bool(part.isfinite().all()) for part in values.view(-1).split(CHUNK_NUMEL)):
         problem = f"'{name}' or its scales hold values that are no numbers, or too large for {values.dtype}"
         raise RecipeError(Fault("model.path", problem, QUANTIZED_FIX))
     return values
@@ -108,12 +118,12 @@ def _dequantize_mxfp4(
     experts, rows, columns = *blocks.shape[:2], 2 * prod(blocks.shape[2:])
 
     def compute() -> torch.Tensor:
-        values, table = torch.empty(experts, columns, rows, dtype=dtype), torch.tensor(FP4_VALUES)
+        values = torch.empty(experts, columns, rows, dtype=dtype)
+        table = torch.tensor([(FP4_VALUES[byte & 15], FP4_VALUES[byte >> 4]) for byte in range(256)])
         # one expert at a time: indices and fp32 values need several times the memory of the result
         for result, codes, exponents in zip(values, blocks.read(), scales.read(), strict=True):
-            pairs = torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
             powers = exponents.unsqueeze(-1).int() - EXPONENT_BIAS
-            result.copy_(torch.ldexp(pairs, powers).flatten(-2).T)
+            result.copy_(torch.ldexp(table[codes.int()].flatten(-2), powers).flatten(-2).T)
         return values
 
     return (experts, columns, rows), compute
@@ -166,16 +176,12 @@ def _block_sizes(settings: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def dequantized_files(folder: Path, dtype: torch.dtype) -> Iterator[None]:
-    """Let transformers find dequantized weights in the folder's files inside. Not thread-safe.
+def dequantized_files(dtype: torch.dtype) -> Iterator[None]:
+    """Let transformers find dequantized weights in the files of a quantized model inside. Not thread-safe.
 
     It learns the shape of each tensor at once, and gets its values when it copies them: a process holds the values of the
     tensors in work besides its model, at ZeRO-3 besides its shards. Raises RecipeError for values that are no numbers.
     """
-    settings = read_quantization(folder)
-    if settings is None:
-        yield
-        return
     faults: list[Fault] = []
 
     def read(tensor: LazyTensor) -> torch.Tensor:
@@ -185,10 +191,23 @@ def dequantized_files(folder: Path, dtype: torch.dtype) -> Iterator[None]:
             faults.extend(error.faults)
             raise
 
-    tensors = dequantize(open_tensors(find_weight_files(folder, "model.path")), settings, dtype)
-    tensors = {name: (key, replace(one, read=partial(read, one))) for name, (key, one) in tensors.items()}
+    @cache
+    def open_folder(folder: Path) -> dict[str, tuple[str, LazyTensor]]:
+        # All files of the model, which are there by now: the scales of a weight may be in another file.
+        tensors = open_dequantized(folder, dtype)
+        return {name: (key, replace(one, read=partial(read, one))) for name, (key, one) in tensors.items()}
+
+    settings_of = cache(read_quantization)
+
+    def open_file(file: str, **settings: Any) -> Any:
+        opened, folder = safe_open(file, **settings), Path(file).parent
+        if settings_of(folder) is None:
+            return opened
+        tensors = open_folder(folder)
+        return _DequantizedFile(dict(tensors[name] for name in opened.keys() if name in tensors))  # noqa: SIM118
+
     try:
-        with weight_files_opened_by(partial(_DequantizedFile, tensors)):
+        with weight_files_opened_by(open_file):
             yield
     except Exception:
         if not faults:
@@ -200,9 +219,8 @@ def dequantized_files(folder: Path, dtype: torch.dtype) -> Iterator[None]:
 class _DequantizedFile:
     """What transformers uses of a file that safetensors' `safe_open` has opened."""
 
-    def __init__(self, tensors: Mapping[str, tuple[str, LazyTensor]], file: str, **settings: Any) -> None:
-        with safe_open(file, framework="pt") as opened:
-            self._tensors = dict(tensors[name] for name in opened.keys() if name in tensors)  # noqa: SIM118
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        self._tensors = tensors
 
     def __enter__(self) -> _DequantizedFile:
         return self

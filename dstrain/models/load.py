@@ -272,16 +272,12 @@ def _load_from_files(
 
     Raises RecipeError where shapes in the files differ from the config's.
     """
-    from transformers.utils import cached_file
-
     from dstrain.models.dequantize import dequantized_files
 
     adapter, name = read_adapter(model.path), resolve_base_model(model).path or ""
     try:
         place = str(Path(name).expanduser())
-        # of a Hub id, the folder in the cache where its files will be
-        folder = Path(cached_file(place, "config.json")).parent
-        with load_report_disabled(), dequantized_files(folder, model_kwargs["dtype"]):
+        with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
             loaded = auto_class.from_pretrained(place, config=config, **model_kwargs)
     except RuntimeError as error:
         if "mismatched" not in str(error):

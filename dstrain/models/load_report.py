@@ -68,15 +68,16 @@ def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    from dstrain.models.dequantize import dequantize, read_quantization
+    from dstrain.models.dequantize import open_dequantized, read_quantization
 
     try:
-        files = [file for file in find_weight_files(folder, "model.path") if file.name != SCORE_HEAD_FILE]
-        tensors = open_tensors(files)
+        if read_quantization(folder) is not None:
+            tensors = dict(open_dequantized(folder, torch.float32).values())
+        else:
+            files = [file for file in find_weight_files(folder, "model.path") if file.name != SCORE_HEAD_FILE]
+            tensors = open_tensors(files)
     except RecipeError as error:
         raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
-    if (settings := read_quantization(folder)) is not None:
-        tensors = dict(dequantize(tensors, settings, torch.float32).values())
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and QUANTIZED_DTYPE.fullmatch(tensor.dtype):
             problem = (

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
-from dstrain.models.folder import resolve_base_model, wrong_size_fault
+from dstrain.models.folder import find_quantization, resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
 from dstrain.tasks.common.task import has_dropout_disabled
@@ -606,7 +606,7 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
         problem = f"has sizes in its config that make no model ({error})"
         raise RecipeError(Fault(key, problem, "correct them: whole numbers above 0")) from None
-    if shape is not None or model.path is None:
+    if shape is not None or model.path is None or find_quantization(values):  # the headers describe quantized values
         return shape
     sizes = _read_headers(Path(resolve_base_model(model).path or "").expanduser())
     return from_tensors(sizes, sizes_of_others, "safetensors headers") if sizes else None

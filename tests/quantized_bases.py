@@ -41,7 +41,9 @@ def save_mxfp4(folder: Path, files: int = 1, **changes: Any) -> dict[str, torch.
     return wanted
 
 
-def save_fp8(folder: Path, model_type: str = "qwen3", kind: str = "blocks", files: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+def save_fp8(
+    folder: Path, model_type: str = "qwen3", kind: str = "blocks", files: int = 1, **changes: Any
+) -> dict[str, torch.Tensor]:
     """Save a tiny model whose linear layers, without the head, are in FP8. Returns the weights in fp32, as in the files."""
     config = family(model_type) | changes
     stored, wanted = _tiny_weights(config, as_in_files=True)
@@ -57,18 +59,24 @@ def save_fp8(folder: Path, model_type: str = "qwen3", kind: str = "blocks", file
             for row in range(rows)
         ])  # fmt: skip
         stored[name] = codes
-        stored[name + ("_scale" if kind == "rows" else "_scale_inv")] = scales[0, 0].clone() if kind == "matrices" else scales
+        stored[name + ("_scale" if kind == "rows" else "_scale_inv")] = (
+            scales[0, 0].clone() if kind == "matrices" else scales
+        )
         if kind == "matrices":
             stored[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.5)
     save(folder, config, stored, FP8_SETTINGS[kind], files)
     return wanted
 
 
-def _tiny_weights(config: Mapping[str, Any], as_in_files: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _tiny_weights(
+    config: Mapping[str, Any], as_in_files: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the weights of a model in bf16, and the same in fp32. `as_in_files`: each expert of its own."""
     torch.manual_seed(3)
     values = dict(config)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values), dtype=torch.bfloat16)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(values.pop("model_type"), **values), dtype=torch.bfloat16
+    )
     state = made.state_dict()
     if as_in_files:
         from transformers.core_model_loading import revert_weight_conversion
@@ -79,12 +87,19 @@ def _tiny_weights(config: Mapping[str, Any], as_in_files: bool = False) -> tuple
     return {name: one.clone() for name, one in state.items()}, {name: one.float() for name, one in state.items()}
 
 
-def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any], files: int = 1) -> None:
+def save(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any] | None,
+    files: int = 1,
+) -> None:
     """Save tensors in turn to `files` files, so that a weight and its scales are in different ones."""
     folder.mkdir(parents=True, exist_ok=True)
     values = dict(config)
     whole = AutoConfig.for_model(values.pop("model_type"), **values).to_dict()
-    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": dict(settings), "dtype": "bfloat16"}))
+    quantized = {} if settings is None else {"quantization_config": dict(settings)}
+    (folder / "config.json").write_text(json.dumps(whole | quantized | {"dtype": "bfloat16"}))
     if files == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return

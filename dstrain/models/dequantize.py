@@ -65,6 +65,7 @@ def dequantize(
     """
     found = {name: (name, tensor) for name, tensor in stored.items()}
     faults = []
+    function: Callable[..., Dequantized | None]
     for name, tensor in stored.items():
         if tensor.dtype == "U8" and name.endswith("_blocks"):
             key = name.removesuffix("_blocks")
@@ -247,7 +248,7 @@ class _DeferredTensor(torch.Tensor):
         dtype = str_to_torch_dtype.get(source.dtype) or getattr(torch, source.dtype)
         made: Any = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype)
         made._source = source
-        return made  # type: ignore[no-any-return]
+        return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -7,7 +7,6 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from dstrain.config.schema import ModelConfig

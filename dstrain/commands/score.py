@@ -151,7 +151,8 @@ def _iter_rows(
             if parsed.form == "pair":
                 row |= {f"{side}_{name}": value for side, value in zip(SIDES, given, strict=True)}
             else:
-                row[f"{name}s" if parsed.form == "list" else name] = given if parsed.form == "list" else given[0]
+                plural = name if name.endswith("s") else f"{name}s"
+                row |= {plural: given} if parsed.form == "list" else {name: given[0]}
         yield row
 
 

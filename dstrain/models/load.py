@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from dstrain.models.folder import (
     read_adapter,
     resolve_base_model,
 )
+from dstrain.models.shard import built_on_rank_0
 from dstrain.models.weights import has_weights, load_report_disabled
 from dstrain.process_setup import log_if_slow
 
@@ -240,9 +241,17 @@ def load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, se
     """Return the model with weights from `model.path`, or initialized from `seed`.
 
     Weights that are missing from the files (a new head) are initialized from the seed too. Inside `zero3_init` the
-    parameters are sharded, with the same values as without; the call is then collective. Inside `meta_parameters` no
+    parameters are sharded, with the same values as without; the call is then collective. There a model to quantize is
+    whole on rank 0 and without values on the others, until `quantize_model` shards it. Inside `meta_parameters` no
     weights are read.
     """
+    with built_on_rank_0() if model.quantize is not None else nullcontext():
+        loaded = _load_model(auto_class, model, config, seed)
+    clear_padding_idx(loaded)
+    return loaded
+
+
+def _load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
     import torch
 
     from dstrain.models.meta_init import allow_random_init, is_meta_init
@@ -261,7 +270,6 @@ def load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, se
         _load_generation_config(loaded, base)
     else:
         loaded = _load_from_files(auto_class, model, config, {"dtype": dtype, **kwargs})
-    clear_padding_idx(loaded)
     return loaded
 
 

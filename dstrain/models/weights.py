@@ -356,16 +356,16 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
     New adapters, freezing and precision are not included. Random weights depend on torch's generator and on
     transformers' order of initialization, so their versions are included too. The seed counts only there: the files of
     a policy hold all of its weights, and a head missing from them never serves as a reference. `half_precision_init`:
-    the weights are drawn in 16 bits, as under ZeRO-3, which gives other numbers. Every byte of the files is read once;
+    the weights are drawn in 16 bits, as under ZeRO-3, which gives other numbers; but those of a model to quantize are
+    drawn before it is sharded, as at the other stages. Every byte of the files is read once;
     later starts take the files' hashes from the cache. Raises RecipeError for missing weights.
     """
     if model.path is not None:
         base = _hash_model(model.path, model.trust_remote_code)
     else:
         libraries = [".".join(version(name).split(".")[:2]) for name in ("torch", "transformers")]
-        base = json.dumps(
-            [model.config, seed, libraries, *(["coarse"] if half_precision_init else [])], sort_keys=True, default=str
-        )
+        coarse = ["coarse"] if half_precision_init and model.quantize is None else []
+        base = json.dumps([model.config, seed, libraries, *coarse], sort_keys=True, default=str)
     start = "" if model.init is None else _hash_files(find_init_files(model.init))
     return hashlib.sha256(f"{base}\n{start}".encode()).hexdigest()
 

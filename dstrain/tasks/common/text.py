@@ -490,7 +490,10 @@ class TextTask(RecordTask):
         """Return name -> value of each row's answer, (R,): what `dstrain score` writes."""
         from dstrain.tasks.common.forward import answer_log_probs
 
-        return {"logp": answer_log_probs(model, batch).double().sum(-1), "tokens": batch.tensors["loss_mask"].sum(-1)}
+        return {
+            "logp": answer_log_probs(model, batch).double().sum(-1),
+            "num_tokens": batch.tensors["loss_mask"].sum(-1),
+        }
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return what a reloaded export has to reproduce on a probe batch."""

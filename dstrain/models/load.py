@@ -109,8 +109,11 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         config = load_pretrained(AutoConfig, base, "model.path", model.trust_remote_code)
         if faults := check_hub_code(config, base, "model.path", model.trust_remote_code):
             raise RecipeError(faults)
-        if fault := quantized_fault(vars(config), "model.path"):  # also of a Hub id, which preflight has not seen
+        if fault := quantized_fault(config.to_dict(), "model.path"):  # also of a Hub id, which preflight has not seen
             raise RecipeError(fault)
+        for part in (config, config.get_text_config()):  # the weights are dequantized, and saved like this
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
         return config
     if model.config is None:
         raise RecipeError(MISSING_MODEL)
@@ -277,10 +280,13 @@ def _load_from_files(
 
     Raises RecipeError where shapes in the files differ from the config's.
     """
+    from dstrain.models.dequantize import dequantized_files
+
     adapter, name = read_adapter(model.path), resolve_base_model(model).path or ""
     try:
-        with load_report_disabled():
-            loaded = auto_class.from_pretrained(str(Path(name).expanduser()), config=config, **model_kwargs)
+        place = str(Path(name).expanduser())
+        with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
+            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs)
     except RuntimeError as error:
         if "mismatched" not in str(error):
             raise

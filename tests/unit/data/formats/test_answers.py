@@ -66,3 +66,8 @@ def test_each_answer_is_both_sides_of_a_preference() -> None:
 def test_what_has_no_answers_is_bad(record: dict[str, Any], wanted: str) -> None:
     with pytest.raises(BadRecord, match=wanted):
         read_prompt_answers(record)
+
+
+def test_a_rating_of_helpsteer_is_one_answer() -> None:
+    record = {"prompt": "2+2?", "response": "4", "helpfulness": 3, "correctness": 4, "verbosity": 1}
+    assert read_prompt_answers(record) == PromptAnswers("2+2?", ("4",), "answer")

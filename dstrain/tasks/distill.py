@@ -128,14 +128,19 @@ class Distill(SFT, FrozenReferenceTask):
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
-        recipe = SFT.tiny(folder)
+        from dstrain.models.weights import save_module
+
+        recipe, place = SFT.tiny(folder), folder / "teacher"
         larger = {**recipe["model"]["config"], "hidden_size": 48, "num_hidden_layers": 3}
         teacher = SFT(recipe=RunConfig.model_validate(recipe | {"model": {"config": larger}, "seed": 1}))
-        teacher.build_model().save_pretrained(str(folder / "teacher"))
-        teacher.model_source.save_processor(folder / "teacher")
-        model = recipe["model"] | {"tokenizer": str(folder / "teacher")}
-        options = {"teacher": str(folder / "teacher"), "top_k": 8, "precompute_ref_log_probs": False}
-        return recipe | {"task": "distill", "model": model, "options": options}
+        teacher.model_source.save_processor(place)
+        model: Any = teacher.build_model()
+        model.config.save_pretrained(str(place))
+        save_module(model, place)  # not by transformers, which writes on the first process alone
+        options = {"teacher": str(place), "top_k": 8, "precompute_ref_log_probs": False}
+        return recipe | {
+            "task": "distill", "model": recipe["model"] | {"tokenizer": str(place)}, "options": options,
+        }  # fmt: skip
 
 
 def class_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:

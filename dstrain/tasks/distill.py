@@ -40,15 +40,13 @@ class DistillChecks(ReferenceChecks):
         student, teacher = self.task.model_source, self.task.teacher_source
         if teacher.is_multimodal != student.is_multimodal:
             problem = f"takes {'' if teacher.is_multimodal else 'no '}images, unlike the model that is trained"
-            raise RecipeError(Fault(TEACHER_KEY, problem, "give a teacher that reads the same records"))
+            raise RecipeError(Fault(TEACHER_KEY, problem, "give a teacher that reads the same inputs"))
         own, other = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
         if own != other:
             token = min(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-            problem = (
-                f"the vocabulary of '{self.task.teacher}' is not that of the model: the token {token!r} has the id "
-                f"{other.get(token, 'of no token')} there, {own.get(token, 'none')} here"
-            )
-            fix = "give a teacher of the same family, or train a model with the teacher's tokenizer (model.tokenizer)"
+            ids = f"its token {token!r} has the id {other.get(token)}, the model's {own.get(token)}"
+            problem = f"'{self.task.teacher}' has another vocabulary than the model that is trained ({ids})"
+            fix = "give a teacher of the same family, or train a model from model.config with the teacher's model.tokenizer"
             raise RecipeError(Fault(TEACHER_KEY, problem, fix))
 
 

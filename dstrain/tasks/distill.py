@@ -38,9 +38,10 @@ class DistillChecks(ReferenceChecks):
     def run(self) -> None:
         super().run()
         student, teacher = self.task.model_source, self.task.teacher_source
-        if teacher.is_multimodal != student.is_multimodal:
-            problem = f"takes {'' if teacher.is_multimodal else 'no '}images, unlike the model that is trained"
-            raise RecipeError(Fault(TEACHER_KEY, problem, "give a teacher that reads the same inputs"))
+        kinds = [one.config.model_type if one.is_multimodal else "text-only" for one in (teacher, student)]
+        if kinds[0] != kinds[1]:
+            problem = f"is {kinds[0]}, and the model that is trained is {kinds[1]}: they read images in different ways"
+            raise RecipeError(Fault(TEACHER_KEY, problem, "give a teacher of the same family"))
         own, other = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
         if own != other:
             token = min(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
@@ -24,6 +25,7 @@ from dstrain.models.processors import (
     read_processor,
     sync_config_with_processor,
 )
+from dstrain.models.tiles import can_need_tiles, enable_tiles
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks.common.task import has_dropout_disabled
 
@@ -116,6 +118,8 @@ class ModelSource:
             disable_dropout_in_model(loaded)
         if model.gradient_checkpointing:
             enable_gradient_checkpointing(loaded, float(model.gradient_checkpointing))
+        if can_need_tiles(model.tiled_mlp, most_tokens_of_pass(self.recipe, self.task.rows_per_sample)):
+            enable_tiles(loaded, model.tiled_mlp)
         return loaded
 
     def build_meta_model(self) -> torch.nn.Module:

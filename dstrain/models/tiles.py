@@ -64,7 +64,7 @@ def find_token_functions(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Modu
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    decoder: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    decoder: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
     for owner in decoder.modules():
         if isinstance(owner, GradientCheckpointingLayer):
             yield from ((owner, child) for child in owner.children() if _is_dense_mlp(child))
@@ -129,9 +129,9 @@ class TiledForward:
         # The input is saved before the tiles run: where the layer is recomputed, torch's checkpoint stops as soon as it
         # has the layer's last saved tensor, and an MLP at the end of the layer does not run a third time. A Function
         # packs its saved tensors after its forward pass.
-        kept = _KeptInput.apply(hidden)  # type: ignore[no-untyped-call]
+        kept = _KeptInput.apply(hidden)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return _Tiles.apply(self.forward, size, kept, *trained)  # type: ignore[no-untyped-call]
+        return _Tiles.apply(self.forward, size, kept, *trained)
 
     def _may_recompute(self) -> bool:
         if self.owner is None or not torch.is_grad_enabled():

@@ -239,7 +239,9 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         keys=keys / ids.numel(),
     )  # fmt: skip
     run = PlanInputs(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
-    lines = [line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass"]
+    lines = [
+        line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass" or line.name == "embedding and last norm"
+    ]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:
         # Arguments of the recomputed layers, which a closure keeps and no hook sees.

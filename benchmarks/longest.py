@@ -69,7 +69,9 @@ def find_longest(
     while high - low > low // 200 + 1:
         # Where memory is a straight line in the length, the next point is the answer.
         share = (card_bytes - best.gpu_bytes) / (most.gpu_bytes - best.gpu_bytes)
-        middle = min(max(low + int(share * (high - low)), low + (high - low) // 200 + 1), high - (high - low) // 200 - 1)
+        middle = min(
+            max(low + int(share * (high - low)), low + (high - low) // 200 + 1), high - (high - low) // 200 - 1
+        )
         found = plan(middle)
         if found.gpu_bytes <= card_bytes:
             low, best = middle, found

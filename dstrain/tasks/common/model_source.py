@@ -25,7 +25,6 @@ from dstrain.models.processors import (
     read_processor,
     sync_config_with_processor,
 )
-from dstrain.models.tiles import can_need_tiles, enable_tiles
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks.common.task import has_dropout_disabled
 
@@ -110,6 +109,7 @@ class ModelSource:
 
     def load(self, model: ModelConfig) -> torch.nn.Module:
         """Load or initialize the model that `model` describes. Collective under ZeRO-3."""
+        from dstrain.models.tiles import can_need_tiles, enable_tiles
         from dstrain.tasks.common.forward import disable_dropout_in_model
 
         loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from dstrain.distributed.world import SequenceGroup
+
 
 @dataclass(frozen=True)
 class PackingMode:
@@ -70,6 +72,9 @@ class Batch:
 
     other_groups: Mapping[str, tuple[PackedGroup, ...]] = field(default_factory=dict)
     """Groups of further packed rows in `tensors`, by the prefix of the tensors' names."""
+    sequence: SequenceGroup | None = None
+    """The processes that compute the batch together, of which each has this batch, with its own part of the weight,
+    the targets and the number of tokens; None: this process computes all of it."""
 
     @property
     def is_packed(self) -> bool:

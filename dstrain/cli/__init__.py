@@ -98,6 +98,36 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
 
 @main.command()
 @with_options(MODEL_OPTIONS)
+@click.option(
+    "--data",
+    type=PathArgument(),
+    required=True,
+    help="Data file: pairs, prompts with `completions`, or single answers.",
+)
+@click.option(
+    "--out",
+    type=PathArgument(),
+    required=True,
+    metavar="FILE|-",
+    help="File to write, a line of JSON for each record; - for standard output.",
+)
+@with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
+def score(run_or_model: Path, data: str, out: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
+    """Score each answer of a data file, record by record.
+
+    A reward model gives rewards, a policy the log-probabilities of answers. The argument is a run
+    folder or an exported folder.
+    """
+    from dstrain.commands.score import ScoreJob, show_scores
+    from dstrain.commands.trained_model import ModelSelector
+
+    selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
+    job = ScoreJob(selector=selector, data=data, out=out)
+    run_and_exit(job, options, scratch, json.dumps if as_json else show_scores)
+
+
+@main.command()
+@with_options(MODEL_OPTIONS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Prompt text; repeatable.")
 @click.option(
     "--image",

@@ -209,8 +209,12 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
 def _count_padding(batches: Sequence[Batch]) -> tuple[int, int]:
     """Return (places, places without a token) of the batches' input ids; without an attention mask none is padding."""
     places = padding = 0
-    for tensors in (batch.tensors for batch in batches if "input_ids" in batch.tensors):
-        places += tensors["input_ids"].numel()
+    for batch in batches:
+        tensors = batch.tensors
+        if "input_ids" not in tensors:
+            continue
+        shared = 1 if batch.sequence is None else batch.sequence.size
+        places += tensors["input_ids"].numel() // shared
         if "attention_mask" in tensors:
             padding += int((tensors["attention_mask"] == 0).sum())
     return places, padding

@@ -18,7 +18,7 @@ from dstrain.data.formats.columns import describe_columns
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common.task import Split, load_split
+from dstrain.tasks.common.task import Split, check_sequence_parallel, load_split
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.units import format_count
 
@@ -73,6 +73,7 @@ class PrepareJob:
         )
         task = make_task(config)
         task.checks.run()
+        check_sequence_parallel(task)
         if task.loss_inputs.caches_outputs:  # those of frozen models, which run here
             task.checks.device()
         splits = {split: load_split(task, split) for split in get_args(Split)}

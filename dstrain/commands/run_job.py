@@ -221,6 +221,8 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
             if alone
             else join_world(rendezvous, device, timeout, shared_dir) as world,
         ):
+            if worker.world_size % config.parallel.sequence == 0:  # else each process computes whole sequences
+                world.share_sequences(config.parallel.sequence)
             return job.run(prepared, world)
     finally:
         remove_private_nvme_path(prepared.ds_config)

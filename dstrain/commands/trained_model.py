@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.cache import file_digest, hash_key
 from dstrain.commands.untrusted import (
     check_folder,
     check_head,
@@ -102,6 +103,15 @@ class SavedModel:
     def micro_batch_size(self) -> int:
         """Samples per forward pass on a process."""
         return self.task.recipe.batch.micro or DEFAULT_MICRO_BATCH_SIZE
+
+    def weights_digest(self) -> str:
+        """Return a hash of the weights in the folder: of a checkpoint's manifest, which has theirs, or of the files."""
+        from dstrain.train.state.manifest import MANIFEST_FILE
+
+        if self.checkpoint is not None:
+            return file_digest(self.checkpoint.path / MANIFEST_FILE)
+        files = sorted(self.folder.glob("*.safetensors"))
+        return hash_key({path.name: file_digest(path) for path in files})
 
     def check_loadable(self) -> None:
         """Raise UsageError for an export that cannot be loaded, and for a run whose tokenizer has changed."""

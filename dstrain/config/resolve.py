@@ -26,12 +26,18 @@ class BatchPlan:
     """Forward passes per step and process; None: as many as `tokens` takes, which differs between steps."""
     tokens: int | None = None
     """Maximum number of tokens in one forward pass."""
+    sequence: int = 1
+    """Processes that compute a forward pass together (parallel.sequence)."""
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of forward passes that the processes compute at the same time."""
+        return world_size // self.sequence
 
     def largest_micro(self, world_size: int) -> int:
         """Return the samples of a step's largest forward pass; below `micro` where many processes share the total."""
         if self.accumulate is None:
             return self.micro
-        return math.ceil(self.total / (self.accumulate * world_size))
+        return math.ceil(self.total / (self.accumulate * self.data_parallel_size(world_size)))
 
     @property
     def generation_micro(self) -> int:
@@ -48,7 +54,8 @@ class BatchPlan:
             micro = self.micro if self.micro == self.total else math.ceil(self.micro / 2)
             return replace(self, micro=micro, tokens=math.ceil(self.tokens / 2)) if self.tokens > 1 else None
         micro = math.ceil(largest / 2)
-        return BatchPlan(self.total, micro, math.ceil(self.total / (micro * world_size))) if largest > 1 else None
+        accumulate = math.ceil(self.total / (micro * self.data_parallel_size(world_size)))
+        return replace(self, micro=micro, accumulate=accumulate) if largest > 1 else None
 
     @property
     def ds_accumulate(self) -> int:
@@ -67,15 +74,21 @@ class BatchPlan:
 
     def describe(self, world_size: int) -> str:
         """Return `16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
-        largest = self.largest_micro(world_size)
+        largest, size = self.largest_micro(world_size), self.data_parallel_size(world_size)
+        processes = _format_processes(size, self.sequence)
         if self.accumulate is None:
-            processes = f"{world_size} process{'es' * (world_size != 1)}"
             samples = f", and up to {_format_samples(largest)}," * (largest < self.total)
             return f"{_format_samples(self.total)} ({processes}, forward passes of up to {self.tokens} tokens{samples} each)"
-        even = "" if self.total == largest * self.accumulate * world_size else "up to "
-        cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
-        parts = [f"{count} {one if count == 1 else many}" for count, one, many in cut]
-        return f"{_format_samples(self.total)} ({' x '.join(parts)} x {even}{_format_samples(largest)})"
+        even = "" if self.total == largest * self.accumulate * size else "up to "
+        passes = f"{self.accumulate} forward pass{'es' * (self.accumulate != 1)}"
+        return f"{_format_samples(self.total)} ({processes} x {passes} x {even}{_format_samples(largest)})"
+
+
+def _format_processes(size: int, sequence: int) -> str:
+    """Return `8 processes`, or `4 groups of 2 processes` where two compute a micro-batch together."""
+    if sequence > 1:
+        return f"{size} group{'s' * (size != 1)} of {sequence} processes"
+    return f"{size} process{'es' * (size != 1)}"
 
 
 def _format_samples(count: int) -> str:
@@ -83,14 +96,26 @@ def _format_samples(count: int) -> str:
 
 
 def resolve_batch(
-    batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None
+    batch: BatchConfig,
+    world_size: int,
+    preset_micro: int | None = None,
+    preset_accumulate: int | None = None,
+    sequence: int = 1,
 ) -> BatchPlan:
     """Compute the third of total, micro and accumulate from the other two; with tokens_per_micro, only the limits.
 
     The DeepSpeed JSON's values are used where the recipe has none. A total that does not divide evenly is allowed:
-    micro-batches then differ by at most one sample. Raises RecipeError where the three, or recipe and JSON, contradict
-    each other.
+    micro-batches then differ by at most one sample. `sequence`: processes that compute a micro-batch together. Raises
+    RecipeError where the three, or recipe and JSON, contradict each other, and where `sequence` does not divide the
+    processes.
     """
+    if world_size % sequence:
+        divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
+        problem = f"is {sequence}, which does not divide the {world_size} process{'es' * (world_size != 1)}"
+        raise RecipeError(
+            Fault("parallel.sequence", problem, f"write {' or '.join(divisors)}, or start more processes")
+        )
+    size = world_size // sequence
     for name, ours, theirs in (
         ("micro", batch.micro, preset_micro),
         ("accumulate", batch.accumulate, preset_accumulate),
@@ -105,23 +130,24 @@ def resolve_batch(
         _check_on_oom(preset_micro, preset_accumulate)
     micro = batch.micro or preset_micro
     if batch.tokens_per_micro is not None:
-        return _resolve_token_batch(batch, micro, preset_accumulate)
+        return replace(_resolve_token_batch(batch, micro, preset_accumulate), sequence=sequence)
     accumulate = batch.accumulate or preset_accumulate
     if batch.total is None:
         micro, accumulate = micro or 1, accumulate or 1
-        return BatchPlan(micro * accumulate * world_size, micro, accumulate)
+        return BatchPlan(micro * accumulate * size, micro, accumulate, sequence=sequence)
     if micro is None:
         accumulate = accumulate or 1
-        return BatchPlan(batch.total, math.ceil(batch.total / (accumulate * world_size)), accumulate)
+        micro = math.ceil(batch.total / (accumulate * size))
+        return BatchPlan(batch.total, micro, accumulate, sequence=sequence)
     # Rounded up: micro is a limit, so that a larger pass would not fit into memory.
-    fitting = math.ceil(batch.total / (micro * world_size))
+    fitting = math.ceil(batch.total / (micro * size))
     if accumulate is not None and accumulate != fitting:
-        processes = f"{world_size} process{'es' * (world_size != 1)}"
-        product = f"micro {micro} x accumulate {accumulate} x {processes} = {micro * accumulate * world_size}"
+        processes = _format_processes(size, sequence)
+        product = f"micro {micro} x accumulate {accumulate} x {processes} = {micro * accumulate * size}"
         third = "batch.accumulate" if batch.accumulate else "gradient_accumulation_steps from the DeepSpeed JSON"
         fix = f"remove {third} ({fitting} would fit), or another of the three"
         raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", fix))
-    return BatchPlan(batch.total, micro, fitting)
+    return BatchPlan(batch.total, micro, fitting, sequence=sequence)
 
 
 def _check_on_oom(preset_micro: int | None, preset_accumulate: int | None) -> None:
@@ -162,6 +188,7 @@ def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: i
 
 _MUTABLE_KEYS = (
     "launch",
+    "parallel",
     "ds_config",
     "log",
     "eval",

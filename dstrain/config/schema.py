@@ -279,6 +279,13 @@ class BatchConfig(Section):
     """Reaction to a micro-batch that does not fit into memory: stop with an error, or shrink: start again from the newest checkpoint with half of it and the same total."""
 
 
+class ParallelConfig(Section):
+    """How processes share the work, besides ZeRO's partitions."""
+
+    sequence: PositiveInt = 1
+    """Processes that compute each micro-batch together, every one a part of its tokens and a part of the attention heads (DeepSpeed-Ulysses, arXiv 2309.14509): sequences may be as many times as long. It divides the number of processes and of attention heads, and needs packed batches. The other parts of a sample's length stay in one process: its token ids, and the images."""
+
+
 class GroupConfig(Section):
     """Settings of one parameter group."""
 
@@ -452,6 +459,8 @@ class RunConfig(Section):
     """DeepSpeed preset (`dstrain presets`), the path of a DeepSpeed JSON, or auto: the fastest preset that fits."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes: any two of total, micro, accumulate."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Processes that share a micro-batch."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning-rate schedule."""
     steps: PositiveInt | None = None

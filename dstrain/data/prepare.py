@@ -177,6 +177,8 @@ class ImageRecordEncoder:
         """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
         if isinstance(example, BadRecord):
             return example
+        if isinstance(example, list):  # the examples of one record
+            return [self._add_image_positions(one, entries) for one in example]
         return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
 
 

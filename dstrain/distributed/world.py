@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,24 @@ from dstrain.distributed.store import rendezvous_errors, sign, verify
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """Processes that compute the same micro-batch together, each a part of its tokens and of the attention heads.
+
+    DeepSpeed-Ulysses: Jacobs et al. (arXiv 2309.14509).
+    """
+
+    rank: int
+    size: int
+    process_group: Any = field(default=None, repr=False, compare=False)
+    """Group of torch.distributed for tensors on the device."""
+
+    def part(self, tokens: int) -> tuple[int, int]:
+        """Return the first token of this process and the one after its last; `tokens` is a multiple of the size."""
+        share = tokens // self.size
+        return self.rank * share, (self.rank + 1) * share
 
 
 class Ranks(Protocol):
@@ -35,6 +54,8 @@ class World(Ranks, Protocol):
     device: torch.device
     log: CollectiveLog
     """Activity of this process: its collectives and its progress."""
+    sequence: SequenceGroup | None
+    """The processes that share this one's micro-batches; None: each process has its own."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise float64 sum over all ranks, the same on every rank. Collective."""
@@ -48,6 +69,9 @@ class World(Ranks, Protocol):
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's picklable value on every rank; the values of other ranks are ignored. Collective."""
 
+    def share_sequences(self, size: int) -> None:
+        """Let every `size` adjacent ranks compute their micro-batches together. Collective."""
+
     def new_group(self) -> World:
         """Return the same processes with a process group of their own, for use in another thread. Collective."""
 
@@ -57,6 +81,7 @@ class SingleProcessWorld:
 
     rank = 0
     size = 1
+    sequence: SequenceGroup | None = None
 
     def __init__(self, device: torch.device | None = None) -> None:
         import torch
@@ -78,12 +103,23 @@ class SingleProcessWorld:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def share_sequences(self, size: int) -> None:
+        assert size == 1, "one process has no other to share with"
+
     def new_group(self) -> World:
         return self
 
 
+def data_parallel_rank(world: World) -> tuple[int, int]:
+    """Return which of how many sets of samples this process computes: one per process, or per group of processes."""
+    shared = 1 if world.sequence is None else world.sequence.size
+    return world.rank // shared, world.size // shared
+
+
 class TorchWorld:
     """Ranks of torch.distributed, with a gloo group of their own for values on the host."""
+
+    sequence: SequenceGroup | None = None
 
     def __init__(self, device: torch.device, timeout: timedelta, patches: CollectivePatches | None = None) -> None:
         """Use the process group that is there. Without `patches`, the log holds progress but no collectives."""
@@ -113,6 +149,14 @@ class TorchWorld:
             destroy_process_groups()
             patches.undo()
             raise
+
+    def share_sequences(self, size: int) -> None:
+        """Let every `size` adjacent ranks compute their micro-batches together. Collective."""
+        import torch.distributed as dist
+
+        if size > 1:
+            group, _ = dist.new_subgroups(size, timeout=self._timeout)
+            self.sequence = SequenceGroup(self.rank % size, size, group)
 
     def close(self) -> None:
         """Destroy all process groups and put torch's functions back: ZeRO-3 workers can abort at exit otherwise."""

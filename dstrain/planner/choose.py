@@ -163,6 +163,9 @@ def _candidates(
     yield from (({"ds_config": name}, False) for name in slower)
     if config.model.lora is None:
         yield {"model.lora": LORA}, False
+    sequence = 2 * batch.sequence
+    if world_size % sequence == 0 and config.batch.total and config.batch.accumulate is None:
+        yield {"parallel.sequence": sequence}, False
     if config.data.max_length >= 256:
         yield {"data.max_length": config.data.max_length // 2}, False
 
@@ -307,7 +310,7 @@ def _micro_sizes(config: RunConfig, cluster: Cluster) -> Iterator[int | None]:
     if batch.total is None or batch.micro or batch.accumulate or batch.tokens_per_micro:
         yield None
         return
-    share, seen = ceil(batch.total / cluster.world_size), 0
+    share, seen = ceil(batch.total * config.parallel.sequence / cluster.world_size), 0
     for passes in range(1, share + 1):
         micro = ceil(share / passes)
         if micro != seen:

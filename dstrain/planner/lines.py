@@ -209,7 +209,7 @@ class PlanInputs:
     def communicators(self) -> int:
         """Groups of processes for which NCCL takes memory: all of them, and those that share a second partition."""
         has_inner = 1 < self.setting("zero_hpz_partition_size", 1) < self.world_size
-        return 0 if self.world_size == 1 else 1 + has_inner
+        return 0 if self.world_size == 1 else 1 + has_inner + (self.workload.sequence > 1)
 
     @property
     def has_all_to_all(self) -> bool:
@@ -715,6 +715,14 @@ def _attention_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[
     size = float(width * shape.hidden * ("attention" in kept_inputs))
     # Each query head gets a copy of its keys; one key head for all of them is expanded without a copy.
     keys = wide if (workload.has_mask or workload.is_eager) and shape.kv_heads > 1 else narrow
+    if workload.sequence > 1:
+        # Each process has a part of the key-value heads: repeated, where the number of processes does not divide them.
+        # The output of attention, of a part of the heads, is not the input of o_proj, of a part of the tokens.
+        repeats = 1
+        if shape.kv_heads % workload.sequence:
+            repeats = (shape.heads if workload.sequence % shape.kv_heads else workload.sequence) // shape.kv_heads
+        keys = narrow * repeats
+        size += width * wide * ("output" in kept_inputs and workload.device != "cpu")
     if workload.has_mask:
         size += width * workload.length  # each call converts the boolean mask
     if workload.is_packed and workload.device == "cpu" and not workload.is_eager:

@@ -103,7 +103,8 @@ def plan_memory(
     """
     properties = properties or read_properties(config)
     shape = shape or read_shape(config, properties)
-    batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
+    sequence = config.parallel.sequence
+    batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate, sequence)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
     settings = make_run_settings(config, preset, batch, cluster.world_size, device, "nvme")
     ds_config = complete_preset(preset, settings=settings)

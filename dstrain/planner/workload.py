@@ -35,7 +35,7 @@ class Workload:
 
     rows: int
     tokens: int
-    """Tokens that the decoder computes."""
+    """Tokens that the decoder computes on one process."""
     targets: int
     """Tokens in the loss; all of them where their number is not known."""
     images: int = 0
@@ -56,13 +56,15 @@ class Workload:
     has_adapter_dropout: bool = False
     """True where each adapter drops values of its input."""
     device: str = "cuda"
+    sequence: int = 1
+    """Processes that share the pass (parallel.sequence)."""
     keys: float | None = None
     """Keys that attention on a CPU computes for a query, on average; None: those of sequences of `length`."""
 
     @property
     def length(self) -> int:
         """Return the tokens of one sequence on average."""
-        return self.tokens // max(self.rows, 1)
+        return self.tokens * self.sequence // max(self.rows, 1)
 
     def attention_weights(self, heads: int, width: int) -> float:
         """Return the bytes per token of the attention weights that a packed batch on a CPU keeps for its gradient."""
@@ -86,7 +88,10 @@ def mean_block_keys(length: int) -> float:
 def make_workload(
     config: RunConfig, shape: ModelShape, properties: TaskProperties, batch: BatchPlan, device: str
 ) -> Workload:
-    """Return the pass with as many tokens as the recipe allows: each row has data.max_length."""
+    """Return the pass with as many tokens as the recipe allows: each row has data.max_length.
+
+    Raises RecipeError where processes cannot share it as parallel.sequence says.
+    """
     micro, length = batch.micro, config.data.max_length
     rows = micro * properties.rows_per_sample
     tokens = rows * length
@@ -97,8 +102,14 @@ def make_workload(
     images, image_tokens = count_images(shape, properties, length)
     lora, tiled = config.model.lora, config.model.tiled_mlp
     packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
+    sequence = config.parallel.sequence
+    if sequence > 1 and (not packed or shape.heads % sequence):
+        reason = "a multiple of it is not the number of attention heads, {}" if packed else "batches are not packed"
+        problem = f"is {sequence}, but {reason.format(shape.heads)}"
+        raise RecipeError(Fault("parallel.sequence", problem, "write 1, or a number that divides the heads"))
+    tokens = ceil(tokens / sequence)
     return Workload(
-        rows=rows, tokens=tokens, targets=tokens, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
+        rows=rows, tokens=tokens, targets=tokens, sequence=sequence, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,

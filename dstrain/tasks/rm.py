@@ -19,6 +19,7 @@ from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PretrainedConfig
 
@@ -135,6 +136,14 @@ class RewardModel(PairTask):
         if batch.is_packed:
             return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).squeeze(-1).float()
         return forward_logits(model, batch, **_no_cache_kwargs(model)).squeeze(-1).float()
+
+    def answer_tensors(
+        self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]
+    ) -> dict[str, torch.Tensor]:
+        return self.output_tensors((), rows)
+
+    def score_answers(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"score": self.scores(model, batch)}
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.scores(model, batch)

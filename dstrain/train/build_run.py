@@ -93,6 +93,7 @@ def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalH
         joined_world(plan.device, timeout, rendezvous.store) as world,
         peer_watchdog(rendezvous.liveness, plan.run_dir, world, timeout),
     ):
+        world.share_sequences(plan.batch.sequence)
         memory = make_memory_monitor(plan, world)
         with memory.explain():
             return _run_and_close(plan, memory, terminal, signal_handler)

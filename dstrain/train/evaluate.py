@@ -10,7 +10,7 @@ from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.distributed.world import World
+from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.models.params import unwrap_peft
 from dstrain.report.meter import Meter
 from dstrain.tasks import GenerationMetrics, Task
@@ -31,7 +31,7 @@ class Evaluation:
     batch: BatchConfig | None = None
     """The recipe's `batch`, where it is no longer the one that the task was made with."""
     _shares: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Of (rank, world size): the micro-batches of the first evaluation."""
+    """Of `data_parallel_rank`: the micro-batches of the first evaluation."""
 
     def run(self, engine: EvalEngine, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return loss and metrics: each is one sum over all ranks, divided once. Collective.
@@ -42,7 +42,7 @@ class Evaluation:
         meter = Meter(engine.world)
         shares = self._micro_batches(engine.world)
         for result in iter_eval_results(
-            engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
+            engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares, engine.world.sequence)
         ):
             meter.add(result)
             # A long evaluation must not look like a stalled run.
@@ -58,11 +58,11 @@ class Evaluation:
 
     def _micro_batches(self, world: World) -> list[list[int]]:
         """Return the ids of each of this rank's micro-batches, the same at every evaluation."""
-        ranks = world.rank, world.size
+        ranks = rank, size = data_parallel_rank(world)
         if ranks not in self._shares:
             costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
             limits = make_limits(self.batch or self.task.recipe.batch, self.micro_batch_size, costs)
-            self._shares[ranks] = eval_micro_batches(len(self.examples), limits, world.size, world.rank, costs)
+            self._shares[ranks] = eval_micro_batches(len(self.examples), limits, size, rank, costs)
         return self._shares[ranks]
 
     def _score_answers(

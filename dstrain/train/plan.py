@@ -19,7 +19,7 @@ from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_steps
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.distributed.world import Ranks, SingleProcessWorld, World
+from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_parallel_rank
 from dstrain.errors import CheckpointError, DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
@@ -33,7 +33,7 @@ from dstrain.report.sinks import check_trackers
 from dstrain.resources import get_extensions_dir
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common.task import load_split
+from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.copies import RunCopy, describe_error
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
@@ -206,6 +206,7 @@ def _prepare_datasets(
     Raises UsageError.
     """
     task.checks.run()
+    check_sequence_parallel(task)
     task.checks.device()
     for key in iter_bitsandbytes_keys(task.recipe):
         check_bitsandbytes(key)
@@ -251,7 +252,7 @@ def build_sampler(task: Task, train_dataset: Dataset, batch: BatchPlan, world_si
         weights=train_dataset.weights,
         seed=task.recipe.seed,
         samples_per_step=batch.total,
-        world_size=world_size,
+        world_size=batch.data_parallel_size(world_size),
         accumulate=batch.accumulate,
         limits=make_limits(task.recipe.batch, batch.micro, costs),
         costs=costs,
@@ -289,7 +290,8 @@ def build_loader(plan: RunPlan, world: World) -> Loader:
         examples=plan.train_dataset,
         collate=plan.task.collate,
         sampler=plan.sampler,
-        rank=world.rank,
+        rank=data_parallel_rank(world)[0],
+        sequence=world.sequence,
         workers=data.workers,
         prefetch=data.prefetch,
         pin_memory=data.pin and world.device.type == "cuda",

@@ -18,7 +18,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
 from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore
-from dstrain.distributed.world import World
+from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.errors import DataError, TaskError
 from dstrain.models.params import is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
@@ -114,12 +114,18 @@ def _add_outputs(job: ModelJob, splits: Sequence[Dataset | None]) -> list[Datase
         raise TaskError(f"cached outputs of a frozen model need examples from a token store, and these are {wrong[0]}")
     datasets = cast("Sequence[TokenizedDataset | None]", splits)
     stores = {store.folder: store for split in datasets if split for store in [_find_store(job, split).store]}
+    columns = compute_outputs(job, stores)
+    return [None if split is None else _with_outputs(job, split, columns) for split in datasets]
+
+
+def compute_outputs(job: ModelJob, stores: Mapping[Path, TokenStore]) -> dict[Path, OutputColumns]:
+    """Return the outputs of one model for each store, from the cache where they are in it. Collective."""
     # Rank 0 hashes the weights: every rank reading the files of a large model would overload the file system.
     weights = job.world.broadcast(_weights_fingerprint(job) if job.world.rank == 0 else None)
     engine = _LazyEngine(job)
     columns = {folder: _load_or_compute(job, store, weights, engine) for folder, store in stores.items()}
     engine.release()
-    return [None if split is None else _with_outputs(job, split, columns) for split in datasets]
+    return columns
 
 
 def _find_store(job: ModelJob, split: TokenizedDataset) -> AlignedStore:
@@ -191,18 +197,19 @@ def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _
     costs = None if lengths is None else costs_of(lengths, job.task.loss_inputs.packing())
     limits = make_limits(job.task.recipe.batch, job.micro_batch_size, costs)
     # As in an evaluation: largest first, so that an out-of-memory error comes at the start.
+    rank, size = data_parallel_rank(job.world)
     mine = [
         rows[chunk].tolist()
-        for chunk in eval_micro_batches(
-            len(rows), limits, job.world.size, job.world.rank, costs and (lambda places: costs(rows[places]))
-        )
+        for chunk in eval_micro_batches(len(rows), limits, size, rank, costs and (lambda places: costs(rows[places])))
     ]
     outputs: dict[str, list[float]] = {}
-    for batch in iter_batches(store, job.task.collate, mine):
+    for batch in iter_batches(store, job.task.collate, mine, job.world.sequence):
         for name, column in engine.get()(batch).items():
             # float64 on the host: sums of many log-probabilities, written once.
             outputs.setdefault(name, []).extend([] if batch.is_filler else column.double().tolist())
     shares = job.world.gather(([row for chunk in mine for row in chunk], outputs))
+    if job.world.sequence is not None:  # its processes have computed the same
+        shares = shares[:: job.world.sequence.size]
     # Each rank had other rows, in the order of their length: back to the store's order.
     positions = np.concatenate([np.array(rank_rows, dtype=np.int64) for rank_rows, _ in shares]) - first_row
     found = {}

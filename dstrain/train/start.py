@@ -159,7 +159,7 @@ def _make_start(
     batch = with_saved_batch_total(config.batch, checkpoint, options.allowed_keys)
     # The preset's accumulation would contradict the total that was taken from the checkpoint.
     accumulate = preset.accumulate if batch is config.batch else None
-    plan = resolve_batch(batch, world_size, preset.micro, accumulate)
+    plan = resolve_batch(batch, world_size, preset.micro, accumulate, config.parallel.sequence)
     return Start(point=point, config=config, preset=preset, batch=plan, auto=auto)
 
 

@@ -18,14 +18,14 @@ from benchmarks.loader import made_loader
 from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.distributed.world import SingleProcessWorld, World, data_parallel_rank
 from dstrain.models.params import ParamGroup, gathered
 from dstrain.preset import read_preset
 from dstrain.train.engine.optimizers import make_optimizer
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.health.trainability import NonFiniteGuard
 from tests.gpu.workers import device
-from tests.parity.cases import tiny_task
+from tests.parity.cases import share_sequences, tiny_task
 from tests.resume import cases as resume_cases
 from tests.workers import worker_world
 
@@ -47,8 +47,12 @@ def batches_of(task: Any, step: int, ranks: World, accumulate: int) -> list[Any]
     """This rank's micro-batches, cut as the plan cuts them."""
     examples = task.examples("train")
     ids = (np.arange(SAMPLES_PER_STEP) + step * SAMPLES_PER_STEP) % len(examples)
-    chunks = np.array_split(ids, ranks.size * accumulate)[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
-    return [make_batch(examples, task.collate, chunk.tolist(), int(ids[0])) for chunk in chunks]
+    share_sequences(ranks, task.recipe.parallel.sequence if ranks.size > 1 else 1)
+    rank, size = data_parallel_rank(ranks)
+    chunks = np.array_split(ids, size * accumulate)[rank * accumulate : (rank + 1) * accumulate]
+    return [
+        make_batch(examples, task.collate, chunk.tolist(), int(ids[0]), sequence=ranks.sequence) for chunk in chunks
+    ]
 
 
 def steps(

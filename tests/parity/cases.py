@@ -16,7 +16,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.loading.micro_batches import MicroBatchLimits, make_cost_function, of_rank, split_by_tokens
-from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.distributed.world import SequenceGroup, SingleProcessWorld, World, data_parallel_rank
 from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
@@ -63,10 +63,14 @@ class Made:
 
     def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
         """Return this rank's share of the samples, split as in training."""
-        ranks = self.engine.world
-        chunks = np.array_split(np.array(samples), ranks.size * accumulate)
-        mine = chunks[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
-        return [make_batch(self.examples, self.task.collate, chunk.tolist(), samples[0]) for chunk in mine]
+        rank, size = data_parallel_rank(self.engine.world)
+        chunks = np.array_split(np.array(samples), size * accumulate)
+        return [
+            make_batch(
+                self.examples, self.task.collate, chunk.tolist(), samples[0], sequence=self.engine.world.sequence
+            )
+            for chunk in chunks[rank * accumulate : (rank + 1) * accumulate]
+        ]
 
     def batches_of_tokens(self, samples: list[int], limit: int) -> list[Batch]:
         """Return this rank's share of the samples in micro-batches of so many tokens, split as in training."""
@@ -84,6 +88,8 @@ def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None =
     found = tiny_task(task, changes)
     optim = found.recipe.optim
     ranks: World = SingleProcessWorld() if kind == "torch" else world()
+    if kind != "torch":
+        share_sequences(ranks, found.recipe.parallel.sequence)
     settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision}
     config = ds_config("zero0" if kind == "torch" else kind, settings)
     job = OutputsJob(task=found, ds_config=config, micro_batch_size=3, world=ranks)
@@ -97,6 +103,17 @@ def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None =
     if kind == "torch":
         return Made(found, examples, TorchEngine(objective, groups, optim, torch.device("cpu")))
     return Made(found, examples, DeepSpeedEngine(objective, groups, optim, config, ranks))
+
+
+_groups: dict[int, SequenceGroup | None] = {1: None}
+
+
+def share_sequences(ranks: Any, size: int) -> None:
+    """Let ranks share their micro-batches; the process groups are kept for the next test. Collective."""
+    if size not in _groups:
+        ranks.share_sequences(size)
+        _groups[size] = ranks.sequence
+    ranks.sequence = _groups[size]
 
 
 def move(model: torch.nn.Module) -> None:

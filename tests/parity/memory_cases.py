@@ -36,7 +36,7 @@ from dstrain.planner.workload import Cluster, make_workload
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from tests.parity.cases import ds_config, tiny_task, world
+from tests.parity.cases import ds_config, share_sequences, tiny_task, world
 
 SMALL_BUFFERS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000,
                  "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 100_000, "sub_group_size": 150_000}  # fmt: skip
@@ -210,7 +210,8 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
     changes = {**changes, "model": {**changes.get("model", {}), "dtype": dtype}}
     task = tiny_task(name, changes)
     model = build_model(task)
-    batch = task.collate([task.examples("train")[index] for index in range(count)])
+    share_sequences(world(), task.recipe.parallel.sequence)
+    batch = make_batch(task.examples("train"), task.collate, list(range(count)), 0, sequence=world().sequence)
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
     held: list[torch.Tensor] = []
@@ -238,12 +239,14 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
     plan = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, 1), "cpu")
     ids = batch.tensors["input_ids"]
     targets = int(batch.tensors["loss_mask"].sum()) if "loss_mask" in batch.tensors else 0
+    if batch.sequence is not None:
+        targets = len(batch.tensors["target_ids"])
     keys = sum(
         (block.queries.end - block.queries.start) * sum(one.end - one.start for one in block.keys)
         for block in blocks_of(PackedLayout(batch.groups), None)
     )
     workload = replace(
-        plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
+        plan, tokens=ids.numel() // plan.sequence, rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
         keys=keys / ids.numel(),
     )  # fmt: skip
     run = PlanInputs(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cells import SLOW
 from tests.workers import Workers
 
 STATES = 0.02
@@ -93,6 +94,26 @@ def test_the_activations_of_a_pass_are_predicted(
         print(
             f"{task} {family} {dtype} {'checkpointed ' * checkpointed}{trained}{' packed' * packed}: {found['measured']} bytes, predicted {error:+.2%}"
         )
+        assert abs(error) <= ACTIVATIONS, found
+
+
+@pytest.mark.parametrize(
+    ("heads", "checkpointed"), [((4, 2), False), SLOW((4, 2), True), SLOW((4, 1), False), SLOW((6, 3), False)]
+)
+def test_the_activations_of_a_shared_pass_are_predicted(
+    two: Workers, heads: tuple[int, int], checkpointed: bool
+) -> None:
+    """Key-value heads are divided, copied for both processes, or repeated for each query head."""
+    sizes = TINY | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 12 * heads[0]}
+    changes = {
+        "model": {"config": {"model_type": "llama", **sizes}, "gradient_checkpointing": checkpointed},
+        "batch": {"packing": True},
+        "data": {"max_length": 200},
+        "parallel": {"sequence": 2},
+    }
+    for found in two("tests.parity.memory_cases:activations", dtype="float32", count=3, changes=changes):
+        error = found["predicted"] / found["measured"] - 1
+        print(f"{heads} {'checkpointed' * checkpointed}: {found['measured']} bytes, predicted {error:+.2%}")
         assert abs(error) <= ACTIVATIONS, found
 
 

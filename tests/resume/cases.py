@@ -25,7 +25,7 @@ from dstrain.train.startup import finish_run
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader
 from tests.memory_limits import limit_micro_batch
-from tests.parity.cases import world
+from tests.parity.cases import share_sequences, world
 
 
 class Crash(Exception):
@@ -46,6 +46,7 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
     asked = resolve_recipe(TrainRequest(recipe=recipe, overrides=sets))
     plan = make_plan(asked, Path(run_dir), ResumeOptions(resume, allowed), worker)
+    share_sequences(ranks, plan.batch.sequence)
     if memory is not None:
         mock.patch.object(
             psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)

@@ -176,6 +176,16 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     assert "zero3 (ZeRO stage 3) on 2 processes and continues with zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
 
 
+def test_a_run_goes_on_where_processes_share_tokens_or_not(
+    recipe: str, whole: list[dict[str, Any]], tmp_path: Path, one: Workers, two: Workers
+) -> None:
+    places = ((two, "zero3", 2, 5), (one, "zero2", 1, 8), (two, "zero1", 2, None))
+    for workers, preset, sequence, crash in places:
+        sets = [f"ds_config={preset}", f"parallel.sequence={sequence}"]
+        workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
+    close(metric_rows(tmp_path / "run"), whole)
+
+
 CHAINS = {
     "offload on, off, on": ({}, ("zero2_offload", 2), ("zero3", 1), ("zero3_offload", 3)),
     "lion": ({"optim": {"name": "lion", "lr": 1e-3}}, ("zero1", 2), ("zero3", 3), ("zero0", 1)),

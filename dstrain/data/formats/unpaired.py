@@ -36,8 +36,8 @@ class UnpairedPreference:
         """Return this prompt with the answer of `answer_source`, the only part that is trained on."""
         if isinstance(self.prompt, str) and isinstance(answer_source.answer, str):
             return PromptCompletion(self.prompt, answer_source.answer)
-        prompt = _to_messages(self.prompt, "user")
-        answer = _to_messages(answer_source.answer, "assistant")
+        prompt = to_messages(self.prompt, "user")
+        answer = to_messages(answer_source.answer, "assistant")
         trained = tuple(
             turn
             for turn, message in enumerate(answer, len(prompt))
@@ -46,7 +46,7 @@ class UnpairedPreference:
         return Conversation(prompt + answer, trained, self.tools)
 
 
-def _to_messages(text: Prompt | Response, role: str) -> list[Message]:
+def to_messages(text: Prompt | Response, role: str) -> list[Message]:
     """Return a text as one message; the space between prompt and answer belongs to neither."""
     return [{"role": role, "content": text.removeprefix(" ")}] if isinstance(text, str) else text
 
@@ -66,7 +66,7 @@ def read_unpaired(record: Mapping[str, Any]) -> list[UnpairedPreference]:
         if not sample.prompt:
             raise BadRecord("'text' does not say where the answer begins; write 'prompt' and 'completion'")
         return [UnpairedPreference(sample.prompt, sample.answer, desirable)]
-    return [_split_last_answer(sample, desirable)]
+    return [UnpairedPreference(*split_last_answer(sample), desirable, sample.tools)]
 
 
 def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
@@ -78,7 +78,7 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
         raise BadRecord("'images' are not text, and kto trains on text only; remove the record")
     answers = found.chosen, found.rejected
     if not isinstance(found.prompt, str):
-        answers = _to_messages(found.chosen, "assistant"), _to_messages(found.rejected, "assistant")
+        answers = to_messages(found.chosen, "assistant"), to_messages(found.rejected, "assistant")
     return [
         UnpairedPreference(found.prompt, answer, desirable, found.tools)
         for answer, desirable in zip(answers, (True, False), strict=True)
@@ -103,8 +103,8 @@ def _read_label(record: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def _split_last_answer(sample: Conversation, desirable: bool) -> UnpairedPreference:
-    """Split before the assistant's text and tool calls after the last system or user turn.
+def split_last_answer(sample: Conversation) -> tuple[list[Message], list[Message]]:
+    """Return (prompt, answer): the answer is the assistant's text and tool calls after the last system or user turn.
 
     Raises BadRecord if no user's turn comes before.
     """
@@ -113,4 +113,4 @@ def _split_last_answer(sample: Conversation, desirable: bool) -> UnpairedPrefere
     start = others[-1] + 1 if others else 0
     if not any(message["role"] == "user" for message in sample.messages[:start]):
         raise BadRecord("no user's turn comes before the answer; write the prompt in front of it")
-    return UnpairedPreference(sample.messages[:start], sample.messages[start:end], desirable, sample.tools)
+    return sample.messages[:start], sample.messages[start:end]

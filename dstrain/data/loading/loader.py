@@ -22,8 +22,10 @@ from dstrain.data.loading.micro_batches import (
     split_by_tokens,
     split_evenly,
 )
+from dstrain.data.loading.rows import share_tokens
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import EPOCH_STREAM, RECORD_STREAM, make_random_state
+from dstrain.distributed.world import SequenceGroup
 from dstrain.errors import DataError, RunError, describe_fault
 
 Collate = Callable[..., Batch]
@@ -189,6 +191,8 @@ class Loader:
     """Threads that read and collate; with 0 each batch is made when it is requested."""
     prefetch: int = 2
     """Steps to read ahead of the one in use."""
+    sequence: SequenceGroup | None = None
+    """Processes that compute this rank's batches together; `rank` is then the number of their group."""
     pin_memory: bool = False
     """Copy batches to page-locked memory if there is a GPU."""
     _wait_seconds: float = field(default=0.0, init=False)
@@ -247,7 +251,7 @@ class Loader:
         return _StartedStep(batches, len(ids))
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
-        batch = make_batch(self.examples, self.collate, ids, filler_id, positions)
+        batch = make_batch(self.examples, self.collate, ids, filler_id, positions, self.sequence)
         return batch.pin_memory() if self.pin_memory and _has_gpu() else batch
 
     def pop_wait_seconds(self) -> float:
@@ -269,12 +273,17 @@ def _has_result(future: Future[Any]) -> bool:
 
 
 def make_batch(
-    examples: Samples, collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
+    examples: Samples,
+    collate: Collate,
+    ids: list[int],
+    filler_id: int,
+    positions: Sequence[int] = (),
+    sequence: SequenceGroup | None = None,
 ) -> Batch:
     """Return the batch of these ids, or without ids a filler of weight 0 made from `filler_id`.
 
-    `positions`, given in training, are those of the samples in the run: augmentation draws from them. Raises RunError
-    that names the samples, and the line of the task's own code.
+    `positions`, given in training, are those of the samples in the run: augmentation draws from them. `sequence`: the
+    processes that compute it together. Raises RunError that names the samples, and the line of the task's own code.
     """
     chosen: list[Any] = []
     try:
@@ -284,6 +293,9 @@ def make_batch(
         )
         if not isinstance(batch, Batch):
             raise TypeError(f"collate returned {type(batch).__name__}, not a Batch")
+        # Padded, as a frozen model of another family may read them, each process of the group computes all of it.
+        if sequence is not None and batch.is_packed:
+            batch = share_tokens(batch, sequence)
     except Exception as fault:
         # The index of its record, where the example is of a token store.
         names = [e["sample"] for e in chosen if isinstance(e, Mapping) and type(e.get("sample")) is int]
@@ -314,10 +326,13 @@ def eval_micro_batches(
     ]
 
 
-def iter_batches(examples: Samples, collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
-    """Yield the batches of `eval_micro_batches`, fillers included."""
+def iter_batches(
+    examples: Samples, collate: Collate, micro_batches: Sequence[list[int]], sequence: SequenceGroup | None = None
+) -> Iterator[Batch]:
+    """Yield the batches of `eval_micro_batches`, fillers included, as `sequence` computes them."""
     for ids in micro_batches:
-        yield make_batch(examples, collate, ids, 0)  # any sample serves as filler; the first one always exists
+        # Any sample serves as filler; the first one always exists.
+        yield make_batch(examples, collate, ids, 0, sequence=sequence)
 
 
 def _has_gpu() -> bool:

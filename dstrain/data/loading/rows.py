@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dstrain.batch import PackedGroup
+from dstrain.batch import Batch, PackedGroup
 
 if TYPE_CHECKING:
     import torch
+
+    from dstrain.distributed.world import SequenceGroup
 
 Sequences = Sequence[Sequence[int] | np.ndarray]
 
@@ -135,6 +137,56 @@ def pack_rows(
         packed.append(group)
         start = branch
     return PackedRows(tuple(arrays), tuple(packed), tuple(indices))
+
+
+def share_tokens(batch: Batch, sequence: SequenceGroup) -> Batch:
+    """Return a packed batch as one process of a sequence group computes it.
+
+    Each packed row keeps all of its token ids and is filled up to a multiple of the group's size, by a sequence that no
+    loss reads. Of the targets this process gets those that its tokens predict: `logit_positions` count from the first
+    of them. The weight is divided, and so are the counts of tokens and samples: sums over all ranks stay what they were.
+    """
+    import torch
+
+    from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
+
+    tensors, vision = dict(batch.tensors), dict(batch.vision)
+    filled_groups = {}
+    for prefix, groups in {"": batch.groups, **batch.other_groups}.items():
+        tokens = sum(group.tokens for group in groups)
+        missing = -tokens % sequence.size
+        if missing:
+            groups = (*groups, PackedGroup(0, (missing,)))
+            ids, kinds = tensors[f"{prefix}input_ids"], vision.get(MM_TOKEN_TYPE_IDS)
+            # Not the token of an image: the model counts them.
+            is_text = ids[0] == ids[0] if kinds is None or prefix else kinds[0] == 0
+            fill = ids[0, is_text.int().argmax()]
+            tensors[f"{prefix}input_ids"] = torch.cat([ids, fill.expand(1, missing)], dim=-1)
+            positions = tensors[f"{prefix}position_ids"]  # (1, T), or (3, 1, T)
+            more = torch.arange(missing).expand(*positions.shape[:-1], missing)
+            tensors[f"{prefix}position_ids"] = torch.cat([positions, more], dim=-1)
+            if kinds is not None and not prefix:
+                vision[MM_TOKEN_TYPE_IDS] = torch.nn.functional.pad(kinds, (0, missing))
+        filled_groups[prefix] = groups
+        if f"{prefix}logit_positions" in tensors:
+            start, end = sequence.part(tokens + missing)
+            positions = tensors[f"{prefix}logit_positions"]
+            own = (positions >= start) & (positions < end)
+            tensors[f"{prefix}logit_positions"] = positions[own] - start
+            for name in ("target_ids", "target_indices"):
+                tensors[f"{prefix}{name}"] = tensors[f"{prefix}{name}"][own]
+    start, end = (batch.tokens * rank // sequence.size for rank in (sequence.rank, sequence.rank + 1))
+    return replace(
+        batch,
+        tensors=tensors,
+        vision=vision,
+        groups=filled_groups.pop(""),
+        other_groups=filled_groups,
+        weight=batch.weight / sequence.size,
+        samples=batch.samples if sequence.rank == 0 else (),
+        tokens=end - start,
+        sequence=sequence,
+    )
 
 
 def shared_prefix_length(sequences: Sequence[np.ndarray]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.batch import PackedGroup
+    from dstrain.distributed.world import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class PackedLayout:
     """The groups of one packed batch, and what the layers of a forward pass derive from them once."""
 
     groups: tuple[PackedGroup, ...]
+    sequence: SequenceGroup | None = None
+    """Processes of which each computes a part of the row's tokens, except in attention: there, a part of the heads."""
     cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, build: Callable[[], Any]) -> Any:
@@ -85,6 +88,11 @@ class PackedLayout:
         if key not in self.cache:
             self.cache[key] = build()
         return self.cache[key]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the packed row, T."""
+        return sum(group.tokens for group in self.groups)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -14,6 +14,7 @@ from dstrain.batch import Batch
 from dstrain.models.attention.by_group import Heads, attention_by_group
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout, VarlenTensors
 from dstrain.models.attention.model_types import family_unsupported_reason
+from dstrain.models.attention.sequence import heads_for_tokens, share_decoder_inputs, tokens_for_heads
 from dstrain.models.params import unwrap_peft
 
 # Shapes: T tokens of the packed row, K keys if each branch has a copy of its prefix, H heads, G key-value heads, D width.
@@ -134,6 +135,9 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
             part.set_attn_implementation(EAGER)
         elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
             AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
+    for decoder in _decoders(model):
+        if share_decoder_inputs not in decoder._forward_pre_hooks.values():
+            decoder.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)
 
 
 def has_packed_attention(model: torch.nn.Module) -> bool:
@@ -160,7 +164,8 @@ def packed_model_kwargs(batch: Batch) -> dict[str, Any]:
     positions = batch.tensors["position_ids"]
     # transformers returns a 4D mask as it is: no (T, T) mask, and no sequences guessed from jumps in the positions.
     placeholder = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device)
-    return {"position_ids": positions, "attention_mask": placeholder, "packed_groups": PackedLayout(batch.groups)}
+    layout = PackedLayout(batch.groups, batch.sequence)
+    return {"position_ids": positions, "attention_mask": placeholder, "packed_groups": layout}
 
 
 class PackedAttention:
@@ -182,15 +187,26 @@ class PackedAttention:
         if layout is None or not getattr(module, "is_causal", True):
             found: tuple[torch.Tensor, torch.Tensor | None] = self.base(module, query, key, value, *args, **kwargs)
             return found
-        heads = query, key, value
-        tokens = sum(group.tokens for group in layout.groups)
+        heads, sequence = (query, key, value), layout.sequence
+        tokens = layout.tokens if sequence is None else layout.tokens // sequence.size
         if query.shape[0] != 1 or query.shape[2] != tokens:
             shape = f"{query.shape[0]} rows of {query.shape[2]} tokens"
             raise ValueError(f"{type(module).__name__} attends to {shape}, but the packed groups have {tokens}")
+        if sequence is not None:
+            heads = heads_for_tokens(query, key, value, sequence)
+            if kwargs.get("s_aux") is not None:  # gpt-oss: a logit for each head
+                kwargs["s_aux"] = kwargs["s_aux"][slice(*sequence.part(query.shape[1]))]
+        out = self._attend(module, heads, layout, kwargs)
+        return (out if sequence is None else tokens_for_heads(out, sequence)), None
+
+    def _attend(
+        self, module: torch.nn.Module, heads: Heads, layout: PackedLayout, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the attention of the whole row, (1, T, H, D), for the heads of this process."""
         if "flash" in self.name:
-            return packed_flash_attention(self.base, module, heads, layout, kwargs), None
+            return packed_flash_attention(self.base, module, heads, layout, kwargs)
         settings = AttentionSettings.from_kwargs(kwargs, is_eager=self.name == "eager")
-        return choose_kernel(self.name, heads, settings)(heads, settings, layout), None
+        return choose_kernel(self.name, heads, settings)(heads, settings, layout)
 
 
 Kernel = Callable[[Heads, AttentionSettings, PackedLayout], torch.Tensor]
@@ -212,17 +228,24 @@ def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> 
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
-def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the text models inside a model, one per config: the layers read the implementation from it."""
+def _attention_models(model: torch.nn.Module, once: bool = True) -> Iterator[Any]:
+    """Yield the text models inside a model, one per config if `once`: the layers read the implementation from it."""
     from transformers import PreTrainedModel
 
     core: Any = unwrap_peft(model)
     text_class, seen = type(core.config.get_text_config()), set()
     for part in core.modules():
-        if not isinstance(part, PreTrainedModel) or id(part.config) in seen:
+        if not isinstance(part, PreTrainedModel) or (once and id(part.config) in seen):
             continue
         seen.add(id(part.config))
         if isinstance(part.config, text_class):  # not a vision tower
+            yield part
+
+
+def _decoders(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the text models without a head inside a model."""
+    for part in _attention_models(model, once=False):
+        if isinstance(getattr(part, "layers", None), torch.nn.ModuleList):
             yield part
 
 

@@ -18,6 +18,7 @@ from dstrain.data.loading.rows import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, attends_both_ways
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
+from dstrain.models.attention.sequence import sum_over_sequence
 from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input
 from dstrain.models.patches import rows_of_one_sequence
 from dstrain.models.router_loss import router_logits_disabled
@@ -53,8 +54,15 @@ def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenSc
         found = capture_head_input(model, lambda: _target_logits(model, batch))
         rows, targets, at = _select_targets(found.hidden_states, batch)
     scores = found.score_targets(rows, targets, fields)
-    whole = (one.new_zeros(loss_mask.numel()).index_copy(0, at, one) for one in fields.select(scores))
+    whole = (_scatter(one, at, loss_mask.numel(), batch) for one in fields.select(scores))
     return fields.name(tuple(one.view_as(loss_mask) for one in whole))
+
+
+def _scatter(values: torch.Tensor, at: torch.Tensor, size: int, batch: Batch) -> torch.Tensor:
+    """Return the values (N,) at their places (N,) of (size,), 0 elsewhere; with those of the batch's other processes."""
+    if batch.sequence is None or values.is_floating_point():
+        return sum_over_sequence(values.new_zeros(size).index_copy(0, at, values), batch.sequence)
+    return _scatter(values.float(), at, size, batch).to(values.dtype)
 
 
 def _select_targets(hidden_states: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,8 +93,13 @@ def forward_scores(model: torch.nn.Module, batch: Batch, positions: torch.Tensor
     take part. The model's own `forward` would read one position of the row.
     """
     core: Any = model
-    outputs = _forward(core.base_model, batch, use_cache=False)
-    return core.score(outputs.last_hidden_state[0].index_select(0, positions))
+    states = _forward(core.base_model, batch, use_cache=False).last_hidden_state[0]  # (T, H), or a part of the tokens
+    if batch.sequence is None:
+        return core.score(states.index_select(0, positions))
+    here = positions - batch.sequence.rank * len(states)
+    scores = core.score(states.index_select(0, here.clamp(0, len(states) - 1)))
+    is_here = (here >= 0) & (here < len(states))
+    return sum_over_sequence(torch.where(is_here[:, None], scores, 0.0), batch.sequence)
 
 
 def _get_loss_positions(batch: Batch) -> torch.Tensor:

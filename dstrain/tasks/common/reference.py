@@ -92,7 +92,7 @@ class ReferenceTask(TextTask):
         except RecipeError:
             # A trained policy is used without its reference, whose folder may be gone; a run names it.
             return "of options.ref_model: its config cannot be read"
-        reason = model_unsupported_reason(reference, config, shares_prefixes)
+        reason = model_unsupported_reason(reference, config, shares_prefixes, self.recipe.parallel.sequence)
         return f"of options.ref_model: {reason}" if reason else None
 
     @property

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from dstrain.batch import PADDED, Batch, PackingMode
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
-from dstrain.errors import Fault, TaskError, suggest_name
+from dstrain.errors import Fault, RecipeError, TaskError, suggest_name
 
 if TYPE_CHECKING:
     import torch
@@ -288,6 +288,10 @@ class Task(ABC):
         `model`: what `build_model` returned; adapters are in its layers, without peft's wrapper around it.
         """
 
+    def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
+        """Return why `size` processes cannot compute a micro-batch together (parallel.sequence), or None."""
+        return f"task {self.recipe.task} has no packed batches, whose tokens processes could share"
+
     @property
     def encodes_records(self) -> bool:
         """True where examples are encoded once and cached, which the first process of a host does for the others."""
@@ -332,6 +336,13 @@ class Task(ABC):
     def export(self) -> Export:
         """Export of the trained model, and loading of an export."""
         return Export(self)
+
+
+def check_sequence_parallel(task: Task) -> None:
+    """Raise RecipeError where parallel.sequence is above 1, and the task or its model cannot be shared."""
+    size = task.recipe.parallel.sequence
+    if size > 1 and (reason := task.sequence_parallel_unsupported_reason(size)):
+        raise RecipeError(Fault("parallel.sequence", f"is {size}, but {reason}", "write 1"))
 
 
 def has_dropout_disabled(task: Task) -> bool:

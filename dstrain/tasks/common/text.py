@@ -81,9 +81,15 @@ def resolve_packing(
     return PackingMode(True, True)
 
 
-def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool) -> str | None:
-    """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
+def model_unsupported_reason(
+    model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool, sequence: int = 1
+) -> str | None:
+    """Return why this model cannot take packed batches, or None; `config`: its transformers config.
+
+    `sequence`: processes that compute a micro-batch together.
+    """
     from dstrain.models.attention.packed import packing_unsupported_reason
+    from dstrain.models.attention.sequence import sequence_unsupported_reason
 
     # Transformers' own config may belong to a model class that came with the weights.
     if model.trust_remote_code and getattr(config, "auto_map", None):
@@ -91,7 +97,8 @@ def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, share
     if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation
-    return packing_unsupported_reason(config, shares_prefixes)
+    reason = packing_unsupported_reason(config, shares_prefixes)
+    return reason or sequence_unsupported_reason(config.get_text_config(), sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +326,21 @@ class TextTask(RecordTask):
             return f"task {self.recipe.task} has padded rows only"
         if self.loads_own_model:
             return f"task {self.recipe.task} makes its model in its own way"
-        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes)
+        sequence = self.recipe.parallel.sequence
+        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes, sequence)
+
+    def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
+        from dstrain.models.attention.sequence import sequence_unsupported_reason
+        from dstrain.models.router_loss import router_loss_coefficient
+
+        config = self.model_source.config
+        if reason := sequence_unsupported_reason(config.get_text_config(), size):
+            return reason
+        if not self.packing.is_packed:
+            return self.packing.message or "batch.packing is false: only the tokens of packed batches can be shared"
+        if router_loss_coefficient(config, self.recipe.model.router_aux_loss_coef):
+            return "the loss of a router reads all tokens of a micro-batch; write model.router_aux_loss_coef: 0"
+        return None
 
     def _find_overridden_method(self) -> str | None:
         """Return a reason where a task file replaces a member that may expect padded rows."""
@@ -460,6 +481,20 @@ class TextTask(RecordTask):
     @cached_property
     def checks(self) -> TextChecks:
         return self.checks_class(parse_record=self.parse_record, task=self)
+
+    def answer_tensors(
+        self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that `score_answers` reads; `answers`: of each row its ids, and where the answer starts."""
+        from dstrain.data.loading.rows import answer_masks
+
+        return rows.target_tensors(answer_masks(answers))
+
+    def score_answers(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return name -> value of each row's answer, (R,): what `dstrain score` writes."""
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return {"logp": answer_log_probs(model, batch).double().sum(-1), "tokens": batch.tensors["loss_mask"].sum(-1)}
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return what a reloaded export has to reproduce on a probe batch."""

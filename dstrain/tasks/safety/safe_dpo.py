@@ -238,6 +238,11 @@ class SafeDPO(DPO):
         """The frozen reward models that score the pairs."""
         return make_reward_models(self, self.safety)
 
+    def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
+        if self.safety.drops_in_step:
+            return "pairs get their weight in a step (options.safety.scoring: online); write scoring: cached"
+        return super().sequence_parallel_unsupported_reason(size)
+
     def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         reason = super().packing_unsupported_reason(shares_prefixes)
         if self.shows_corrupted:

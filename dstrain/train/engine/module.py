@@ -131,7 +131,10 @@ def router_loss_coefficient_of(model: torch.nn.Module, task: Task) -> float:
 
 
 def _batch_factor(batch: Batch) -> float:
-    return 0.0 if batch.is_filler else 1.0
+    """Return the part of the batch's sums that this process counts."""
+    if batch.is_filler:
+        return 0.0
+    return 1.0 if batch.sequence is None else 1.0 / batch.sequence.size
 
 
 def _with_weights(sums: Mapping[str, Any], batch: Batch) -> MetricSums:
@@ -141,7 +144,9 @@ def _with_weights(sums: Mapping[str, Any], batch: Batch) -> MetricSums:
     for name, value in sums.items():
         total, weight = value if isinstance(value, tuple) else (value, batch.weight)
         weight = weight.detach().float() if isinstance(weight, torch.Tensor) else float(weight)
-        found[name] = (total.detach().float() * share, weight * share)
+        if isinstance(value, tuple):  # the batch's own weight is a part already
+            weight = weight * share
+        found[name] = (total.detach().float() * share, weight)
     return found
 
 
@@ -184,7 +189,9 @@ class StepAccumulator:
 def _count_computed(batch: Batch) -> int:
     """Return the tokens of a forward pass, padding included; 0 for a task without `input_ids`."""
     ids = batch.tensors.get("input_ids")
-    return 0 if ids is None else ids.numel()
+    if ids is None:
+        return 0
+    return ids.numel() if batch.sequence is None else ids.numel() // batch.sequence.size
 
 
 def _count_padding(batch: Batch) -> int:

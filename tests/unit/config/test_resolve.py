@@ -91,3 +91,22 @@ def test_what_is_shown_reads_back_the_same(tmp_path: Path) -> None:
     )
     (tmp_path / "shown.yaml").write_text(dump_recipe(config))
     assert read_recipe(tmp_path / "shown.yaml").config == config
+
+
+@given(COUNT, COUNT, st.integers(1, 16), st.integers(1, 8))
+def test_groups_of_processes_share_a_step_as_single_ones_do(total: int, micro: int, size: int, sequence: int) -> None:
+    alone = resolve_batch(BatchConfig(total=total, micro=micro), size)
+    shared = resolve_batch(BatchConfig(total=total, micro=micro), size * sequence, sequence=sequence)
+    assert (shared.total, shared.micro, shared.accumulate) == (alone.total, alone.micro, alone.accumulate)
+    assert shared.largest_micro(size * sequence) == alone.largest_micro(size)
+    half = shared.half(size * sequence)
+    assert half is None or half.sequence == sequence
+
+
+def test_the_processes_of_a_group_divide_all_processes() -> None:
+    with pytest.raises(
+        RecipeError, match=r"parallel\.sequence: is 4, which does not divide the 6 processes; write 1 or 2 or 3"
+    ):
+        resolve_batch(BatchConfig(micro=1), 6, sequence=4)
+    plan = resolve_batch(BatchConfig(total=8, micro=1), 8, sequence=4)
+    assert plan.describe(8) == "8 samples (2 groups of 4 processes x 4 forward passes x 1 sample)"

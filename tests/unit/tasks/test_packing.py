@@ -18,18 +18,19 @@ from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import forward_logits
-from dstrain.tasks.common.task import load_split
+from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.tasks.common.text import resolve_packing
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_train_module
 from tests.cells import SLOW, mark_slow
 from tests.model_families import family
-from tests.parity.cases import one_step, several_steps
+from tests.parity.cases import one_step, several_steps, tiny_task
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import GEMMA3, IDEFICS3, SAFE, TEXT, llava, named_recipe, picture
 from tests.vocabulary import write_jsonl
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 32, "n_layer": 1, "n_head": 4}
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"dpo, {loss}": ("dpo", {"moved": True, "options": {"loss_type": loss, "rpo_alpha": 0.0 if loss == "orpo" else 0.3}})
@@ -288,6 +289,22 @@ def shared_alone(shares_prefixes: bool) -> str | None:
 def test_auto_packs_where_nothing_is_in_the_way() -> None:
     assert resolve() == PackingMode(True, True)
     assert resolve(has_pairs=False) == PackingMode(True, False)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "reason"),
+    [
+        ("sft", {"batch": {"packing": False}}, "batch.packing is false"),
+        ("sft", {"model": {"config": GPT2}}, "batches are padded, not packed: gpt2 has learned positions"),
+        ("sft", {"parallel": {"sequence": 3}}, r"has 4 attention heads, which 3 processes cannot share evenly; 2 or 4"),
+        ("sft", {"model": {"config": family("mixtral"), "router_aux_loss_coef": 0.01}}, "the loss of a router"),
+        ("protein", {}, "task protein has no packed batches"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused(task: str, changes: dict[str, Any], reason: str) -> None:
+    found = tiny_task(task, {"parallel": {"sequence": 2}, **changes})
+    with pytest.raises(RecipeError, match=rf"parallel\.sequence: is [23], but .*{reason}"):
+        check_sequence_parallel(found)
 
 
 def test_auto_says_why_it_does_not_pack() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.batch import PackedGroup
-from dstrain.data.loading.rows import PaddedRows, attention_mask, pack_rows, pad, shared_prefix_length
+from dstrain.batch import Batch, PackedGroup
+from dstrain.data.loading.rows import PaddedRows, attention_mask, pack_rows, pad, share_tokens, shared_prefix_length
+from dstrain.distributed.world import SequenceGroup
 
 CHOSEN, REJECTED = [1, 2, 3, 4, 5], [1, 2, 3, 9]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=2, max_size=8)
@@ -123,3 +124,29 @@ def test_the_first_token_is_never_a_target() -> None:
     """Nothing comes before it, and the index before it would be that of the row's last token."""
     with pytest.raises(AssertionError, match=r"the first token is never a target"):
         pack_rows([[1, 2, 3], [4, 5]]).target_tensors([[0, 1, 1], [1, 1]])
+
+
+@given(SEQUENCES, st.integers(1, 9))
+def test_processes_share_the_targets_of_a_row(sequences: list[list[int]], size: int) -> None:
+    """Each target is of one process, also where a row has fewer tokens than there are processes."""
+    rows = pack_rows(sequences)
+    tensors = {**rows.input_tensors(), **rows.target_tensors([[0] + [1] * (len(one) - 1) for one in sequences])}
+    whole = Batch(tensors=tensors, groups=rows.groups, weight=7.0, samples=(3, 4), tokens=rows.num_tokens)
+    shared = [share_tokens(whole, SequenceGroup(rank, size)) for rank in range(size)]
+    length = shared[0].tensors["input_ids"].shape[1]
+    assert length % size == 0
+    assert rows.num_tokens <= length < rows.num_tokens + size
+    assert length == shared[0].tensors["position_ids"].shape[1] == sum(group.tokens for group in shared[0].groups)
+    found = []
+    for rank, batch in enumerate(shared):
+        start, end = rank * length // size, (rank + 1) * length // size
+        before = batch.tensors["logit_positions"] + start
+        assert all(start <= place < end for place in before.tolist())
+        found += zip(
+            before.tolist(), batch.tensors["target_ids"].tolist(), batch.tensors["target_indices"].tolist(), strict=True
+        )
+    names = ("logit_positions", "target_ids", "target_indices")
+    assert sorted(found) == sorted(zip(*(tensors[name].tolist() for name in names), strict=True))
+    assert sum(batch.weight for batch in shared) == pytest.approx(7.0)
+    assert sum(batch.tokens for batch in shared) == rows.num_tokens
+    assert [batch.samples for batch in shared] == [(3, 4), *[()] * (size - 1)]

@@ -121,17 +121,22 @@ class TiledForward:
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for (B, L, H), or (..., D) for heads of width D."""
         tiles = ceil(hidden.numel() / self.tile_values)
-        if tiles <= 1 or args or kwargs or not self._may_recompute():
+        needs_grad = torch.is_grad_enabled() and hidden.requires_grad
+        trained = [one for one in self.module.parameters() if one.requires_grad] if needs_grad else []
+        # With gradients of several weights a short pass is one tile, so that every pass has them in the same order: ZeRO
+        # adds what the processes have at the same place of a bucket, and one of them may have a long pass.
+        if (tiles <= 1 and len(trained) <= 1) or args or kwargs or not self._may_recompute():
             return self.forward(hidden, *args, **kwargs)
         size = ceil(hidden.shape[:-1].numel() / tiles)  # equal tiles
-        if not (torch.is_grad_enabled() and hidden.requires_grad):
+        if not needs_grad:
             return _run(self.forward, size, hidden)
         # The input is saved before the tiles run: where the layer is recomputed, torch's checkpoint stops as soon as it
         # has the layer's last saved tensor, and an MLP at the end of the layer does not run a third time. A Function
         # packs its saved tensors after its forward pass.
         kept = _KeptInput.apply(hidden)
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return _Tiles.apply(self.forward, size, kept, *trained)
+        # Views: autograd runs their nodes in the reverse order of their making. Gradients that one node hands to several
+        # weights would come in an order that depends on what else waits.
+        return _Tiles.apply(self.forward, size, kept, trained, *(one.view_as(one) for one in trained))
 
     def _may_recompute(self) -> bool:
         if self.owner is None or not torch.is_grad_enabled():
@@ -175,7 +180,12 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[..., torch.Tensor], size: int, kept: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        forward: Callable[..., torch.Tensor],
+        size: int,
+        kept: torch.Tensor,
+        parameters: list[torch.Tensor],
+        *_views: torch.Tensor,
     ) -> torch.Tensor:
         ctx.run, ctx.size = forward, size
         ctx.input = kept.grad_fn  # whose saved tensor is the input
@@ -197,5 +207,5 @@ class _Tiles(torch.autograd.Function):
                 hidden_grad[:, at] = grads[0]
                 sums.add(grads[1:])
                 del grads  # before the next tile
-        # For each argument of `forward`: forward, size, kept, parameters.
-        return None, None, hidden_grad.view_as(hidden), *sums.pop()
+        # For each argument of `forward`: forward, size, kept, parameters, views of them.
+        return None, None, hidden_grad.view_as(hidden), None, *sums.pop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.config.schema import RunConfig
@@ -141,6 +143,24 @@ def test_passes_without_gradients_have_tiles_and_short_ones_none() -> None:
         model(input_ids=torch.zeros(1, 40, dtype=torch.long))
         model(input_ids=torch.zeros(1, TILE, dtype=torch.long))
     assert sizes == [14, 14, 12, TILE], "equal tiles, and a short pass in one"
+
+
+@pytest.mark.parametrize(("name", "lora"), [*product(FAMILIES, [False]), ("llama", True), ("gemma2", True)])
+def test_short_and_long_passes_have_their_gradients_in_the_same_order(name: str, lora: bool) -> None:
+    """ZeRO adds what the processes have at the same place of a bucket; only one of them may have a long pass."""
+    orders: list[list[str]] = []
+    for rows, length in ((1, TILE), (1, TILE + 1), (3, 50)):
+        model = made(name, TILE)
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        orders.append([])
+        for which, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, order=orders[-1], which=which: order.append(which)
+                )
+        backward(model, rows, length)
+    assert orders[0] == orders[1] == orders[2]
 
 
 def test_experts_are_left_alone_and_their_norms_are_not() -> None:

@@ -1,6 +1,7 @@
 """The longest sequence by card, planned: `python -m benchmarks.longest`, the tables of docs/long-context.md.
 
-One row of a length that fills the card, with the preset that takes most and the inputs of the layers in host memory.
+One row of a length that fills the cards, with the preset that takes most and the inputs of the layers in host memory:
+a row of each GPU, or one that all of them share (parallel.sequence).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MOST = 2**24
 """Tokens at which the search ends."""
 
 
-def make_config(model: str, training: str, tiles: Any, length: int) -> RunConfig:
-    """Return the recipe of one row of `length` tokens."""
+def make_config(model: str, training: str, tiles: Any, length: int, sequence: int = 1) -> RunConfig:
+    """Return the recipe of one row of `length` tokens, which `sequence` GPUs share."""
     values = {
         "task": "sft",
         "precision": "bf16",
@@ -42,6 +43,7 @@ def make_config(model: str, training: str, tiles: Any, length: int) -> RunConfig
         "data": {"train": "train.jsonl", "max_length": length},
         "batch": {"micro": 1, "accumulate": 1},
         "optim": {"lr": 1e-5, "name": "paged_adamw_8bit" if training == "QLoRA" else "adamw"},
+        "parallel": {"sequence": sequence},
     }
     return RunConfig.model_validate(values)
 
@@ -54,14 +56,14 @@ def with_inputs_on_host(name: str) -> Preset:
 
 
 def find_longest(
-    model: str, training: str, card_bytes: int, gpus: int, preset: Preset, tiles: Any, shape: ModelShape
+    model: str, training: str, card_bytes: int, gpus: int, sequence: int, preset: Preset, tiles: Any, shape: ModelShape
 ) -> tuple[int, MemoryPlan] | None:
     """Return the longest row that fits and its plan; None if none does."""
     cluster, low, high = Cluster(gpus_per_node=gpus), 256, MOST
     properties = read_properties(make_config(model, training, tiles, low))
 
     def plan(length: int) -> MemoryPlan:
-        return plan_memory(make_config(model, training, tiles, length), preset, cluster, shape, properties)
+        return plan_memory(make_config(model, training, tiles, length, sequence), preset, cluster, shape, properties)
 
     best, most = plan(low), plan(high)
     if best.gpu_bytes > card_bytes:
@@ -91,16 +93,16 @@ def rows() -> Iterator[str]:
         for training in TRAININGS:
             config = make_config(model, training, "auto", 1024)
             shape = read_shape(config, read_properties(config))
-            for gpus in (1, 8):
-                cells = [_cell(model, training, card * GIB, gpus, shape) for card in CARDS]
-                yield f"| {training} | {gpus} | {' | '.join(cells)} |"
+            for gpus, sequence in ((1, 1), (8, 1), (8, 8)):
+                cells = [_cell(model, training, card * GIB, gpus, sequence, shape) for card in CARDS]
+                yield f"| {training} | {gpus}{', shared' * (sequence > 1)} | {' | '.join(cells)} |"
         yield ""
 
 
-def _cell(model: str, training: str, card_bytes: int, gpus: int, shape: ModelShape) -> str:
+def _cell(model: str, training: str, card_bytes: int, gpus: int, sequence: int, shape: ModelShape) -> str:
     found = []
     for name in PRESETS[training]:
-        one = find_longest(model, training, card_bytes, gpus, with_inputs_on_host(name), TILE_TOKENS, shape)
+        one = find_longest(model, training, card_bytes, gpus, sequence, with_inputs_on_host(name), TILE_TOKENS, shape)
         found += [] if one is None else [(*one, name)]
     if not found:
         return "-"

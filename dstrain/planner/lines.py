@@ -679,7 +679,10 @@ def layer_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> Laye
     in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * (3 - ("down" in kept_inputs))
     in_norm = 2 * hidden - mlp - mlp_input + (0 if has_tiles else NORM_GRADIENTS * shape.hidden)
     wide, narrow = width * shape.heads * shape.head_dim, width * shape.kv_heads * shape.head_dim
-    in_attention = hidden - mlp - mlp_input - norms * (1 - 1 / shape.norms_per_layer) + 2 * wide + 2 * narrow
+    # The gradient of attention's output, or, where processes exchange it, four copies: as it comes, by receiver, by
+    # sender, and by heads (dstrain/models/attention/sequence.py).
+    around_attention = max(2 * wide + 2 * narrow, 4 * wide * (run.workload.sequence > 1))
+    in_attention = hidden - mlp - mlp_input - norms * (1 - 1 / shape.norms_per_layer) + around_attention
     return LayerBytes(
         norms=norms, attention=attention, mlp=mlp, mlp_input=mlp_input, gradients=max(in_mlp, in_norm, in_attention)
     )
@@ -812,9 +815,10 @@ NORMS = "transformers models/llama/modeling_llama.py, LlamaRMSNorm"
 
 
 def _gradient_formula(run: PlanInputs) -> str:
+    attention = "4 A" if run.workload.sequence > 1 else "2 A + 2 K"
     if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
-        return "T max(2 w H, w (H + 2 A + 2 K) - w H of the MLP's input)"
-    return "T max(w (3 I + H), 20 H, w (H + 2 A + 2 K)), less what is free by then"
+        return f"T max(2 w H, w (H + {attention}) - w H of the MLP's input)"
+    return f"T max(w (3 I + H), 20 H, w (H + {attention})), less what is free by then"
 
 
 def _layer_formula(run: PlanInputs) -> str:

@@ -25,7 +25,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "QLoRA": {"lora": LORA, "quantize": "nf4"}, "LoRA": {"lora": LORA}, "full": {},
 }  # fmt: skip
 PRESETS = {
-    "QLoRA": ("zero2",),
+    "QLoRA": ("zero2", "zero3"),
     "LoRA": ("zero2", "zero3", "zero3_offload"),
     "full": ("zero2_offload", "zero3", "zero3_offload"),
 }

@@ -258,6 +258,39 @@ class ProgressText:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
+@main.command()
+@click.argument("scored", type=PathArgument(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--to",
+    type=PathArgument(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="File to write, a line of JSON for each pair.",
+)
+@click.option(
+    "--score",
+    "column",
+    default="score",
+    metavar="NAME",
+    help="Name of the score: score of a reward model, logp of a policy.",
+)
+@click.option(
+    "--min-margin", "--min_margin", default=0.0, type=click.FloatRange(0), help="Least difference of the two scores."
+)
+@click.option("--all", "every", is_flag=True, help="Write each pair of answers, not only the best against the worst.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, as_json: bool) -> None:
+    """Make preference pairs out of the scored answers of `dstrain score`.
+
+    Each record gives its best answer as the chosen one and its worst as the rejected one. Ties,
+    empty answers and repeated ones are left out.
+    """
+    from dstrain.commands.pairs import make_pairs, show_report
+
+    report = make_pairs(scored, to, column, min_margin, every)
+    echo(json.dumps(report.as_json()) if as_json else show_report(report, to))
+
+
 @main.group(cls=SubcommandGroup)
 def data() -> None:
     """Check data files."""

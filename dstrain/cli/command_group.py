@@ -152,6 +152,15 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dstrain generate runs/sft --prompt 'How do I whet a chisel?'",
         "dstrain generate runs/vlm --prompt 'What is this?' --image photo.jpg",
         "dstrain generate runs/sft --data prompts.jsonl --temperature 0.7 --json",
+        "dstrain generate runs/sft --data prompts.jsonl --num-samples 8 --temperature 1 --json > answers.jsonl",
+    ),
+    "dstrain score": (
+        "dstrain score runs/rm --data answers.jsonl --out scored.jsonl",
+        "dstrain score runs/sft --data pairs.jsonl --out scored.jsonl --num-gpus 8 --ds-config zero3",
+    ),
+    "dstrain pairs": (
+        "dstrain pairs scored.jsonl --to pairs.jsonl",
+        "dstrain pairs scored.jsonl --to pairs.jsonl --all --min-margin 0.5",
     ),
     "dstrain prepare": ("dstrain prepare dpo.yaml", "dstrain prepare dpo.yaml --num-gpus 8 --json"),
     "dstrain bench": ("dstrain bench sft.yaml --steps 50", "dstrain bench sft.yaml --num-gpus 8 --ds-config zero3"),

@@ -248,9 +248,10 @@ SAMPLING_OPTIONS = (
         help="Nucleus sampling: sample from the most likely tokens with this total probability.",
     ),
     click.option("--seed", default=0, type=click.IntRange(0), help="Random seed for sampling."),
+    click.option("--num-samples", "--num_samples", default=1, type=click.IntRange(1), help="Answers to each prompt; several need a temperature above 0."),
     click.option("--batch", default=8, type=click.IntRange(1), help="Prompts per batch."),
 )  # fmt: skip
-SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
+SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "num_samples", "batch")
 SCRATCH_OPTION = click.option(
     "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its worker processes."
 )

@@ -19,6 +19,7 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
+from dstrain.data.formats.answers import COMPLETIONS
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages
@@ -71,6 +72,8 @@ class GenerateJob:
             raise UsageError("no prompt: give --prompt TEXT, or --data FILE with prompts")
         if any(not text.strip() for text in self.texts):
             raise UsageError("--prompt is empty; write a prompt")
+        if self.sampling.get("num_samples", 1) > 1 and not self.sampling.get("temperature"):
+            raise UsageError("--num-samples: without a temperature all answers are equal; add --temperature 1")
         if self.images and not self.texts:
             raise UsageError("--image needs a --prompt; give one, or write image and question into a --data file")
         found = self._find_model()
@@ -103,6 +106,8 @@ class GenerateJob:
         encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
         prompts = [_check_prompt(item, "--prompt") for item in encoded]
         prompts += _read_prompts(task, limit) if self.data else []
+        if self.sampling.get("num_samples", 1) > 1 and any(prompt.images or prompt.series for prompt in prompts):
+            raise DataError("--num-samples: several answers are written for prompts of text only; remove the images")
         return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
 
     def cache_weight_hashes(self, prepared: PreparedGeneration) -> None:
@@ -116,17 +121,26 @@ class GenerateJob:
         task = _get_text_task(prepared.saved_model)
         model = load_saved_model(prepared.saved_model, prepared.ds_config, world)
         engine = ForwardEngine(unwrap_peft(model), prepared.ds_config, world)
+        count = self.sampling.get("num_samples", 1)
+        prompts = [prompt for prompt in prepared.prompts for _ in range(count)]
         answers = generate_answers(
             engine,
-            prepared.prompts,
+            prompts,
             SamplingParams(**self.sampling),
             task.tokenizer,
             task.model_source.vision_processor,
         )
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        if count == 1:
+            return [
+                {"prompt": prompt.text, "answer": text, "tokens": len(answer)}
+                for prompt, answer, text in zip(prompts, answers, texts, strict=True)
+            ]
+        lengths = [len(answer) for answer in answers]
         return [
-            {"prompt": prompt.text, "answer": text, "tokens": len(answer)}
-            for prompt, answer, text in zip(prepared.prompts, answers, texts, strict=True)
+            # The prompt as a record has it, so that `dstrain score` reads the line.
+            {"prompt": prompt.prompt, COMPLETIONS: texts[at : at + count], "tokens": lengths[at : at + count]}
+            for at, prompt in zip(range(0, len(texts), count), prepared.prompts, strict=True)
         ]
 
     def _max_prompt_tokens(self, task: TextTask) -> int | None:
@@ -155,10 +169,13 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
     """Return one JSON object per line, or each prompt with its answer below."""
     if as_json:
         return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    blocks = [
-        f"=== {number} ===\n{row['prompt'].strip()}\n--- answer, {row['tokens']} tokens\n{row['answer'].strip()}\n"
-        for number, row in enumerate(rows, 1)
-    ]
+    blocks = []
+    for number, row in enumerate(rows, 1):
+        prompt, several = row["prompt"], COMPLETIONS in row
+        text = prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
+        answers = zip(row[COMPLETIONS], row["tokens"], strict=True) if several else [(row["answer"], row["tokens"])]
+        told = "".join(f"--- answer, {tokens} tokens\n{answer.strip()}\n" for answer, tokens in answers)
+        blocks.append(f"=== {number} ===\n{text.strip()}\n{told}")
     return "\n".join(blocks)
 
 

@@ -75,7 +75,7 @@ class ScoreJob:
 
     def _find_task(self) -> tuple[SavedModel, AnswerScores]:
         found = self.selector.find_model(f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0")
-        if not isinstance(found.task, TextTask):
+        if not (isinstance(found.task, TextTask) and found.task.scores_answers):
             name = found.task.recipe.task
             raise TaskError(f"task {name}: has no answers to score; `dstrain evaluate` shows its metrics")
         return found, AnswerScores(recipe=found.task.recipe, scored=found.task)
@@ -151,7 +151,8 @@ def _iter_rows(
             if parsed.form == "pair":
                 row |= {f"{side}_{name}": value for side, value in zip(SIDES, given, strict=True)}
             else:
-                row[f"{name}s" if parsed.form == "list" else name] = given if parsed.form == "list" else given[0]
+                plural = name if name.endswith("s") else f"{name}s"
+                row |= {plural: given} if parsed.form == "list" else {name: given[0]}
         yield row
 
 

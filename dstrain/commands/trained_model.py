@@ -289,6 +289,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     """Return the model with its trained weights, sharded if the JSON has stage 3. Collective."""
     from dstrain.models.meta_init import weights_loaded_later
     from dstrain.models.params import is_zero3, zero3_init
+    from dstrain.tasks.common.text import TextTask
     from dstrain.train.build_model import build_model, build_model_without_init
     from dstrain.train.state.engine_state import load_weights
 
@@ -298,7 +299,8 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
         _check_base(task, info, world, is_zero3(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with log_if_slow("loading the model", world.rank == 0), zero3_init(ds_config):
         if info is None and ((saved.folder / ADAPTER_CONFIG).is_file() or is_module_export(saved.folder)):
-            return task.export.reload(saved.folder)
+            reloaded = task.export.reload(saved.folder)
+            return task.enable_packing(reloaded) if isinstance(task, TextTask) else reloaded
         if info is None:
             return task.build_model()
         if adapted:

@@ -165,7 +165,7 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize], and a ZeRO stage below 3."""
+    """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize]; int8 also a ZeRO stage below 3."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
     router_aux_loss_coef: NonNegativeFloat | None = None

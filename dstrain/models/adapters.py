@@ -63,8 +63,22 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
         names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
         raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
+    _cast_as_shards(wrapped)
     limit_input_grads(model)
     return wrapped
+
+
+def _cast_as_shards(model: torch.nn.Module) -> None:
+    """Give whole parameters the dtype of the sharded ones, where there are any.
+
+    At stages 0 to 2 DeepSpeed casts adapters to the run's dtype. At stage 3 it does not, and peft does but for those of
+    4-bit layers.
+    """
+    whole = [parameter for parameter in model.parameters() if not hasattr(parameter, "ds_id")]
+    sharded = next((parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")), None)
+    if sharded is not None:
+        for parameter in whole:
+            parameter.data = parameter.data.to(sharded.dtype)
 
 
 @contextmanager

@@ -32,14 +32,9 @@ from dstrain.models.folder import (
     wrong_size_fault,
 )
 from dstrain.models.init_weights import check_init
+from dstrain.models.load_report import LoadReport, build_load_report, is_head_key, shape_fault
 from dstrain.models.params import check_freeze_and_groups, components_by_id, freeze, trains_on_text
-from dstrain.models.weights import (
-    LoadReport,
-    build_load_report,
-    check_weight_files,
-    is_head_key,
-    shape_fault,
-)
+from dstrain.models.weights import check_weight_files
 
 if TYPE_CHECKING:
     import torch

@@ -93,16 +93,27 @@ NON_CAUSAL_TYPES = frozenset({"cpmant", "xlm", "xlnet"})
 """Other language models of transformers whose tokens see later ones, whatever their config says."""
 
 
+def find_quantization(config: Mapping[str, Any]) -> Any:
+    """Return the quantization_config of a config.json, or of its text_config; None without one."""
+    text = config.get("text_config")
+    return config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+
+
 def quantized_fault(config: Mapping[str, Any], key: str) -> Fault | None:
-    """Return the fault of a model whose files hold quantized weights, by its config.json; None for any other."""
-    settings = config.get("quantization_config")
+    """Return the fault of quantized weights that cannot be dequantized, by the model's config.json; None for others."""
+    settings = find_quantization(config)
     if not settings:
         return None
     method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
+    if key != "model.config" and method in ("mxfp4", "fp8"):
+        return None
+    if method == "compressed-tensors":
+        if key != "model.config" and settings.get("format") == "float-quantized":
+            return None
+        method = f"compressed-tensors, format {settings.get('format')}"
     problem = f"its weights are already quantized (quantization_config in its config.json, quant_method {method})"
-    return Fault(
-        key, problem, "name the original model in 16 bits, and set model.quantize: nf4 to train adapters on it"
-    )
+    fix = "name the original model in 16 bits, and set model.quantize: nf4 to train adapters on it; FP8 and MXFP4 files can be read"
+    return Fault(key, problem, fix)
 
 
 def max_learned_positions(config: Mapping[str, Any]) -> int | None:

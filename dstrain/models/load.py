@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from dstrain.models.folder import (
     read_adapter,
     resolve_base_model,
 )
+from dstrain.models.shard import built_on_rank_0
 from dstrain.models.weights import has_weights, load_report_disabled
 from dstrain.process_setup import log_if_slow
 
@@ -108,8 +109,11 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         config = load_pretrained(AutoConfig, base, "model.path", model.trust_remote_code)
         if faults := check_hub_code(config, base, "model.path", model.trust_remote_code):
             raise RecipeError(faults)
-        if fault := quantized_fault(vars(config), "model.path"):  # also of a Hub id, which preflight has not seen
+        if fault := quantized_fault(config.to_dict(), "model.path"):  # also of a Hub id, which preflight has not seen
             raise RecipeError(fault)
+        for part in (config, config.get_text_config()):  # the weights are dequantized, and saved like this
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
         return config
     if model.config is None:
         raise RecipeError(MISSING_MODEL)
@@ -237,9 +241,17 @@ def load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, se
     """Return the model with weights from `model.path`, or initialized from `seed`.
 
     Weights that are missing from the files (a new head) are initialized from the seed too. Inside `zero3_init` the
-    parameters are sharded, with the same values as without; the call is then collective. Inside `meta_parameters` no
+    parameters are sharded, with the same values as without; the call is then collective. There a model to quantize is
+    whole on rank 0 and without values on the others, until `quantize_model` shards it. Inside `meta_parameters` no
     weights are read.
     """
+    with built_on_rank_0() if model.quantize is not None else nullcontext():
+        loaded = _load_model(auto_class, model, config, seed)
+    clear_padding_idx(loaded)
+    return loaded
+
+
+def _load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
     import torch
 
     from dstrain.models.meta_init import allow_random_init, is_meta_init
@@ -258,7 +270,6 @@ def load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, se
         _load_generation_config(loaded, base)
     else:
         loaded = _load_from_files(auto_class, model, config, {"dtype": dtype, **kwargs})
-    clear_padding_idx(loaded)
     return loaded
 
 
@@ -269,10 +280,13 @@ def _load_from_files(
 
     Raises RecipeError where shapes in the files differ from the config's.
     """
+    from dstrain.models.dequantize import dequantized_files
+
     adapter, name = read_adapter(model.path), resolve_base_model(model).path or ""
     try:
-        with load_report_disabled():
-            loaded = auto_class.from_pretrained(str(Path(name).expanduser()), config=config, **model_kwargs)
+        place = str(Path(name).expanduser())
+        with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
+            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs)
     except RuntimeError as error:
         if "mismatched" not in str(error):
             raise

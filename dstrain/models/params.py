@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
@@ -195,6 +196,14 @@ def init_deepspeed() -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
+_ZERO3_CONFIG: ContextVar[Any] = ContextVar("_ZERO3_CONFIG", default=None)
+
+
+def get_zero3_config() -> Any:
+    """Return transformers' HfDeepSpeedConfig inside `zero3_init` at stage 3; else None."""
+    return _ZERO3_CONFIG.get()
+
+
 @contextmanager
 def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers builds and loads models in shards if the JSON sets stage 3.
@@ -211,11 +220,12 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
         reuse_hpz_group()
     init_deepspeed()  # without it zero.Init assumes one process, and rejects the batch of several
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
+    token = _ZERO3_CONFIG.set(told)
     try:
         yield
     finally:
+        _ZERO3_CONFIG.reset(token)
         unset_hf_deepspeed_config()
-        del told
 
 
 @contextmanager

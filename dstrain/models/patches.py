@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,16 @@ def rows_of_one_sequence() -> Iterator[None]:
 
     check_version("transformers", *TESTED_TRANSFORMERS)
     with replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def weight_files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers open safetensors files of weights with another function than `safe_open` inside."""
+    from transformers import modeling_utils
+
+    check_version("transformers", *TESTED_TRANSFORMERS)
+    with replaced(modeling_utils, "safe_open", open_file):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.params import components_by_id, unwrap_peft
+from dstrain.models.params import components_by_id, get_zero3_config, unwrap_peft
+from dstrain.models.shard import Sharder
 from dstrain.units import format_count
 
 if TYPE_CHECKING:
@@ -128,33 +129,56 @@ def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> Quantizati
     nf4: NormalFloat4 with blocks of 64 and double quantization (Dettmers et al., arXiv 2305.14314, section 3); the
     matrix product runs in the dtype of its input. int8: LLM.int8 (Dettmers et al., arXiv 2208.07339). Embeddings,
     norms, heads, the vision tower and the projector keep their dtype. Layers are quantized on the
-    process's device, and stay there. Raises RecipeError without bitsandbytes, without a linear layer, and under ZeRO-3.
+    process's device, and stay there. Raises RecipeError without bitsandbytes and without a linear layer.
+
+    Under ZeRO-3, where the model is one of `built_on_rank_0`, each layer is sharded once it is quantized, and the other
+    parameters at the end. Collective there.
     """
     bnb = import_bitsandbytes(QUANTIZE_KEY)
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise RecipeError(zero3_fault("the preset"))
+        problem = "the task builds its model in shards of ZeRO stage 3, and only whole layers can be quantized"
+        raise RecipeError(Fault(QUANTIZE_KEY, problem, "load it with ModelSource.load, or use ds_config: zero2"))
     found = list(_find_linear_layers(model))
     if not found:
         fix = "leave model.quantize out; layers of other classes are not quantized"
         raise RecipeError(Fault(QUANTIZE_KEY, "the model has no linear layer that could be quantized", fix))
     num_layers, num_parameters = len(found), sum(layer.weight.numel() for _, _, layer in found)
+    sharder = None if get_zero3_config() is None else Sharder(model)
+    found.reverse()  # layers are taken from the end, in the order of most files
     while found:
         parent, name, layer = found.pop()  # not kept in the list: its memory is free before the next one is quantized
-        quantized = _quantize_layer(bnb, layer, kind)
+        quantized = _quantize_layer(bnb, layer, kind, sharder)
         if _DEQUANTIZE.get():
             layer.weight.data = _dequantize(bnb, quantized).to("cpu", layer.weight.dtype)
         else:
             setattr(parent, name, quantized)
+        del layer, quantized
+    if sharder is not None:
+        sharder.shard_rest()
     if not _DEQUANTIZE.get():
         # peft chooses the class of an adapter by these.
         setattr(model, {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}[kind], True)
     return QuantizationSummary(kind, num_layers, num_parameters)
 
 
-def zero3_fault(preset: str) -> Fault:
-    """Return the fault of quantized weights at ZeRO stage 3."""
-    problem = f"{preset} is of ZeRO stage 3, which cannot shard quantized weights"
-    return Fault(QUANTIZE_KEY, problem, "use ds_config: zero2, where each GPU holds all of them, or leave quantize out")
+CHANGED_BYTES = {
+    "zero_quantized_weights": "weights are sent in 8 bits",
+    "zero_quantized_nontrainable_weights": "frozen weights are stored in 8 bits",
+    "stage3_use_all_reduce_for_fetch_params": "weights are gathered by sums",
+}
+"""Keys of zero_optimization with which the weights gathered at stage 3 are not those that were sharded, bit by bit."""
+
+
+def find_zero3_fault(kind: QuantizationKind, preset: str, zero: Mapping[str, Any]) -> Fault | None:
+    """Return the fault of quantized weights at ZeRO stage 3, if there is one. `zero`: the block zero_optimization."""
+    if kind == "int8":
+        problem = f"{preset} is of ZeRO stage 3, which shards weights of 4 bits and none of 8 bits"
+        return Fault(QUANTIZE_KEY, problem, "write nf4, or use ds_config: zero2, where each GPU holds all weights")
+    for key, effect in CHANGED_BYTES.items():
+        if zero.get(key):
+            problem = f"is {kind}, but {preset} has zero_optimization.{key}: {effect}, which changes 4-bit codes"
+            return Fault(QUANTIZE_KEY, problem, f"remove {key} from the DeepSpeed JSON, or leave quantize out")
+    return None
 
 
 def _process_device() -> str:
@@ -178,7 +202,7 @@ def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torc
                 yield parent, name, layer
 
 
-def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) -> Any:
+def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind, sharder: Sharder | None) -> Any:
     import torch
 
     device = _process_device()
@@ -186,17 +210,17 @@ def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) ->
     nn = bnb.nn
     with torch.device("meta"):  # no memory for weights that are replaced
         if kind == "nf4":
-            quantized = nn.Linear4bit(*sizes, compress_statistics=True, quant_type="nf4")
+            quantized = _nf4_class(bnb)(*sizes, compress_statistics=True, quant_type="nf4")
         else:
             quantized = _int8_class(nn.Linear8bitLt)(*sizes, has_fp16_weights=False, threshold=INT8_THRESHOLD)
-    weight = layer.weight.detach()
+    weight = layer.weight.detach() if sharder is None else sharder.place(layer.weight)
     if kind == "nf4":
-        quantized.weight = nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
-        # Compute in the dtype of the input, without bitsandbytes' choice (and warning) at the first call.
+        weight_class = _params4bit_class(bnb)
+        quantized.weight = weight_class(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
+        # Read by peft: no dtype of its own.
         quantized.compute_dtype, quantized.compute_type_is_set = None, True
-        # On such a CPU an evaluation would repack the weights and compute in bf16, also in an fp32 run, and training
-        # would go on with the repacked ones.
-        quantized.support_avx512bf16_for_cpu = False
+        if sharder is not None:
+            _shard_layer(quantized, sharder)
     else:
         quantized.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
     if layer.bias is not None:
@@ -204,6 +228,83 @@ def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) ->
         quantized.bias.requires_grad_(False)
     quantized.train(layer.training)
     return quantized
+
+
+def _shard_layer(quantized: Any, sharder: Sharder) -> None:
+    """Shard the codes of a 4-bit layer; each rank keeps all scales, 0.13 bits per weight.
+
+    DeepSpeed wants all parameters in the run's dtype, and does not compute with frozen ones: the bytes of the codes are
+    stored as values of that dtype.
+    """
+    import torch
+
+    weight, dtype = quantized.weight, sharder.dtype
+    state = weight.quant_state
+    for scales in (state.absmax, state.offset, state.state2.absmax):
+        sharder.broadcast(scales)
+    codes = weight.data.flatten()
+    padding = -codes.numel() % dtype.itemsize
+    weight.data = torch.nn.functional.pad(codes, (0, padding)).view(dtype)[:, None]
+    weight.quant_storage = quantized.quant_storage = dtype
+    sharder.shard(weight)
+
+
+@cache
+def _params4bit_class(bnb: Any) -> Any:
+    """Return bitsandbytes' 4-bit weight, whose `to` returns the weight itself where nothing changes, as torch's does.
+
+    On a CPU, peft's DoRA puts the result of `to` into the layer in each forward pass (dequantize_module_weight in
+    peft/utils/integrations.py of 0.21): a new parameter, which DeepSpeed has not sharded.
+    """
+    import torch
+
+    class Params4bit(bnb.nn.Params4bit):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            is_same = device in (None, self.device) and dtype in (None, self.dtype)
+            return self if self.bnb_quantized and is_same else super().to(*args, **kwargs)
+
+    return Params4bit
+
+
+@cache
+def _nf4_class(bnb: Any) -> Any:
+    """Return bitsandbytes' 4-bit layer with a product that keeps no reference to the values of the weight.
+
+    Its own keeps a view of them for the backward pass (MatMul4Bit in autograd/_functions.py of 0.50). Under ZeRO-3 the
+    gathered weights of all layers would then stay in memory from the forward pass to the backward pass, which gathers
+    them again. Its own layer also repacks the weights in evaluations on a CPU with AVX512-BF16, and computes in bf16
+    from then on, in training too.
+    """
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
+            ctx.layer = layer
+            bias = None if layer.bias is None else layer.bias.to(inputs.dtype)
+            with torch.no_grad():
+                product: torch.Tensor = bnb.matmul_4bit(inputs, layer.codes, layer.weight.quant_state, bias=bias)
+            return product
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (gradient,), layer = gradients, ctx.layer
+            weight = bnb.functional.dequantize_4bit(layer.codes, layer.weight.quant_state)
+            return torch.matmul(gradient, weight.to(gradient.dtype)), None
+
+    class Linear4bit(bnb.nn.Linear4bit):
+        @property
+        def codes(self) -> torch.Tensor:
+            """Two codes in each byte, (bytes, 1), without the padding of a sharded weight."""
+            numel = self.weight.quant_state.shape.numel()
+            return self.weight.data.view(torch.uint8).reshape(-1, 1)[: (numel + 1) // 2]
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = Product.apply(inputs, self)
+            return product
+
+    return Linear4bit
 
 
 @cache

@@ -81,8 +81,8 @@ def _count_experts(text_config: Any) -> tuple[int, int] | None:
 class RouterLoss:
     """Computes the router's loss of the forward passes that a task's loss makes.
 
-    It is a mean over the tokens of a forward pass, without padding, as in transformers and TRL: this term of the loss,
-    alone, depends on how a step is split into micro-batches.
+    It is a mean over the tokens of the sequences of a forward pass, without padding, as in transformers and TRL: this
+    term of the loss, alone, depends on how a step is split into micro-batches; not on packing and shared prefixes.
     """
 
     def __init__(self, model: torch.nn.Module, coefficient: float) -> None:
@@ -111,8 +111,11 @@ class RouterLoss:
         logits = getattr(output, "router_logits", None)
         if self._losses is None or not logits or not torch.is_grad_enabled():
             return
-        mask, hidden = kwargs.get("attention_mask"), output.last_hidden_state
-        # Packed rows have no padding, and a mask of another form or none.
+        mask, hidden, layout = kwargs.get("attention_mask"), output.last_hidden_state, kwargs.get("packed_groups")
+        if layout is not None:
+            # Packed rows have a placeholder as their mask. The function takes weights too: a token of a shared prefix
+            # counts as often as in rows that share nothing.
+            mask = layout.sequence_counts(hidden.device).unsqueeze(0)
         usable = isinstance(mask, torch.Tensor) and mask.shape == hidden.shape[:2]
         if isinstance(mask, torch.Tensor) and usable and self._dummy_rows:  # they come last
             mask = torch.cat([mask[: -self._dummy_rows], torch.zeros_like(mask[-self._dummy_rows :])])

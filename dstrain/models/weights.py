@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import CheckpointError, Fault, RecipeError, first_names
-from dstrain.models.folder import ADAPTER_CONFIG, SCORE_HEAD_FILE, read_adapter, resolve_base_model
+from dstrain.models.folder import ADAPTER_CONFIG, read_adapter, resolve_base_model
 from dstrain.models.params import assign, full_shape
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 
 INIT_KEY = "model.init"
@@ -37,6 +36,8 @@ ACCEPTED_FORMATS = (
     "a .safetensors file, a .pt, .pth or .bin file with a state dict, "
     "or a folder with *.safetensors or pytorch_model*.bin"
 )
+QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
+"""Dtypes of quantized values, which need scales."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of weight files; the second counts only in a folder where the first matches nothing."""
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -305,67 +306,6 @@ def _iter_unique_tensors(model: torch.nn.Module) -> Iterator[tuple[list[str], to
     yield from found.values()
 
 
-QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
-"""Dtypes of quantized values, which need scales."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Differences between a model's state-dict keys and those of its files."""
-
-    missing: tuple[str, ...]
-    """Keys of the model that are not in the files: these weights are newly initialized."""
-    unexpected: tuple[str, ...]
-    """Keys of the files that are not in the model: these weights are ignored."""
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(name, shape in the files, shape in the model)."""
-
-
-def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadReport | None:
-    """Return the report of loading `model` into the class of `meta_model`, without reading values.
-
-    transformers itself renames and compares the keys, on meta tensors. None for a Hub id, for quantized weights, and
-    where the class cannot be loaded that way: then the load itself reports. Raises RecipeError for unreadable files.
-    """
-    folder = Path(resolve_base_model(model).path or "").expanduser()
-    if model.path is None or not folder.is_dir() or getattr(meta_model.config, "quantization_config", None) is not None:
-        return None
-    stored = _read_meta_state_dict(folder)
-    try:
-        with load_report_disabled(), disable_transformers_logging(progress_bar=True):
-            _, info = type(meta_model).from_pretrained(
-                None, config=meta_model.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )  # fmt: skip
-    except Exception:  # custom code, or a family that needs real values while loading
-        return None
-    head = folder / SCORE_HEAD_FILE
-    head_keys = {*open_tensors([head])} if head.is_file() else set()
-    return LoadReport(
-        missing=tuple(sorted({*info["missing_keys"]} - head_keys)),
-        unexpected=tuple(sorted(info["unexpected_keys"])),
-        mismatched=tuple(sorted((name, tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"])),
-    )
-
-
-def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
-    """Return the keys and shapes of a folder's weights as meta tensors. Raises RecipeError for quantized ones."""
-    import torch
-
-    try:
-        files = [file for file in find_weight_files(folder, "model.path") if file.name != SCORE_HEAD_FILE]
-        tensors = open_tensors(files)
-    except RecipeError as error:
-        raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
-    for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and QUANTIZED_DTYPE.fullmatch(tensor.dtype):
-            problem = (
-                f"'{name}' in {folder} is stored as {tensor.dtype}, but its config.json has no quantization_config"
-            )
-            raise RecipeError(Fault("model.path", problem, "give weights in 16 or 32 bits"))
-    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-
-
 @contextmanager
 def disable_transformers_logging(progress_bar: bool = False, warnings: bool = False) -> Iterator[None]:
     """Hide transformers' progress bars, its warnings, or both inside the context."""
@@ -399,22 +339,6 @@ def load_report_disabled() -> Iterator[None]:
         log.removeFilter(keep_record)
 
 
-def shape_fault(mismatch: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequence[str]) -> Fault:
-    """Return the fault of a shape mismatch. `heads`: names of modules that may be new."""
-    name, file_shape, model_shape = mismatch
-    problem = f"'{name}' is {file_shape} in its files and {model_shape} in the model that its config.json describes"
-    fix = "give the config.json that belongs to these weights"
-    if is_head_key(name, heads):
-        problem = f"'{name}' is {file_shape} in its files, but the task needs {model_shape}"
-        fix = "use a model whose head has one score"
-    return Fault("model.path", problem, fix)
-
-
-def is_head_key(name: str, heads: Sequence[str]) -> bool:
-    """Return True for a key inside one of the modules `heads`."""
-    return any(part in heads for part in name.split("."))
-
-
 CONFIG_FILES = ("config.json", ADAPTER_CONFIG)
 """Other files of a folder that affect the model's outputs."""
 _CONFIG_ORIGINS = ("_name_or_path", "base_model_name_or_path", "transformers_version")
@@ -432,16 +356,16 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
     New adapters, freezing and precision are not included. Random weights depend on torch's generator and on
     transformers' order of initialization, so their versions are included too. The seed counts only there: the files of
     a policy hold all of its weights, and a head missing from them never serves as a reference. `half_precision_init`:
-    the weights are drawn in 16 bits, as under ZeRO-3, which gives other numbers. Every byte of the files is read once;
+    the weights are drawn in 16 bits, as under ZeRO-3, which gives other numbers; but those of a model to quantize are
+    drawn before it is sharded, as at the other stages. Every byte of the files is read once;
     later starts take the files' hashes from the cache. Raises RecipeError for missing weights.
     """
     if model.path is not None:
         base = _hash_model(model.path, model.trust_remote_code)
     else:
         libraries = [".".join(version(name).split(".")[:2]) for name in ("torch", "transformers")]
-        base = json.dumps(
-            [model.config, seed, libraries, *(["coarse"] if half_precision_init else [])], sort_keys=True, default=str
-        )
+        coarse = ["coarse"] if half_precision_init and model.quantize is None else []
+        base = json.dumps([model.config, seed, libraries, *coarse], sort_keys=True, default=str)
     start = "" if model.init is None else _hash_files(find_init_files(model.init))
     return hashlib.sha256(f"{base}\n{start}".encode()).hexdigest()
 

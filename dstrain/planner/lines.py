@@ -88,6 +88,8 @@ QUANTIZED_WEIGHTS = {
 }
 """model.quantize -> bytes per value of a frozen linear weight, its constants included. Embeddings, norms, the head and
 adapters keep the run's precision."""
+QUANTIZED_CODES = {"nf4": 0.5, "int8": 1.0}
+"""Those without constants: what stage 3 shards and gathers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,17 @@ class PlanInputs:
     def small(self) -> int:
         """Values of the tensors that stage 3 keeps whole."""
         threshold = self.setting("stage3_param_persistence_threshold", 1e5)
-        return sum(one.numel * count for one, count in self.shape.kinds if one.numel <= threshold)
+        sizes = ((self.gathered_values(one), count) for one, count in self.shape.kinds)
+        return sum(size * count for size, count in sizes if size <= threshold)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Values that stage 3 shards and gathers, in the run's precision."""
+        return sum(self.gathered_values(one) * count for one, count in self.shape.kinds)
+
+    def gathered_values(self, tensor: ParamTensor) -> int:
+        """Return the values that DeepSpeed sees of a tensor: codes are stored as values of the run's precision."""
+        return ceil(tensor.numel * self.code_bytes(tensor) / self.width)
 
     @property
     def optimizer_device(self) -> str | None:
@@ -231,19 +243,40 @@ class PlanInputs:
         """True where gradients are added in another type than they are computed in."""
         return self.grad_bytes != self.width
 
+    def is_quantized(self, tensor: ParamTensor) -> bool:
+        """Return True for a tensor that is stored in its quantized form."""
+        return self.quantize is not None and tensor.is_linear_weight and not tensor.is_trainable
+
     def weight_bytes(self, tensor: ParamTensor) -> float:
         """Return the bytes of one value of a tensor: those of its quantized form where it has one."""
-        is_quantized = self.quantize is not None and tensor.is_linear_weight and not tensor.is_trainable
-        return QUANTIZED_WEIGHTS[str(self.quantize)] if is_quantized else self.width
+        return QUANTIZED_WEIGHTS[str(self.quantize)] if self.is_quantized(tensor) else self.width
+
+    def code_bytes(self, tensor: ParamTensor) -> float:
+        """Return `weight_bytes` without the constants of a quantized form."""
+        return QUANTIZED_CODES[str(self.quantize)] if self.is_quantized(tensor) else self.width
+
+    @cached_property
+    def scale_bytes(self) -> float:
+        """Bytes of the constants of all quantized weights."""
+        return sum(
+            (self.weight_bytes(one) - self.code_bytes(one)) * one.numel * count for one, count in self.shape.kinds
+        )
+
+    @cached_property
+    def largest_quantized(self) -> int:
+        """Values of the largest quantized weight; 0 where there is none."""
+        return max((one.numel for one, _ in self.shape.kinds if self.is_quantized(one)), default=0)
 
     @cached_property
     def part_bytes(self) -> dict[tuple[Part, bool], float]:
         """(part, whether it is trained) -> bytes of its weights in one process."""
         found: dict[tuple[Part, bool], float] = {}
         for tensor, count in self.shape.kinds:
-            number = ceil(tensor.numel / self.world_size) if self.stage == 3 else tensor.numel
+            size = tensor.numel * self.weight_bytes(tensor)
+            if self.stage == 3:
+                size = ceil(self.gathered_values(tensor) / self.world_size) * self.width
             key = tensor.part, tensor.is_trainable
-            found[key] = found.get(key, 0) + number * count * self.weight_bytes(tensor)
+            found[key] = found.get(key, 0) + size * count
         return found
 
     @cached_property
@@ -398,12 +431,11 @@ def _buffer_count(run: PlanInputs) -> int:
 
 def _gathered(run: PlanInputs) -> float:
     """Return the values of gathered weights: a module's own weights are gathered whatever the limit is."""
-    total = run.shape.count()
     limit = max(
         run.setting("stage3_max_live_parameters", 1e9),
         run.shape.largest_module + run.setting("stage3_prefetch_bucket_size", 5e7),
     )
-    return min(total - run.small, limit) if run.is_gathered else 0
+    return min(run.gathered - run.small, limit) if run.is_gathered else 0
 
 
 def gradient_overlaps(run: PlanInputs) -> dict[int, int]:
@@ -509,6 +541,9 @@ BUCKETS = (
 )
 STAGE_3_ROWS = (
     *WEIGHTS,
+    # Whole in each process, also where the codes are offloaded.
+    Row("scales of quantized weights", "gpu", STATE, lambda run: run.scale_bytes,
+        "(1 / 64 + 4 / (64 x 256)) P", "dstrain/models/quantization.py, _shard_layer"),
     Row("swap buffers of the weights", "host", BUFFER, lambda run: _swap_buffers(run) * run.width,
         "buffer_count x buffer_size x w", "DeepSpeed runtime/swap_tensor/partitioned_param_swapper.py"),
     # Also in fp32: DeepSpeed compares a torch.device with a name, and so always copies the partition.
@@ -535,7 +570,7 @@ STAGE_3_ROWS = (
         "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
     Row("secondary partition of the weights", "gpu", BUFFER,
         lambda run: 0 if run.setting("zero_hpz_partition_size", 1) <= 1
-        else run.shape.count() / run.setting("zero_hpz_partition_size", 1) * run.width,
+        else run.gathered / run.setting("zero_hpz_partition_size", 1) * run.width,
         "w P / zero_hpz_partition_size", "Wang et al., arXiv 2306.10209, section 3.2"),
     Row("reduce bucket", "gpu", BUFFER, lambda run: run.bucket * run.comm_bytes,
         "reduce_bucket_size x bytes", f"{STAGE_3}, ipg_buckets"),
@@ -849,6 +884,8 @@ LAYER_ROWS = (
         _gradient_formula, "largest set of gradients of the MLP, a norm, or attention, less what is free by then"),
     Row("one tile of a layer", "gpu", LAYER, _tile_bytes,
         "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
+    Row("one dequantized weight", "gpu", LAYER, lambda run: run.largest_quantized * run.width,
+        "w x largest quantized weight", "bitsandbytes autograd/_functions.py"),
 )
 # fmt: on
 

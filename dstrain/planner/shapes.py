@@ -19,7 +19,7 @@ from typing import Any, Literal
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
-from dstrain.models.folder import resolve_base_model, wrong_size_fault
+from dstrain.models.folder import find_quantization, quantized_fault, resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
 from dstrain.tasks.common.task import has_dropout_disabled
@@ -609,14 +609,14 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     if values is None:
         return None
     key = "model.config" if model.config is not None else "model.path"
-    if fault := wrong_size_fault(values, key):
+    if fault := quantized_fault(values, key) or wrong_size_fault(values, key):
         raise RecipeError(fault)
     try:
         shape, sizes_of_others = shape_from_config(values), generic_shape(values)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
         problem = f"has sizes in its config that make no model ({error})"
         raise RecipeError(Fault(key, problem, "correct them: whole numbers above 0")) from None
-    if shape is not None or model.path is None:
+    if shape is not None or model.path is None or find_quantization(values):  # the headers describe quantized values
         return shape
     sizes = _read_headers(Path(resolve_base_model(model).path or "").expanduser())
     return from_tensors(sizes, sizes_of_others, "safetensors headers") if sizes else None

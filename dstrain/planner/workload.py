@@ -19,7 +19,7 @@ from dstrain.models.attention.model_types import (
     PACKED_MODEL_TYPES,
     PACKED_VISION_MODEL_TYPES,
 )
-from dstrain.models.quantization import OPTIMIZERS_8BIT, zero3_fault
+from dstrain.models.quantization import OPTIMIZERS_8BIT, find_zero3_fault
 from dstrain.planner.shapes import ModelShape, TaskProperties
 from dstrain.preset import Device, Precision, Preset, RunSettings, resolve_precision
 
@@ -180,7 +180,9 @@ def check_recipe_fits(config: RunConfig, preset: Preset, precision: Precision) -
         problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
         raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
     if config.model.quantize is not None and preset.stage == 3:
-        raise RecipeError(zero3_fault(preset.name))
+        zero = preset.block.get("zero_optimization", {})
+        if fault := find_zero3_fault(config.model.quantize, preset.name, zero):
+            raise RecipeError(fault)
     check_optimizer(config.optim, preset, precision)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,15 +12,18 @@ from torch import Tensor
 from dstrain.batch import StepResult, to_floats
 from dstrain.distributed.world import World
 
-MAX_EXPONENT = 700.0
-"""Largest mean of -log p whose exp is a float64."""
+FinishMetrics = Callable[[Mapping[str, tuple[float, float]]], Mapping[str, float]]
+"""Name -> (sum, weight) over all ranks -> further metrics, or others in the place of means."""
 
 
 class Meter:
     """Accumulator of StepResults on the device; `drain` returns their means and starts from zero."""
 
-    def __init__(self, world: World, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._world, self._clock = world, clock
+    def __init__(
+        self, world: World, finish: FinishMetrics = lambda sums: {}, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`finish`: the task's `finish_metrics`."""
+        self._world, self._clock, self._finish = world, clock, finish
         self._sums, self._start_time, self._paused_seconds = _MeterSums(), clock(), 0.0
 
     def add(self, result: StepResult) -> None:
@@ -41,8 +43,8 @@ class Meter:
     def drain(self, data_wait_seconds: float | None = None) -> dict[str, float]:
         """Return means over all ranks and micro-batches since the last drain, and rates, alike on every rank.
 
-        A mean is one sum divided by one weight; the key of a metric with weight 0 is left out. The metric
-        `perplexity` is exp of its mean.
+        A mean is one sum divided by one weight; the key of a metric with weight 0 is left out, and that of one whose
+        name begins with an underscore. `finish` adds to the row, or replaces means in it.
         `data_wait_seconds` is the time this rank waited for data since the last drain; give it on all
         ranks or on none. Collective.
         """
@@ -58,7 +60,9 @@ class Meter:
             [seconds, data_wait_seconds or 0.0, *mine]
         )
         of_all = zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
-        row = {name: _divide(name, total, weight) for name, total, weight in of_all if weight}
+        totals = {name: (total, weight) for name, total, weight in of_all if weight}
+        row = {name: total / weight for name, (total, weight) in totals.items() if not name.startswith("_")}
+        row |= self._finish(totals)
         if sums.grad_norm is not None:
             row["grad_norm"] = sums.grad_norm
         if sums.skipped:
@@ -75,11 +79,6 @@ class Meter:
         if sums.steps and data_wait_seconds is not None:
             row["data_wait_seconds"] = waited / self._world.size / sums.steps
         return row
-
-
-def _divide(name: str, total: float, weight: float) -> float:
-    """Return a mean, or for a perplexity exp of the mean of -log p, which cannot be summed itself."""
-    return math.exp(min(total / weight, MAX_EXPONENT)) if name == "perplexity" else total / weight
 
 
 @dataclass

@@ -47,6 +47,8 @@ NO_TARGET = -100
 """Target of a residue whose type is not hidden, as torch's cross-entropy ignores it."""
 UNUSED_MODEL_KEYS = ("path", "config", "tokenizer", "processor", "chat_template")
 """Keys of `model` that other tasks read."""
+MAX_EXPONENT = 700.0
+"""Largest mean of -log p whose exp is a float64."""
 LENGTH_SCALE = 10.0
 """Å per unit of the coordinate loss, Z of FAPE."""
 
@@ -252,6 +254,12 @@ class Protein(RecordTask):
             "coordinate_loss": (distance, residues),
         }
         return Loss(entropy + self.coordinate_weight * distance, metrics)
+
+    def finish_metrics(self, sums: Mapping[str, tuple[float, float]]) -> Mapping[str, float]:
+        if "perplexity" not in sums:
+            return {}
+        total, weight = sums["perplexity"]
+        return {"perplexity": math.exp(min(total / weight, MAX_EXPONENT))}
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

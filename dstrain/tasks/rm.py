@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, check_limits
@@ -92,18 +92,29 @@ class RewardModel(PairTask):
     checks_class = RewardChecks
     metric_names = ("accuracy", "margin")
     learning_rate = 1.0e-5
+    variants: ClassVar[Mapping[str, str]] = {
+        "objectives": "dstrain.tasks.common.objectives:ObjectivesRewardModel",
+    }
     modules_to_save = ("score", "classifier", "classification_head")
 
     center_rewards_coefficient: float = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual (arXiv 2312.09244)."""
     label_smoothing: float = 0.0
     """Assumed share of flipped labels, from 0 to below 0.5."""
+    objectives: list[str] | None = None
+    """Columns with a number for each answer, such as [helpfulness, correctness]: one score is trained on each of them."""
+    objective_weights: list[float] | None = None
+    """Weight of each objective in the loss, and in `score`, the weighted mean of the scores; null: 1 each."""
+    loss_type: Literal["bradley_terry", "mse", "cross_entropy"] = "bradley_terry"
+    """bradley_terry: on pairs. With objectives also mse and cross_entropy, on each answer."""
     disable_dropout: bool = True
     """Train without dropout, so that both answers are scored by the same network."""
 
     def __post_init__(self) -> None:
         check_limits(self, "label_smoothing", below=0.5)
         check_limits(self, "center_rewards_coefficient")
+        if self.variants and (self.loss_type != "bradley_terry" or self.objective_weights is not None):
+            raise ValueError("loss_type and objective_weights need objectives; name the columns with labels there")
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         # One forward pass for both answers: the chosen rows come first.
@@ -129,13 +140,17 @@ class RewardModel(PairTask):
         return None if has_separate_score(config) else f"reward models of type {config.model_type} have another head"
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return rewards, the chosen ones first, (2B,), at the position where an exported model reads them."""
+        """Return rewards, the chosen ones first, (2B,)."""
+        return self.head_outputs(model, batch).squeeze(-1)
+
+    def head_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the outputs of the head, (R, labels), at the position of each row where an exported model reads them."""
         from dstrain.tasks.common.forward import forward_logits, forward_scores
 
         # fp32, since the losses take differences of scores that may be close.
         if batch.is_packed:
-            return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).squeeze(-1).float()
-        return forward_logits(model, batch, **_no_cache_kwargs(model)).squeeze(-1).float()
+            return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).float()
+        return forward_logits(model, batch, **_no_cache_kwargs(model)).float()
 
     def answer_tensors(
         self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]

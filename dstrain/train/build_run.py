@@ -189,7 +189,7 @@ def build_run(
         run_log=run_log,
         sinks=sinks,
         display=display,
-        meter=Meter(world),
+        meter=Meter(world, plan.task.finish_metrics),
         monitors=_build_monitors(plan, engine, run_log, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
         schedule=build_schedule(plan),

@@ -39,7 +39,7 @@ class Evaluation:
         The rates are those of the losses, without the generation of answers. `should_stop` is a collective that
         tells every rank the same; where it is true before all answers are generated, the result is empty.
         """
-        meter = Meter(engine.world)
+        meter = Meter(engine.world, self.task.finish_metrics)
         shares = self._micro_batches(engine.world)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares, engine.world.sequence)

@@ -40,8 +40,10 @@ class SamplingParams:
     """Sample from the most likely tokens with this total probability (Holtzman et al., arXiv 1904.09751)."""
     seed: int = 0
     """Seed of the sampling."""
+    num_samples: int = 1
+    """Answers to each prompt."""
     batch: int = 8
-    """Prompts per batch."""
+    """Rows per batch."""
 
 
 class GenerationEngine(Protocol):

@@ -152,7 +152,8 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
-    drawn_in_shards = job.model.config.path is None and precision != "float32" and is_zero3(job.ds_config)
+    in_shards = is_zero3(job.ds_config) and job.model.config.quantize is None
+    drawn_in_shards = job.model.config.path is None and precision != "float32" and in_shards
     return {
         "what": job.name,
         "version": CACHE_VERSION,

@@ -23,6 +23,7 @@ from dstrain.commands.export import export_model
 from dstrain.commands.generate import GenerateJob
 from dstrain.commands.prepare import PrepareJob
 from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.score import ScoreJob
 from dstrain.commands.trained_model import ModelSelector, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
@@ -65,6 +66,13 @@ def evaluate(
 ) -> dict[str, Any]:  # fmt: skip
     choice = ModelSelector(folder=Path(folder), step=step, task=task, overrides=sets or [], ds_config=ds_config)
     return share(EvaluateJob(selector=choice, data=data))
+
+
+def score(
+    folder: str, data: str, out: str, sets: list[str] | None = None, ds_config: str | None = None
+) -> dict[str, Any]:
+    choice = ModelSelector(folder=Path(folder), step="last", overrides=sets or [], ds_config=ds_config)
+    return share(ScoreJob(selector=choice, data=data, out=out))
 
 
 def export_and_stall(run: Path, to: Path, written: Path) -> None:

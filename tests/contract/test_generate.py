@@ -11,6 +11,7 @@ import pytest
 from dstrain.commands.generate import GenerateJob, show_answers
 from dstrain.commands.run_job import JobResult
 from dstrain.commands.trained_model import ModelSelector
+from dstrain.data.formats.answers import read_prompt_answers
 from dstrain.tasks import find_task
 from tests.contract.test_evaluate import start
 from tests.vocabulary import RUN, invoke, write_recipe
@@ -109,6 +110,7 @@ def test_a_record_that_asks_nothing_is_left_out_or_refused(trained: Any, tmp_pat
         (["--data", "nowhere.jsonl"], "there is no such file"),
         (["--prompt", "hi", "--temperature", "-1"], "temperature"),
         (["--prompt", "hi", "--top-p", "0"], "top-p"),
+        (["--prompt", "hi", "--num-samples", "2"], "without a temperature all answers are equal; add --temperature 1"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_starts(
@@ -132,12 +134,30 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     prompts = ["--prompt", "\n\nHuman: 'hi'\n\nAssistant:", "--prompt", "--dashes"]
     sampling = ["--max_new_tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--batch", "2"]
+    sampling += ["--num-samples", "4"]
     assert invoke("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0
     first: GenerateJob = told[0][0]
     assert invoke(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
     assert first.selector == ModelSelector(folder=tmp_path, step="last")
-    assert first.sampling == {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "batch": 2}
+    wanted = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "batch": 2, "num_samples": 4}
+    assert first.sampling == wanted
+
+
+def test_several_answers_to_a_prompt_are_different_and_ready_to_be_scored(
+    trained: Any, one: Workers, two: Workers
+) -> None:
+    folder = trained("sft")
+    few = asked(folder, max_new_tokens=8, num_samples=3, temperature=2.0) | {"sets": ["data.max_samples=2"]}
+    rows = one(GENERATE, **few)[0]
+    assert len(rows) == 2
+    for row in rows:
+        parsed = read_prompt_answers(row)
+        assert (parsed.form, parsed.prompt, len(parsed.answers)) == ("list", row["prompt"], 3)
+        assert len(set(row["completions"])) > 1
+        assert len(row["tokens"]) == 3
+    assert two(GENERATE, **few)[0] == rows
+    assert show_answers(rows, False).count("--- answer") == 6
 
 
 def test_answers_are_shown_for_people_or_for_programs() -> None:

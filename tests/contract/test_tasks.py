@@ -57,9 +57,10 @@ def sums(
 
 
 def loss_metrics(task: Task) -> set[str]:
-    """Return the names of the metrics that the loss gives; the others are of generated answers."""
+    """Return the names of the metrics that the loss gives; others are of generated answers, or made of others."""
     generated = task.generation_metrics if isinstance(task, TextTask) else None
-    return {*task.metric_names} - {*(generated.names if generated else ())}
+    names = {*task.metric_names} - {*(generated.names if generated else ())}
+    return {name for name in names if name not in task.finish_metrics(dict.fromkeys(names - {name}, (1.0, 1.0)))}
 
 
 def test_every_option_says_what_it_does(task: Task) -> None:

@@ -92,6 +92,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "evaluate": lambda folder, there: ["evaluate", there, "--data", folder / "eval.jsonl", "--json"],
     "export": lambda folder, there: ["export", there, "--to", folder / "out"],
     "generate": lambda folder, there: ["generate", there, "--prompt", "Hello"],
+    "score": lambda folder, there: ["score", there, "--data", folder / "eval.jsonl", "--out", "-"],
 }
 
 
@@ -441,8 +442,8 @@ def test_nothing_of_a_run_folders_recipe_runs_where_training_goes_on(folder: Pat
 def test_the_schema_has_no_other_key_that_names_code() -> None:
     """A key added later is looked at here: does a folder's recipe reach code, a shell or the network by it?"""
     assert [*RunConfig.model_fields] == [
-        "task", "options", "model", "precision", "data", "ds_config", "batch", "optim", "steps", "epochs", "seed",
-        "deterministic", "on_nonfinite", "timeout_minutes", "log", "eval", "save", "profile", "launch",
+        "task", "options", "model", "precision", "data", "ds_config", "batch", "parallel", "optim", "steps", "epochs",
+        "seed", "deterministic", "on_nonfinite", "timeout_minutes", "log", "eval", "save", "profile", "launch",
     ]  # fmt: skip
 
 

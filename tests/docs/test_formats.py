@@ -19,6 +19,7 @@ from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
+from dstrain.tasks.prm import read_solution
 from tests.chat_templates import tokenizer_of
 from tests.workers import ROOT
 
@@ -64,6 +65,13 @@ def find_targets(task: str, record: dict[str, Any]) -> str:
             start = int(row["prompt_length"])
             sides = [tokenizer().decode(row[side][start:]) for side in ("chosen", "rejected")]
             return f"{tokenizer().decode(row['chosen'][:start])} ⇒ {sides[0]} over {sides[1]}"
+        if task == "prm":
+            solution = parse_record(read_solution, record)
+            told = [
+                f"{step} {('wrong', 'right')[label]}"
+                for step, label in zip(solution.steps, solution.labels, strict=True)
+            ]
+            return f"{solution.prompt} ⇒ {' … '.join(told)}"
         if task == "kto":
             (unpaired,) = parse_record(read_unpaired, record)
             sample = unpaired.build_sample(unpaired)

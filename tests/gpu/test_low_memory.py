@@ -32,6 +32,21 @@ def test_a_quantized_run_resumes_bit_for_bit(quantize: str, precision: str, gpus
     assert read_events(tmp_path / "whole", "quantized")[0]["kind"] == quantize
 
 
+@pytest.mark.parametrize("preset", ["zero3", "zero3_offload", "zero3_hpz"])
+def test_a_quantized_run_in_shards_is_that_of_whole_weights(preset: str, gpus: GpuWorkers, tmp_path: Path) -> None:
+    """On one GPU the parts are whole; packing, gathering and the product are those of several."""
+    pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
+    model = {"lora": {"rank": 4}, "quantize": "nf4"}
+    recipe = written(tmp_path, deterministic=True, model=model, optim={"lr": 1e-2}, **STEPS)
+    for run, sets in (("whole", "ds_config=zero2"), ("parts", f"ds_config={preset}")):
+        gpus(RUN, recipe=recipe, run_dir=str(tmp_path / run), sets=["precision=fp32", sets])
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=["precision=fp32", sets], crash_at=7)
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=["precision=fp32", sets])
+    rows = {run: metric_rows(tmp_path / run) for run in ("whole", "parts", "broken")}
+    assert rows["broken"] == rows["parts"], "bit for bit"
+    assert [row["loss"] for row in rows["parts"]] == pytest.approx([row["loss"] for row in rows["whole"]], rel=1e-3)
+
+
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
 def test_8_bit_optimizers_learn_as_adamw_and_resume(name: str, preset: str, gpus: GpuWorkers, tmp_path: Path) -> None:

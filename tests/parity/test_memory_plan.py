@@ -27,14 +27,21 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in every]
 
 
-@pytest.mark.parametrize(("kind", "precision", "accumulate", "trained", "size"), cases())
+TRAINED = {"full": {}, "lora": LORA, "qlora": {"model": {"lora": {"rank": 4}, "quantize": "nf4"}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "accumulate", "trained", "size"),
+    [*cases(), SLOW("zero2", "fp32", 1, "qlora", 2), ("zero3", "bf16", 1, "qlora", 2),
+     SLOW("zero3", "fp32", 1, "qlora", 3), SLOW("zero3_offload", "fp32", 1, "qlora", 2)],
+)  # fmt: skip
 def test_the_states_of_each_rank_are_predicted(
     request: pytest.FixtureRequest, kind: str, precision: str, accumulate: int, trained: str, size: int
 ) -> None:
     workers: Workers = request.getfixturevalue({1: "one", 2: "two", 3: "three"}[size])
     found = workers(
         "tests.parity.memory_cases:states", kind=kind, precision=precision, accumulate=accumulate,
-        changes=LORA if trained == "lora" else {},
+        changes=TRAINED[trained],
     )  # fmt: skip
     for rank in found:
         predicted = sum(size for _, _, size in rank["lines"])
@@ -45,8 +52,9 @@ def test_the_states_of_each_rank_are_predicted(
         assert moments == pytest.approx(rank["parts"]["moments"], rel=STATES)
         step = rank["step"]
         print(f"  in the step: {step['measured']} bytes, predicted {step['predicted']}")
-        # Norms, scales and counters are not predicted.
-        assert step["measured"] == pytest.approx(step["predicted"], rel=STATES, abs=2_000), step
+        # Norms, scales and counters are not predicted. Weights gathered again are found where they have a new address.
+        low, high = step["predicted"], max(step["predicted"], step["again"])
+        assert low * (1 - STATES) - 2_000 <= step["measured"] <= high * (1 + STATES) + 2_000, step
 
 
 TINY = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -36,8 +36,10 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("task", "quantize", "preset"),
-    [SLOW("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2")],
-)
+    # rm at stage 3: dpo there, and a new head in parity/test_quantized.
+    [SLOW("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2"),
+     ("sft", "nf4", "zero3"), SLOW("dpo", "nf4", "zero3"), SLOW("rm", "nf4", "zero3"), SLOW("vlm", "nf4", "zero3")],
+)  # fmt: skip
 def test_a_quantized_run_learns_and_resuming_changes_nothing(
     task: str, quantize: str, preset: str, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
@@ -67,14 +69,25 @@ def test_a_quantized_run_goes_on_with_other_processes_and_another_stage(
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+def test_a_run_goes_on_in_shards_and_out_of_them(tmp_path: Path, one: Workers, two: Workers) -> None:
+    recipe = str(quantized_recipe(tmp_path, "sft", one))
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=SETS)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=[*SETS, "ds_config=zero3"], crash_at=5)
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=SETS, crash_at=9)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=[*SETS, "ds_config=zero3"])
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("quantize", "precision", "dora"),
-    [SLOW("nf4", "fp32", False), SLOW("nf4", "bf16", False), SLOW("int8", "fp32", False), ("nf4", "fp32", True)],
-)
+    ("quantize", "precision", "dora", "preset"),
+    [SLOW("nf4", "fp32", False, "zero2"), SLOW("nf4", "bf16", False, "zero2"), SLOW("int8", "fp32", False, "zero2"),
+     SLOW("nf4", "fp32", True, "zero2"), ("nf4", "fp32", True, "zero3"), SLOW("nf4", "bf16", False, "zero3")],
+)  # fmt: skip
 def test_the_export_is_the_adapters_or_one_dequantized_model(
-    quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
+    quantize: str, precision: str, dora: bool, preset: str, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
-    recipe, run_dir = quantized_recipe(tmp_path, "sft", one, quantize, precision=precision), tmp_path / "run"
+    changes = {"precision": precision, "ds_config": preset}
+    recipe, run_dir = quantized_recipe(tmp_path, "sft", one, quantize, **changes), tmp_path / "run"
     two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=[*SHORT, f"model.lora.dora={json.dumps(dora)}"])
     adapters = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "adapters"), merge=False)[0]
     merged = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "merged"), merge=True)[0]
@@ -116,8 +129,8 @@ def test_the_cached_reference_of_dpo_is_the_quantized_base(tmp_path: Path, one: 
 def test_quantized_runs_that_cannot_work_are_refused(tmp_path: Path, one: Workers) -> None:
     recipe = str(quantized_recipe(tmp_path, "sft", one))
     run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
-    with pytest.raises(WorkerError, match=r"model\.quantize: zero3 is of ZeRO stage 3, which cannot shard"):
-        one(RUN, **run, sets=["ds_config=zero3"])
+    with pytest.raises(WorkerError, match=r"model\.quantize: zero3 is of ZeRO stage 3, which shards weights of 4 bits"):
+        one(RUN, **run, sets=["ds_config=zero3", "model.quantize=int8"])
     with pytest.raises(WorkerError, match=r"model\.quantize: is nf4, but quantized weights cannot be trained"):
         one(RUN, **run, sets=["model.lora=null"])
     one(RUN, **run, sets=SETS, crash_at=6)

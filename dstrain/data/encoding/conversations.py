@@ -37,6 +37,7 @@ from dstrain.data.encoding.tokenization import (
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt, PromptCompletion, Sample
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
+from dstrain.data.formats.preferences import Prompt
 from dstrain.data.records import BadRecord, encode_valid, try_parse
 from dstrain.data.series import Patches, insert_soft_tokens
 from dstrain.data.vision.image_io import read_image, resolve_image
@@ -259,6 +260,8 @@ class EncodedPrompt:
     """Arguments for `dstrain.data.vision.image_io.read_image`, or `ImageEntry`s, in the order of the image tokens."""
     series: Patches | None = None
     """Time series whose soft tokens are in the ids."""
+    prompt: Prompt = ""
+    """The prompt as it was read: a text, or messages."""
 
 
 def encode_prompts(
@@ -304,7 +307,7 @@ class _PromptEncoder:
             ids = insert_soft_tokens(self.tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
-        return EncodedPrompt(text, ids, series=prompt.series)
+        return EncodedPrompt(text, ids, series=prompt.series, prompt=prompt.prompt)
 
     def _tokenize_and_truncate(self, rendered: RenderedPrompt) -> list[int]:
         ids = tokenize(self.tokenizer, [rendered.prompt])[0]

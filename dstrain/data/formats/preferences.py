@@ -69,7 +69,7 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
     PKU-SafeRLHF and align-anything: `response_0`, `response_1` and `better_response_id`, or `response_1`, `response_2`
     and `overall_response`; `is_response_0_safe` and its like give `chosen_safe` and `rejected_safe`. OpenAI: `input`,
     `preferred_output` and `non_preferred_output`. ms-swift: `messages` with `rejected_response` or
-    `rejected_messages`. Argilla: `chosen_response` and `rejected_response`. RLHF-V: JSON of the pair in `text`. Raises
+    `rejected_messages`. HelpSteer 3: `context`, `response1`, `response2` and `overall_preference`. Argilla: `chosen_response` and `rejected_response`. RLHF-V: JSON of the pair in `text`. Raises
     BadRecord.
     """
     found = nan_to_null(record)
@@ -79,6 +79,8 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
         return _from_responses(found, ("response_0", "response_1"), "better_response_id", (0, 1))
     if has(found, "response_1", "response_2"):
         return _from_responses(found, ("response_1", "response_2"), "overall_response", (1, 2))
+    if has(found, "response1", "response2"):
+        return _from_signed_preference(found)
     if has(found, "preferred_output", "non_preferred_output"):
         value = maybe_parse_json(found.get("input"))
         if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
@@ -127,6 +129,21 @@ def _from_responses(record: Record, keys: tuple[str, str], better_key: str, name
             origins[name] = f"is_{keys[at]}_safe"
     values = {name: dict.get(record, key) for name, key in origins.items()}
     return record.derive({**{key: value for key, value in record.items() if key not in keys}, **values}, origins)
+
+
+def _from_signed_preference(record: Record) -> Record:
+    """Return the pair of two responses; `overall_preference` is below 0 where the first is better. Raises BadRecord."""
+    preference = record.get("overall_preference")
+    if isinstance(preference, bool) or not isinstance(preference, int | float) or not preference:
+        problem = f"'overall_preference' is {preference!r:.40}, which does not say which response is better"
+        raise BadRecord(f"{problem}; write a number below 0 for response1, above 0 for response2, or remove the record")
+    origins = {"chosen": "response1", "rejected": "response2"}
+    if preference > 0:
+        origins = {"chosen": "response2", "rejected": "response1"}
+    if has(record, "context"):
+        origins["prompt"] = "context"
+    values = {name: dict.get(record, key) for name, key in origins.items()}
+    return record.derive({**record.without(*origins.values()), **values}, origins)
 
 
 def _from_rejected_answer(record: Record) -> Record:

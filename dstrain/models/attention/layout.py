@@ -119,6 +119,14 @@ class PackedLayout:
         first, second, third = (_to_device(one.astype(np.int32), device) for one in (groups, branches, positions))
         return first, second, third
 
+    def sequence_counts(self, device: torch.device) -> torch.Tensor:
+        """Return the number of sequences that hold each token: the branches of its prefix, else 1; (T,) int32."""
+        return self.cached(("sequences", device), lambda: self._sequence_counts(device))
+
+    def _sequence_counts(self, device: torch.device) -> torch.Tensor:
+        counts = [1 if one.branch else len(self.groups[one.group].branches) for one in self.segments]
+        return _to_device(np.repeat(counts, [one.length for one in self.segments]).astype(np.int32), device)
+
     def varlen_tensors(self, device: torch.device) -> VarlenTensors:
         """Return the index tensors of a varlen kernel, for keys that are gathered as [prefix; branch]."""
         return self.cached(("varlen", device), lambda: self._varlen_tensors(device))

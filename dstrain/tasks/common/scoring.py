@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch, PackingMode
-from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
+from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, Outputs
@@ -37,20 +37,7 @@ class AnswerScores(TextTask):
     def encode(  # type: ignore[override]  # several examples for a record
         self, samples: list[PromptAnswers], images: PlaceholderExpansion | None
     ) -> list[list[EncodeResult]]:
-        from dstrain.data.encoding.preferences import encode_preferences
-
-        data, found = self.recipe.data, list[list[EncodeResult]]([] for _ in samples)
-        rounds = max((len(one.answers) - (one.form == "pair") for one in samples), default=0)
-        # All records each time, since their images are found by their place.
-        for number in range(rounds):
-            asked = [one.to_preference(min(number, len(one.answers) - 1)) for one in samples]
-            encoded = encode_preferences(self.tokenizer, asked, data.max_length, data.max_prompt_length, images)
-            for examples, sample, example in zip(found, samples, encoded, strict=True):
-                if sample.form == "pair" and number == 0:
-                    examples += [_take(example, side, at) for at, side in enumerate(("chosen", "rejected"))]
-                elif sample.form != "pair" and number < len(sample.answers):
-                    examples.append(_take(example, "chosen", number))
-        return found
+        return encode_answers(self, samples, images)
 
     def encode_key(self) -> dict[str, Any]:
         data = self.recipe.data
@@ -93,6 +80,26 @@ class AnswerScores(TextTask):
     @cached_property
     def packing(self) -> PackingMode:
         return PackingMode(self.scored.packing.is_packed)
+
+
+def encode_answers(
+    task: TextTask, samples: Sequence[PromptAnswers], images: PlaceholderExpansion | None
+) -> list[list[EncodeResult]]:
+    """Return an example of each answer of each record: `answer`, ids with the prompt; `number`; `prompt_length`; cuts."""
+    from dstrain.data.encoding.preferences import encode_preferences
+
+    data, found = task.recipe.data, list[list[EncodeResult]]([] for _ in samples)
+    rounds = max((len(one.answers) - (one.form == "pair") for one in samples), default=0)
+    # All records each time, since their images are found by their place.
+    for number in range(rounds):
+        asked = [one.to_preference(min(number, len(one.answers) - 1)) for one in samples]
+        encoded = encode_preferences(task.tokenizer, asked, data.max_length, data.max_prompt_length, images)
+        for examples, sample, example in zip(found, samples, encoded, strict=True):
+            if sample.form == "pair" and number == 0:
+                examples += [_take(example, side, at) for at, side in enumerate(SIDES)]
+            elif sample.form != "pair" and number < len(sample.answers):
+                examples.append(_take(example, "chosen", number))
+    return found
 
 
 def _take(example: dict[str, Any] | BadRecord, side: str, number: int) -> EncodeResult:

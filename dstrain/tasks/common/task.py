@@ -46,7 +46,9 @@ class Loss:
     total: torch.Tensor
     """Scalar, differentiable: the sum over the batch, not the mean."""
     metrics: Sums = field(default_factory=dict)
-    """Name -> sum over the batch, or (sum, its own weight). For `perplexity` sum -log p: exp of the mean is reported."""
+    """Name -> sum over the batch, or (sum, its own weight).
+
+    A name that begins with an underscore is not reported, but `Task.finish_metrics` reads it."""
 
 
 def _missing(name: str) -> Any:
@@ -287,6 +289,14 @@ class Task(ABC):
 
         `model`: what `build_model` returned; adapters are in its layers, without peft's wrapper around it.
         """
+
+    def finish_metrics(self, sums: Mapping[str, tuple[float, float]]) -> Mapping[str, float]:
+        """Return metrics that are no mean over samples, such as an F1, from the sums of the metrics of `loss`.
+
+        `sums`: name -> (sum, weight) over all processes and batches of a row; what has no weight is absent. A result of
+        the same name takes the place of the mean.
+        """
+        return {}
 
     def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
         """Return why `size` processes cannot compute a micro-batch together (parallel.sequence), or None."""

@@ -198,6 +198,8 @@ class TextTask(RecordTask):
         "scores", "source_class", "step_stats",
     )  # fmt: skip
     """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+    scores_answers: ClassVar[bool] = True
+    """True where `score_answers` gives a value to each answer, for `dstrain score`."""
     modules_to_save: ClassVar[tuple[str, ...]] = ()
     """New parts of the model, trained in full where `model.lora` freezes the rest."""
     default_lora: ClassVar[LoraConfig | None] = None
@@ -494,7 +496,10 @@ class TextTask(RecordTask):
         """Return name -> value of each row's answer, (R,): what `dstrain score` writes."""
         from dstrain.tasks.common.forward import answer_log_probs
 
-        return {"logp": answer_log_probs(model, batch).double().sum(-1), "tokens": batch.tensors["loss_mask"].sum(-1)}
+        return {
+            "logp": answer_log_probs(model, batch).double().sum(-1),
+            "num_tokens": batch.tensors["loss_mask"].sum(-1),
+        }
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return what a reloaded export has to reproduce on a probe batch."""

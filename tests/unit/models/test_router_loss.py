@@ -107,6 +107,28 @@ def test_every_task_adds_the_router_loss(task: str, tmp_path: Path) -> None:
     assert module(batch)[0] != total
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("task", ["rm", "dpo"])
+def test_a_shared_prefix_counts_as_in_separate_rows(task: str, family: str, tmp_path: Path) -> None:
+    """Its tokens were counted once for both answers, so sharing changed the loss."""
+    found = []
+    for packing in (True, False):
+        module, batch = build(tmp_path, family, packing, task)
+        assert batch.is_packed == packing
+        assert not packing or any(group.prefix and len(group.branches) == 2 for group in batch.groups)
+        total, metrics = module(batch)
+        total.backward()
+        named = module.unwrapped_model.named_parameters()
+        grads = {name: one.grad for name, one in named if one.grad is not None}
+        found.append((total, metrics["aux_loss"][0], grads))
+    (total, auxiliary, grads), (wanted, wanted_auxiliary, wanted_grads) = found
+    assert torch.allclose(auxiliary, wanted_auxiliary, rtol=1e-5)
+    assert torch.allclose(total, wanted, rtol=1e-5)
+    assert grads.keys() == wanted_grads.keys()
+    error = sum((grads[name] - one).square().sum() for name, one in wanted_grads.items()) ** 0.5
+    assert error <= 1e-5 * sum(one.square().sum() for one in wanted_grads.values()) ** 0.5
+
+
 def test_the_recipe_switches_it_on_and_names_its_factor(tmp_path: Path) -> None:
     module, _ = build(tmp_path, "mixtral", False, router_aux_loss_coef=2.0)
     assert module.router_loss is not None

@@ -106,16 +106,37 @@ def test_a_step_that_is_not_enough_is_replaced_by_a_smaller_one() -> None:
     assert fix.is_enough
 
 
-def test_quantized_weights_are_not_planned_in_shards() -> None:
-    """A run refuses them at ZeRO 3, so `auto` must not choose it where it alone would fit."""
-    config = made_config(model={"quantize": "nf4", "lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
-    one = Cluster(gpus_per_node=1)
-    with pytest.raises(RecipeError, match=r"model\.quantize: zero3 is of ZeRO stage 3"):
-        plan_memory(config, read_preset("zero3"), one)
+def test_weights_of_4_bits_are_planned_in_shards_and_those_of_8_bits_are_not() -> None:
+    """A run refuses 8 bits at ZeRO 3, so `auto` must not choose it where it alone would fit."""
+    of = lambda kind: made_config(  # noqa: E731
+        model={"quantize": kind, "lora": {"rank": 8}}, batch={"total": 8, "micro": 1}
+    )
+    one, budget = Cluster(gpus_per_node=1), Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB)
+    with pytest.raises(RecipeError, match=r"model\.quantize: zero3 is of ZeRO stage 3, which shards weights of 4 bits"):
+        plan_memory(of("int8"), read_preset("zero3"), one)
     with pytest.raises(PresetError, match=r"ds_config auto: nothing fits: "):
-        choose_preset(config, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB))
-    plain = made_config(model={"lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
-    assert choose_preset(plain, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB)).preset == "zero3_offload"
+        choose_preset(of("int8"), one, budget)
+    assert choose_preset(of("nf4"), one, budget).preset == "zero3_offload"
+
+
+def test_a_preset_that_changes_codes_is_refused() -> None:
+    config = made_config(model={"quantize": "nf4", "lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
+    message = (
+        r"model\.quantize: is nf4, but zero3_zeropp has zero_optimization\.zero_quantized_weights: .*changes 4-bit"
+    )
+    with pytest.raises(RecipeError, match=message):
+        plan_memory(config, read_preset("zero3_zeropp"), EIGHT)
+
+
+def test_a_70b_fits_two_gpus_of_40_gib_and_four_of_24_gib() -> None:
+    """docs/quantization.md has these sizes; PEFT publishes 36.6 GB per GPU for 2 x 40 GB."""
+    config = made_config(
+        shape="llama-3.1-70b", model={"quantize": "nf4", "lora": {"rank": 16}}, optim={"name": "adamw_8bit"},
+        batch={"total": 16, "micro": 1}, data={"max_length": 2048},
+    )  # fmt: skip
+    for gpus_per_node, gib in ((2, 40), (4, 24)):
+        cluster = Cluster(gpus_per_node=gpus_per_node)
+        assert choose_preset(config, cluster, Budget(gpu_bytes=gib * GIB, host_bytes=512 * GIB)).preset == "zero3"
 
 
 def test_muon_with_a_clip_takes_stage_0() -> None:
@@ -124,13 +145,13 @@ def test_muon_with_a_clip_takes_stage_0() -> None:
 
 
 def test_a_preset_that_cannot_run_is_not_called_too_large() -> None:
-    config = made_config(model={"quantize": "nf4", "lora": {"rank": 512}}, batch={"total": 8, "micro": 1})
+    config = made_config(model={"quantize": "int8", "lora": {"rank": 512}}, batch={"total": 8, "micro": 1})
     one, host = Cluster(gpus_per_node=1), 512 * GIB
     sizes = {name: plan_memory(config, read_preset(name), one).gpu_bytes for name in ("zero2", "zero2_offload")}
     budget = Budget(gpu_bytes=int(sum(sizes.values()) / 2 / (1 - MARGIN)), host_bytes=host)
     choice = choose_preset(config, one, budget)
     assert choice.preset == "zero2_offload"
-    assert choice.reason.endswith("; zero1, zero2 would need more"), "zero3 does not run quantized weights"
+    assert choice.reason.endswith("; zero1, zero2 would need more"), "zero3 does not run weights of 8 bits"
 
 
 # A starter recipe is written for the machine: model, adapters, preset, precision, workers.

@@ -150,6 +150,26 @@ def test_quantized_weights_are_those_of_the_layers_only() -> None:
     assert small.find("frozen weights: layers").num_bytes == pytest.approx(layers * QUANTIZED_WEIGHTS["nf4"], rel=0.01)  # type: ignore[union-attr]
 
 
+def test_stage_3_shards_codes_and_keeps_scales_whole() -> None:
+    config = made_config(model={"lora": {"rank": 16}, "quantize": "nf4"})
+    whole, parts, offloaded = (made_plan(preset, config) for preset in ("zero2", "zero3", "zero3_offload"))
+    name, scales = "frozen weights: layers", "scales of quantized weights"
+    values = whole.find(name).num_bytes / QUANTIZED_WEIGHTS["nf4"]  # type: ignore[union-attr]
+    assert parts.find(name).num_bytes == pytest.approx(values / 2 / 8, rel=0.01)  # type: ignore[union-attr]
+    assert parts.find(scales).num_bytes == pytest.approx(values / 64, rel=0.02)  # type: ignore[union-attr]
+    assert offloaded.find(scales).place == "gpu"  # type: ignore[union-attr]
+    assert offloaded.find(name).place == "host"  # type: ignore[union-attr]
+    assert whole.find(scales) is None
+
+
+def test_a_quantized_weight_is_dequantized_for_its_product() -> None:
+    plain, quantized = (
+        made_plan("zero2", made_config(model={"lora": {"rank": 16}, "quantize": kind})) for kind in (None, "nf4")
+    )
+    assert plain.find("one dequantized weight") is None
+    assert quantized.find("one dequantized weight").num_bytes == 2 * 4096 * 14336  # type: ignore[union-attr]
+
+
 def test_a_preset_that_the_recipe_cannot_use_is_refused() -> None:
     config = made_config(precision="fp16")
     with pytest.raises(PresetError, match=r"fp16"):

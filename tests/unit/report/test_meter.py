@@ -9,7 +9,8 @@ import torch
 
 from dstrain.batch import StepResult
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.report.meter import Meter
+from dstrain.report.meter import FinishMetrics, Meter
+from dstrain.tasks import find_task
 from tests.unit.distributed.thread_world import on_ranks
 
 
@@ -50,9 +51,13 @@ def test_a_metric_that_one_rank_never_saw_is_the_mean_of_the_others() -> None:
     assert [row["of_images"] for row in on_ranks(3, act)] == [0.75] * 3
 
 
+def get_finish() -> FinishMetrics:
+    return find_task("protein").finish_metrics.__get__(object())
+
+
 def test_a_perplexity_is_exp_of_the_mean_over_all_ranks() -> None:
     def act(world: Any) -> dict[str, float]:
-        meter = Meter(world)
+        meter = Meter(world, get_finish())
         total, weight = ((3.0, 1.0), (1.0, 3.0))[world.rank]
         meter.add(step(1.0, 1.0, metrics={"perplexity": metric(total, weight)}))
         return meter.drain()
@@ -61,9 +66,24 @@ def test_a_perplexity_is_exp_of_the_mean_over_all_ranks() -> None:
 
 
 def test_a_perplexity_beyond_float64_is_large_and_finite() -> None:
-    meter = Meter(SingleProcessWorld())
+    meter = Meter(SingleProcessWorld(), get_finish())
     meter.add(step(1.0, 1.0, metrics={"perplexity": metric(1e5, 1.0)}))
     assert 1e300 < meter.drain()["perplexity"] < float("inf")
+
+
+def test_a_state_is_finished_once_and_not_reported() -> None:
+    def finish(sums: Any) -> dict[str, float]:
+        return {"ratio": sums["_right"][0] / sums["_all"][0]} if "_all" in sums else {}
+
+    def act(world: Any) -> dict[str, float]:
+        meter = Meter(world, finish)
+        right, every = ((1.0, 2.0), (5.0, 6.0))[world.rank]
+        meter.add(step(1.0, 1.0, metrics={"_right": metric(right, 1.0), "_all": metric(every, 1.0)}))
+        return meter.drain()
+
+    for row in on_ranks(2, act):
+        assert row["ratio"] == 0.75
+        assert not [name for name in row if name.startswith("_")]
 
 
 def test_nothing_is_divided_by_a_zero_weight() -> None:
@@ -83,7 +103,7 @@ def test_small_sums_do_not_drown_in_a_large_one() -> None:
 def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
     def act(world: Any) -> dict[str, float]:
         clock = Clock()
-        meter = Meter(world, clock)
+        meter = Meter(world, clock=clock)
         for _ in range(4):
             meter.add(step(1.0, 1.0, samples=3, tokens=50))
             clock.now += 0.5
@@ -100,7 +120,7 @@ def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
 
 def test_a_task_without_tokens_has_no_rate_of_tokens() -> None:
     clock = Clock()
-    meter = Meter(SingleProcessWorld(), clock)
+    meter = Meter(SingleProcessWorld(), clock=clock)
     meter.add(step(1.0, 1.0, samples=3, tokens=0))
     clock.now += 0.5
     row = meter.drain()
@@ -139,7 +159,7 @@ def test_weights_that_the_host_knows_stay_there_and_mean_the_same(monkeypatch: p
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda values: (copies.append(len(values)), tolist(values))[1])
     for on_device in (True, False):
-        meter = Meter(SingleProcessWorld(), Clock())
+        meter = Meter(SingleProcessWorld(), clock=Clock())
         for total, weight in ((0.1, 3.0), (2e7, 2.0**24), (0.7, 1.0)):
             seen = torch.tensor(total), torch.tensor(weight) if on_device else weight
             meter.add(step(total, weight, metrics={"accuracy": seen, "exact": metric(total, 7.0)}))

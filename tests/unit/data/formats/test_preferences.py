@@ -365,3 +365,18 @@ def test_two_responses_without_the_better_one_are_refused() -> None:
     """The message said that a column which the file lacks is None."""
     with pytest.raises(BadRecord, match="'response_0' and 'response_1' come without 'better_response_id'"):
         read_preference({key: value for key, value in RESPONSES.items() if key != "better_response_id"})
+
+
+@pytest.mark.parametrize(("preference", "chosen"), [(-3, "4"), (1, "5"), (0.5, "5")])
+def test_a_signed_preference_chooses_a_response(preference: float, chosen: str) -> None:
+    """HelpSteer 3: below 0 the first is better."""
+    record = {"context": [QUESTION], "response1": "4", "response2": "5", "overall_preference": preference}
+    found = read_preference(record)
+    assert (found.prompt, found.chosen, found.rejected) == ([QUESTION], chosen, {"4": "5", "5": "4"}[chosen])
+
+
+@pytest.mark.parametrize("preference", [0, None, True, "2"])
+def test_a_signed_preference_that_chooses_nothing_is_bad(preference: Any) -> None:
+    record = {"prompt": "2+2?", "response1": "4", "response2": "5", "overall_preference": preference}
+    with pytest.raises(BadRecord, match=r"'overall_preference' is .*, which does not say which response is better"):
+        read_preference(record)

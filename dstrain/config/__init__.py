@@ -5,6 +5,7 @@ from dstrain.config.resolve import (
     BatchPlan,
     check_learning_changes,
     find_learning_changes,
+    most_tokens_of_pass,
     resolve_batch,
     resolve_steps,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "dump_recipe",
     "find_learning_changes",
     "list_keys",
+    "most_tokens_of_pass",
     "read_recipe",
     "resolve_batch",
     "resolve_steps",

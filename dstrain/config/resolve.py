@@ -166,6 +166,17 @@ def _resolve_token_batch(batch: BatchConfig, micro: int | None, preset_accumulat
     return BatchPlan(batch.total, min(micro or batch.total, batch.total), None, batch.tokens_per_micro)
 
 
+def most_tokens_of_pass(config: RunConfig, rows_per_sample: int) -> int | None:
+    """Return a number of tokens that no forward pass exceeds on any number of processes; None if there is no limit.
+
+    `rows_per_sample`: sequences of one sample.
+    """
+    batch, sample = config.batch, rows_per_sample * config.data.max_length
+    limits = [] if batch.tokens_per_micro is None else [max(batch.tokens_per_micro, sample)]
+    samples = [number for number in (batch.micro, batch.total) if number is not None]
+    return min([*limits, *(number * sample for number in samples)], default=None)
+
+
 def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: int) -> tuple[int, int]:
     """Return (optimizer steps, samples) of the complete run. With `epochs` the last step may be smaller."""
     if config.steps is not None:
@@ -190,7 +201,7 @@ _MUTABLE_KEYS = (
 _MUTABLE_NESTED_KEYS = {
     "batch": ("micro", "accumulate", "tokens_per_micro", "packing", "prefix_sharing", "on_oom"),
     "data": ("eval", "workers", "prefetch", "pin", "on_error"),
-    "model": ("gradient_checkpointing", "attn_implementation"),
+    "model": ("gradient_checkpointing", "attn_implementation", "tiled_mlp"),
 }
 
 

@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from dstrain.errors import SECRET_NAME, URL_PASSWORD
 
@@ -47,6 +56,17 @@ def _check_share_of_layers(value: bool | float) -> bool | float:
 
 ShareOfLayers = Annotated[bool | float, AfterValidator(_check_share_of_layers)]
 """True for all, false for none."""
+
+
+def _check_tile_tokens(value: bool | int | str) -> bool | int | str:
+    if not isinstance(value, (bool, str)) and value < MIN_TILE_TOKENS:
+        raise ValueError(f"must be auto, true, false, or the tokens of a tile, at least {MIN_TILE_TOKENS}")
+    return value
+
+
+MIN_TILE_TOKENS = 16
+"""Of model.tiled_mlp: a smaller number was meant as a number of tiles."""
+TiledMlp = Annotated[bool | StrictInt | Literal["auto"], AfterValidator(_check_tile_tokens)]
 
 
 _RECIPES_ARE_SAVED = "and recipes are saved; write the name alone, and set the variable where you launch"
@@ -152,6 +172,8 @@ class ModelConfig(Section):
     """Factor of the router's auxiliary loss of a mixture of experts. Empty: the model config's, if its output_router_logits is true."""
     gradient_checkpointing: ShareOfLayers = True
     """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5: in that share of the layers."""
+    tiled_mlp: TiledMlp = "auto"
+    """Run the MLPs of the decoder in tiles of tokens, so that the intermediate activations of one tile exist at a time. auto: tiles of 8,192 tokens in layers that recompute their activations, where it costs nothing; true: in all layers; a number: tokens of a tile, in all layers."""
     trust_remote_code: bool = False
     """Let transformers run Python code from the model's folder or repository."""
 

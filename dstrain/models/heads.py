@@ -12,7 +12,8 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import get_device_states, set_device_states
+
+from dstrain.models.recompute import ForwardState, GradientSums
 
 # Shapes: N targets, n targets of a slice, V vocabulary, H width.
 #
@@ -515,11 +516,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> Any:
         ctx.score_chunk, ctx.size = score_chunk, size
         ctx.parameters = parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
-        kind = rows.device.type
-        # autograd calls `backward` outside of the caller's autocast context.
-        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        # Dropout, in adapters of the head, must drop the same units in both passes.
-        ctx.rng_state = torch.get_rng_state(), *get_device_states(rows)
+        ctx.state = ForwardState.of(rows)  # of dropout in adapters of the head
         ctx.save_for_backward(rows, targets)
         chunks = zip(rows.split(size), targets.split(size), strict=True)
         scores = [score_chunk(*chunk) for chunk in chunks]
@@ -531,12 +528,7 @@ class _ChunkedScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         rows, targets = ctx.saved_tensors
-        kind, dtype, enabled = ctx.autocast
-        with (
-            _fork_rng(*ctx.rng_state),
-            torch.enable_grad(),
-            torch.autocast(kind, dtype, enabled=enabled),
-        ):
+        with ctx.state.restored():
             row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, grad_outputs)
         # For each argument of `forward`: score_chunk, size, rows, targets, parameters.
         return None, None, row_grad, None, *parameter_grads
@@ -551,7 +543,7 @@ def _chunk_gradients(
     """
     needs_row_grad = ctx.needs_input_grad[2]
     row_grad = torch.empty_like(rows) if needs_row_grad else None
-    sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+    sums = GradientSums(ctx.parameters)
     for at in _slices(0, len(rows), ctx.size):
         # A leaf, (n, H): the gradient stops here, and the model's own graph is left alone.
         chunk = rows[at].detach().requires_grad_(needs_row_grad)
@@ -562,26 +554,6 @@ def _chunk_gradients(
         grads = [*torch.autograd.grad(differentiable, inputs, given, allow_unused=True)]
         if row_grad is not None:
             row_grad[at] = grads.pop()
-        for index, grad in enumerate(grads):
-            sums[index] = _accumulate(sums[index], grad)
+        sums.add(grads)
         del scores, outputs, differentiable, grads  # before the next chunk allocates its logits
-    parameter_grads = [None if one is None else one.to(p.dtype) for one, p in zip(sums, ctx.parameters, strict=True)]
-    return row_grad, parameter_grads  # (N, H) and the shapes of the parameters
-
-
-def _accumulate(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum in fp32 or fp64. Changes `total` in place."""
-    if grad is None:
-        return total
-    if total is None:
-        return grad if grad.dtype == torch.float64 else grad.float()
-    return total.add_(grad)
-
-
-@contextmanager
-def _fork_rng(host_state: torch.Tensor, devices: list[int], device_states: list[torch.Tensor]) -> Iterator[None]:
-    """Restore a state of the random generators inside the context, on host and devices."""
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(host_state)
-        set_device_states(devices, device_states)
-        yield
+    return row_grad, sums.pop()  # (N, H) and the shapes of the parameters

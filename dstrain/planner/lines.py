@@ -302,14 +302,19 @@ class PlanInputs:
         return read_graphs(self.shape, self.workload.has_adapter_dropout)
 
     @cached_property
-    def layer_sizes(self) -> list[float]:
-        """Bytes per token that autograd keeps of each layer where it is not recomputed."""
-        return [layer_bytes_per_token(self, graph) for graph in self.layers]
+    def layer_sizes(self) -> list[LayerBytes]:
+        """What each layer keeps per token between its own forward and backward pass."""
+        return [layer_bytes(self, *one) for one in zip(self.layers, self.recomputed, strict=True)]
 
     @cached_property
     def recomputed(self) -> list[bool]:
         """Whether each layer is recomputed."""
         return choose_layers(len(self.layers), self.workload.checkpointed)
+
+    def has_tiles(self, is_recomputed: bool) -> bool:
+        """Return True where norms and dense MLPs run in tiles: in recomputed layers, and in others if the recipe says so."""
+        workload = self.workload
+        return 0 < workload.tile_tokens < workload.tokens and (is_recomputed or workload.tiles_all_layers)
 
     @cached_property
     def trained_parts(self) -> set[Part]:
@@ -596,6 +601,15 @@ _GROUPS = {
 """Linear layers by their common input."""
 
 
+class Adapters(NamedTuple):
+    """Adapters of a part of a layer."""
+
+    rank: int
+    """Sum of their ranks."""
+    dropped_inputs: int
+    """Sum of the widths of their inputs, where dropout gives each adapter an input of its own."""
+
+
 @dataclass(frozen=True)
 class LayerGraph:
     """Which inputs of one decoder layer autograd keeps."""
@@ -606,10 +620,8 @@ class LayerGraph:
     norms_trained: bool
     kept_inputs: frozenset[str]
     """Groups of linear layers that need their input: for the gradient of their weight, or of an adapter's."""
-    adapter_rank: int
-    """Sum of the ranks of all adapters in the layer."""
-    dropped_inputs: int = 0
-    """Sum of the widths of adapters' inputs, where dropout gives each adapter an input of its own."""
+    attention_adapters: Adapters
+    mlp_adapters: Adapters
     merged_weights: int = 0
     """Values of weights to which adapters are added in the forward pass: those of experts."""
 
@@ -635,7 +647,13 @@ def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGrap
 def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> LayerGraph:
     trained = [one.name for one in tensors if one.is_trainable]
     pairs = [one for one in tensors if ".lora_A" in one.name and ".experts." not in one.name]
-    dropped = sum(one.shape[1] for one in pairs if one.is_trainable and has_dropout)
+    dropped = any(one.is_trainable for one in pairs) and has_dropout
+    attention, mlp = (
+        Adapters(
+            sum(one.shape[0] for one in part), sum(one.shape[1] for one in part if one.is_trainable and has_dropout)
+        )
+        for part in ([one for one in pairs if not one.is_of_mlp], [one for one in pairs if one.is_of_mlp])
+    )
     experts = [one for one in tensors if one.is_expert_weight]
     has_expert_adapters = any(".experts." in name and ".lora_" in name for name in trained)
     merged = sum(one.numel for one in experts) if has_expert_adapters else 0
@@ -649,8 +667,7 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     # Of families without these names: all inputs, if anything is trained.
     if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
-    rank = sum(one.shape[0] for one in pairs)
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), rank, dropped, merged)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged)
 
 
 def _layer_index(name: str) -> int | None:
@@ -659,23 +676,81 @@ def _layer_index(name: str) -> int | None:
     return int(words[at + 1]) if at is not None and words[at + 1].isdecimal() else None
 
 
-def layer_bytes_per_token(run: PlanInputs, graph: LayerGraph) -> float:
-    """Return the bytes per token that autograd keeps of one decoder layer."""
-    shape, workload, width = run.shape, run.workload, run.width
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes per token that one decoder layer keeps for its backward pass, and the most that the backward pass adds."""
+
+    norms: float
+    attention: float
+    mlp: float
+    """Without its input."""
+    mlp_input: float
+    gradients: float
+    """Of the moment at which most exists, beyond what is kept."""
+
+    @property
+    def kept(self) -> float:
+        """Bytes that autograd keeps."""
+        return self.norms + self.attention + self.mlp + self.mlp_input
+
+
+def layer_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> LayerBytes:
+    """Return the bytes per token of one decoder layer."""
+    shape, width = run.shape, run.width
     if not graph.is_recorded:
-        return 0.0
+        return LayerBytes(norms=0, attention=0, mlp=0, mlp_input=0, gradients=0)
     # bitsandbytes' product in 8 bits keeps its input, though the weight is frozen (MatMul8bitLt in
     # autograd/_functions.py of 0.50).
     kept_inputs = frozenset(_GROUPS) if run.quantize == "int8" else graph.kept_inputs
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    has_tiles = run.has_tiles(is_recomputed)
+    is_mlp_tiled = has_tiles and shape.has_dense_mlp
+    norms = _norm_bytes(run, graph, is_recomputed)
+    attention = _attention_bytes(run, graph, kept_inputs)
+    mlp = 0.0 if is_mlp_tiled else _mlp_bytes(run, graph, kept_inputs)
+    mlp_input = width * shape.hidden * (is_mlp_tiled or "mlp" in kept_inputs)
+    # Three moments: the backward pass of the MLP, of the norm before it, of attention.
+    hidden, inner = width * shape.hidden, width * shape.intermediate
+    # Gate, activation and up exist beside their gradients; the product of them is free by then.
+    in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * (3 - ("down" in kept_inputs))
+    in_norm = 2 * hidden - mlp - mlp_input + (0 if has_tiles else NORM_GRADIENTS * shape.hidden)
+    wide, narrow = width * shape.heads * shape.head_dim, width * shape.kv_heads * shape.head_dim
+    # The gradient of attention's output, or, where processes exchange it, four copies: as it comes, by receiver, by
+    # sender, and by heads (dstrain/models/attention/sequence.py).
+    around_attention = max(2 * wide + 2 * narrow, 4 * wide * (run.workload.sequence > 1))
+    in_attention = hidden - mlp - mlp_input - norms * (1 - 1 / shape.norms_per_layer) + around_attention
+    return LayerBytes(
+        norms=norms, attention=attention, mlp=mlp, mlp_input=mlp_input, gradients=max(in_mlp, in_norm, in_attention)
+    )
+
+
+NORM_GRADIENTS = 20
+"""Bytes per value that the backward pass of an RMSNorm of transformers makes: five fp32 tensors."""
+
+
+def _norm_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> float:
+    """Return what the norms keep of a token: in tiles their input, otherwise an fp32 copy and what their weight needs."""
+    shape, width = run.shape, run.width
+    heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
+    if run.has_tiles(is_recomputed):
+        # The first norm's input is the layer's, which the rows of inputs count, or a copy from the host.
+        is_counted = is_recomputed and not run.checkpoints_on_host
+        return width * (shape.hidden * (shape.norms_per_layer - is_counted) + heads * shape.has_qk_norm)
     norm_input = 4 * shape.hidden + 4  # its fp32 copy and 1 / root mean square
     normed = (4 if shape.has_fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = float(shape.norms_per_layer * (norm_input + normed))
-    if not graph.input_needs_grad:
+    # In fp32 there is no copy: of a recomputed layer it is the layer's input.
+    if not graph.input_needs_grad or (is_recomputed and width == 4 and not run.checkpoints_on_host):
         size -= norm_input
-    size += width * shape.hidden * sum(group in kept_inputs for group in ("attention", "mlp"))
     if shape.has_qk_norm:
-        size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
+        size += (4 + (normed and width)) * heads + 4 * (shape.heads + shape.kv_heads)
+    return size
+
+
+def _attention_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) -> float:
+    """Return what attention keeps of a token, with its input and adapters."""
+    shape, workload, width = run.shape, run.workload, run.width
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    size = float(width * shape.hidden * ("attention" in kept_inputs))
     # Each query head gets a copy of its keys; one key head for all of them is expanded without a copy.
     keys = wide if (workload.has_mask or workload.is_eager) and shape.kv_heads > 1 else narrow
     if workload.sequence > 1:
@@ -701,16 +776,38 @@ def layer_bytes_per_token(run: PlanInputs, graph: LayerGraph) -> float:
         # tanh of the soft cap, softmax in fp32, and its 16-bit copy, for each pair of tokens of a row.
         copies = 4 + (width if width == 2 else 0) + (width if shape.has_softcap else 0)
         size += copies * shape.heads * workload.length
-    size += width * 3 * shape.intermediate  # gate, its activation, up
+    return size + _adapter_bytes(run, graph.attention_adapters)
+
+
+def _mlp_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) -> float:
+    """Return what the MLP, or the experts, keep of a token besides their input."""
+    shape, workload, width = run.shape, run.workload, run.width
+    size = float(width * 3 * shape.intermediate)  # gate, its activation, up
     size += width * shape.intermediate * ("down" in kept_inputs)
     # Of experts: their outputs, which are multiplied with the weights of the router, and a copy of each token's input.
     size += width * shape.hidden * shape.experts_per_token * (1 + ("mlp" in kept_inputs))
-    # The dropped input and its mask, of one byte on a GPU.
-    size += graph.dropped_inputs * (width + (width if workload.device == "cpu" else 1))
     # Not of each token: the sum of an expert's weight and its adapter, which the gradient of the input needs (peft,
     # ParamWrapper).
     size += width * graph.merged_weights / max(workload.tokens, 1)
-    return size + width * graph.adapter_rank
+    return size + _adapter_bytes(run, graph.mlp_adapters)
+
+
+def _adapter_bytes(run: PlanInputs, adapters: Adapters) -> float:
+    """Return what adapters keep of a token: the product with A, and the dropped input with its mask, a byte on a GPU."""
+    mask = run.width if run.workload.device == "cpu" else 1
+    return run.width * adapters.rank + adapters.dropped_inputs * (run.width + mask)
+
+
+def _tile_bytes(run: PlanInputs) -> float:
+    """Return what exists of one tile while it is recomputed, and the sums of its gradients in fp32."""
+    shape, width = run.shape, run.width
+    if not any(run.has_tiles(is_recomputed) for is_recomputed in run.recomputed):
+        return 0
+    if not shape.has_dense_mlp:
+        return run.workload.tile_tokens * (NORM_GRADIENTS + 8) * shape.hidden
+    trained = [one for one in shape.tensors if one.is_trainable and one.is_of_mlp and _layer_index(one.name) == 0]
+    weights = sum(one.numel for one in trained) * (width + 4 * (width == 2))
+    return run.workload.tile_tokens * width * (6 * shape.intermediate + 2 * shape.hidden) + weights
 
 
 def _checkpointed_inputs(run: PlanInputs) -> int:
@@ -719,7 +816,7 @@ def _checkpointed_inputs(run: PlanInputs) -> int:
     return sum((graph.input_needs_grad or graph.is_recorded) and is_on for graph, is_on in pairs)
 
 
-def _layer_bytes(run: PlanInputs, recomputed: bool) -> list[float]:
+def _sizes(run: PlanInputs, recomputed: bool) -> list[LayerBytes]:
     return [size for size, is_on in zip(run.layer_sizes, run.recomputed, strict=True) if is_on is recomputed]
 
 
@@ -728,16 +825,18 @@ def _outside_bytes(run: PlanInputs) -> float:
     shape, workload, width = run.shape, run.workload, run.width
     is_norm_trained = any(one.is_trainable and one.name.split(".")[-2:-1] == ["norm"] for one in shape.tensors)
     norm = 4 * shape.hidden + 4 + (4 if shape.has_fp32_norms else width) * shape.hidden * is_norm_trained
+    if run.has_tiles(any(run.recomputed)):
+        norm = width * shape.hidden
     ids = 8 if any(one.is_trainable and one.part == "embedding" for one in shape.tensors) else 0
     rows = width * shape.hidden if workload.is_scored and not workload.is_packed else 0  # scores of every position
     return workload.tokens * (ids + norm + rows)
 
 
-def _layer_gradients(run: PlanInputs) -> int:
-    shape, tokens = run.shape, run.workload.tokens
-    if not any(graph.is_recorded for graph in run.layers):
+def _last_norm_gradients(run: PlanInputs) -> float:
+    """Return what the backward pass of the last norm makes, beyond the inputs of the head, which are free by then."""
+    if run.has_tiles(any(run.recomputed)):
         return 0
-    return run.width * tokens * (3 * shape.intermediate + 2 * shape.hidden) + 4 * tokens * shape.hidden
+    return run.workload.tokens * (NORM_GRADIENTS - run.width) * run.shape.hidden
 
 
 # In formulas: T tokens, L of them in a row, D width of a head, H width, A heads times head width, K key-value heads times
@@ -746,9 +845,22 @@ PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMS
 CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
 
 
+TILES = "dstrain/models/tiles.py; ALST, arXiv 2506.13996, section 3.1"
+NORMS = "transformers models/llama/modeling_llama.py, LlamaRMSNorm"
+
+
+def _gradient_formula(run: PlanInputs) -> str:
+    attention = "4 A" if run.workload.sequence > 1 else "2 A + 2 K"
+    if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
+        return f"T max(2 w H, w (H + {attention}) - w H of the MLP's input)"
+    return f"T max(w (3 I + H), 20 H, w (H + {attention})), less what is free by then"
+
+
 def _layer_formula(run: PlanInputs) -> str:
     experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
     dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
+    if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
+        return "T w (3 H + 2 A + 2 K): inputs of norms and linear layers, attention"
     return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
 
 
@@ -758,15 +870,20 @@ LAYER_ROWS = (
         lambda run: _checkpointed_inputs(run) * run.width * run.shape.hidden * run.workload.tokens,
         "w T H per layer", CHECKPOINT),
     Row("one recomputed layer", "gpu", LAYER,
-        lambda run: max(_layer_bytes(run, True), default=0) * run.workload.tokens, _layer_formula, PAPER),
+        lambda run: max((one.kept for one in _sizes(run, True)), default=0) * run.workload.tokens, _layer_formula, PAPER),
     Row("activations of the layers", "gpu", KEPT,
-        lambda run: sum(_layer_bytes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
-    Row("embedding and last norm", "gpu", KEPT, _outside_bytes,
-        "T (8 + 4 H + w H)", "transformers models/llama/modeling_llama.py"),
+        lambda run: sum(one.kept for one in _sizes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
+    Row("embedding and last norm", "gpu", HEAD, _outside_bytes,
+        lambda run: "T (8 + w H)" if run.has_tiles(any(run.recomputed)) else "T (8 + 4 H + w H)",
+        "transformers models/llama/modeling_llama.py"),
+    Row("gradients of the last norm", "gpu", HEAD, _last_norm_gradients, "T (20 H - w H)", NORMS),
     Row("rotary angles", "gpu", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
         "2 w L D", "Su et al., arXiv 2104.09864, eq. 34"),
-    Row("gradients inside a layer", "gpu", LAYER, _layer_gradients,
-        "w T (3 I + 2 H) + 4 T H", "largest set of gradients that the MLP's backward pass holds"),
+    Row("gradients inside a layer", "gpu", LAYER,
+        lambda run: max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens,
+        _gradient_formula, "largest set of gradients of the MLP, a norm, or attention, less what is free by then"),
+    Row("one tile of a layer", "gpu", LAYER, _tile_bytes,
+        "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
     Row("one dequantized weight", "gpu", LAYER, lambda run: run.largest_quantized * run.width,
         "w x largest quantized weight", "bitsandbytes autograd/_functions.py"),
 )
@@ -863,7 +980,7 @@ def _logit_bytes(run: PlanInputs) -> int:
 # In formulas: N targets, H width, V vocabulary.
 # fmt: off
 HEAD_ROWS = (
-    Row("inputs of the head", "gpu", KEPT,
+    Row("inputs of the head", "gpu", HEAD,
         lambda run: (2 * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
         "2 w N H", f"{HEADS}, _LinearScores"),
     Row("errors of the head", "gpu", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,

@@ -53,6 +53,11 @@ class ParamTensor:
         return len(self.shape) == 2 and self.part in ("layers", "vision", "projector") and "embed" not in self.name
 
     @property
+    def is_of_mlp(self) -> bool:
+        """Return True for a parameter, or an adapter, of an MLP that is a module of its own."""
+        return re.search(r"\.(mlp|feed_forward)\.", self.name) is not None
+
+    @property
     def is_expert_weight(self) -> bool:
         """Return True for the weights of all experts of a layer: (experts, out, in)."""
         return len(self.shape) == 3 and ".experts." in self.name
@@ -109,6 +114,11 @@ class ModelShape:
     def has_fp32_norms(self) -> bool:
         """Return True where norms multiply with their weight in fp32, as Gemma's do."""
         return self.model_type.startswith("gemma")
+
+    @cached_property
+    def has_dense_mlp(self) -> bool:
+        """Return True where every layer has an MLP that can run in tiles (models/tiles.py)."""
+        return not self.experts_per_token and any(one.part == "layers" and one.is_of_mlp for one in self.tensors)
 
     @cached_property
     def kinds(self) -> tuple[tuple[ParamTensor, int], ...]:

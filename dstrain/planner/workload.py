@@ -25,6 +25,8 @@ from dstrain.preset import Device, Precision, Preset, RunSettings, resolve_preci
 
 QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 """Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
+TILE_TOKENS = 8192
+"""Of dstrain/models/tiles.py, which imports torch; a test compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class Workload:
     """True where attention keeps the logits of all pairs of tokens."""
     checkpointed: float = 1.0
     """Share of the layers that recompute their activations."""
+    tile_tokens: int = 0
+    """Most tokens of a tile of MLPs and norms; 0 without tiles."""
+    tiles_all_layers: bool = False
+    """True where layers that are not recomputed have tiles too."""
     is_scored: bool = False
     has_adapter_dropout: bool = False
     """True where each adapter drops values of its input."""
@@ -94,7 +100,7 @@ def make_workload(
         tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
         rows = max(1, tokens // length)
     images, image_tokens = count_images(shape, properties, length)
-    lora = config.model.lora
+    lora, tiled = config.model.lora, config.model.tiled_mlp
     packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
     sequence = config.parallel.sequence
     if sequence > 1 and (not packed or shape.heads % sequence):
@@ -108,6 +114,8 @@ def make_workload(
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
         has_adapter_dropout=lora is not None and lora.dropout > 0 and not properties.disables_dropout,
+        tile_tokens=0 if tiled is False else TILE_TOKENS if isinstance(tiled, (bool, str)) else tiled,
+        tiles_all_layers=tiled is not False and tiled != "auto",
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, World, data_parallel_rank
 from dstrain.models.params import ParamGroup, gathered
 from dstrain.preset import read_preset
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.optimizers import make_optimizer
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.health.trainability import NonFiniteGuard
@@ -168,6 +169,26 @@ def pinned(workers: int) -> dict[str, Any]:
             locked += [tensor.is_pinned() for tensor in a.tensors.values()]
             same += [torch.equal(there.tensors[name].cpu(), b.tensors[name]) for name in b.tensors]
     return {"pinned": locked, "same": same}
+
+
+def tiled_pass(tiled: Any, tokens: int) -> dict[str, Any]:
+    """Gradients of a bf16 pass over one row whose layers are recomputed, and its peak of memory. Not collective."""
+    sizes = {"model_type": "llama", "vocab_size": 300, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}  # fmt: skip
+    model = {"config": sizes, "tiled_mlp": tiled, "dtype": "bfloat16"}
+    task = tiny_task("sft", {"model": model, "batch": {"packing": False}, "data": {"max_length": tokens}})
+    module = build_train_module(task).to(device()).train()
+    ids = np.random.default_rng(0).integers(5, 60, tokens).astype(np.int32)
+    mask = (np.arange(tokens) > 0).astype(np.int32)
+    batch = task.collate([{"sample": 0, "input_ids": ids, "loss_mask": mask}]).to(device())
+    has_cuda = device().type == "cuda"
+    if has_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if has_cuda else 0
+    module(batch)[0].backward()
+    peak = torch.cuda.max_memory_allocated() - before if has_cuda else None
+    gradients = {n: p.grad.double().cpu().numpy() for n, p in module.named_parameters() if p.grad is not None}
+    return {"peak": peak, "gradients": gradients}
 
 
 def run(**arguments: Any) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
-from dstrain.planner.lines import LAYER_ROWS, PlanInputs, gradient_overlaps, plan_lines, state_rows
+from dstrain.planner.lines import (
+    HEAD_ROWS,
+    LAYER_ROWS,
+    PlanInputs,
+    gradient_overlaps,
+    plan_lines,
+    state_rows,
+    sum_bytes,
+)
 from dstrain.planner.memory import make_run
 from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster, make_workload
@@ -259,10 +267,59 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         keys=keys / ids.numel(),
     )  # fmt: skip
     run = PlanInputs(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
-    lines = [line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass"]
+    lines = [
+        line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass" or line.name == "embedding and last norm"
+    ]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:
         # Arguments of the recomputed layers, which a closure keeps and no hook sees.
         del parts["rotary angles"]
     parts["head"] = float(saved_head_bytes(run))
     return {"predicted": sum(parts.values()), **parts}
+
+
+class LivePeak(TorchDispatchMode):
+    """The most bytes of storages that operations inside make and that live at the same time."""
+
+    def __init__(self, model: torch.nn.Module, batch: Batch) -> None:
+        super().__init__()
+        owned = (*model.parameters(), *model.buffers(), *batch.tensors.values())
+        self.known = {one.untyped_storage().data_ptr() for one in owned}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.live = {place: one for place, one in self.live.items() if not one[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                storage = tensor.untyped_storage()
+                self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return result
+
+
+def pass_peaks(changes: dict[str, Any], dtype: str, length: int, tokens: list[int]) -> list[dict[str, float]]:
+    """Return for each number of tokens the peak of a forward and backward pass over rows of `length`, and the plan's."""
+    model = {**changes.get("model", {}), "dtype": dtype}
+    found, micro = [], max(tokens) // length
+    for number in tokens:
+        task = tiny_task(
+            "sft", {"batch": {"packing": False, "micro": micro}, "data": {"max_length": length}, "model": model}
+        )
+        module = build_train_module(task).train()
+        ids = torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(0)).int().numpy()
+        mask = (torch.arange(length) > 0).int().numpy()
+        rows = [{"sample": 0, "input_ids": ids, "loss_mask": mask} for _ in range(number // length)]
+        batch = task.collate(rows)
+        with LivePeak(module, batch) as live:
+            module(batch)[0].backward()
+        properties = read_properties(task.recipe)
+        shape = read_shape(task.recipe, properties)
+        plan = make_workload(task.recipe, shape, properties, resolve_batch(task.recipe.batch, 1), "cpu")
+        targets = number - len(rows)
+        workload = replace(plan, tokens=number, rows=len(rows), targets=targets)
+        run = PlanInputs(shape=shape, workload=workload, precision="bf16" if dtype == "bfloat16" else "fp32")
+        planned = sum_bytes(plan_lines(run, (*LAYER_ROWS, *HEAD_ROWS)), "gpu")
+        found.append({"tokens": number, "measured": live.peak, "planned": planned})
+    return found

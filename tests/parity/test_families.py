@@ -15,6 +15,10 @@ ROWS = 7
 """Of logits in a chunk; a step has some hundred."""
 
 
+TILE = 16
+"""Tokens of a tile; a micro-batch has some hundred."""
+
+
 def of(name: str, **model: Any) -> dict[str, Any]:
     return {"model": {"config": family(name), **model}}
 
@@ -46,8 +50,17 @@ QUICK = (
     ("dpo, gemma2", 3),
     ("kto, granite", 2),
     ("vlm", 3),
+    ("llama, in tiles", 3),
+    ("lora, gemma3_text, in tiles", 2),
+    ("dpo, adapters of cohere2, in tiles", 3),
 )
 """Cases and stages that stand for the others."""
+TILED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{case}, in tiles": (task, changes | {"model": {**changes["model"], "tiled_mlp": TILE}})
+    for case, (task, changes) in CASES.items()
+    if changes
+}
+CASES |= TILED
 TOLERANCES: dict[str, float] = {}
 """Of a gradient, where 1e-6 is too little."""
 
@@ -72,7 +85,7 @@ def definition(one: Workers) -> Any:
 @pytest.mark.parametrize(("case", "stage"), [(c, s) if (c, s) in QUICK else SLOW(c, s) for c in CASES for s in (2, 3)])
 def test_a_step_of_every_family_is_that_of_plain_pytorch(case: str, stage: int, two: Workers, definition: Any) -> None:
     task, changes = CASES[case]
-    wanted = definition(case)
+    wanted = definition(case.removesuffix(", in tiles"))
     for found in two(
         "tests.parity.family_cases:step_in_chunks", rows=ROWS, task=task, kind=f"zero{stage}",
         samples=SAMPLES["uneven"], accumulate=2, changes=changes | SGD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -162,3 +162,31 @@ def test_the_activations_of_other_layers_are_predicted(one: Workers, name: str, 
         error = found["predicted"] / found["measured"] - 1
         print(f"{name} {dtype}: {found['measured']} bytes, predicted {error:+.2%}")
         assert abs(error) <= ACTIVATIONS, found
+
+
+LONG = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+SLOPE = 0.05
+"""Worst relative error of the bytes per token of a pass's peak."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile", "dtype"),
+    [
+        ([4096, 8192], 256, "float32"),
+        # The claim of the first, at the lengths that tiles are for and in the type of a GPU.
+        pytest.param([4096, 16384, 65536], 512, "bfloat16", marks=pytest.mark.slow),
+        pytest.param([4096, 16384, 65536], False, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_a_pass_grows_with_its_tokens_as_planned(
+    one: Workers, tokens: list[int], tile: Any, dtype: str
+) -> None:
+    model = {"config": {"model_type": "llama", **LONG}, "tiled_mlp": tile, "lora": {"rank": 8}}
+    (found,) = one(
+        "tests.parity.memory_cases:pass_peaks", changes={"model": model}, dtype=dtype, length=512, tokens=tokens
+    )
+    for below, above in pairwise(found):
+        slopes = [(above[key] - below[key]) / (above["tokens"] - below["tokens"]) for key in ("measured", "planned")]
+        print(f"{tile} {dtype} {below['tokens']} to {above['tokens']}: {slopes[0]:.0f}, planned {slopes[1]:.0f}")
+        assert slopes[1] == pytest.approx(slopes[0], rel=SLOPE), found

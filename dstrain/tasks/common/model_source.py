@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
@@ -108,6 +109,7 @@ class ModelSource:
 
     def load(self, model: ModelConfig) -> torch.nn.Module:
         """Load or initialize the model that `model` describes. Collective under ZeRO-3."""
+        from dstrain.models.tiles import can_need_tiles, enable_tiles
         from dstrain.tasks.common.forward import disable_dropout_in_model
 
         loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
@@ -116,6 +118,8 @@ class ModelSource:
             disable_dropout_in_model(loaded)
         if model.gradient_checkpointing:
             enable_gradient_checkpointing(loaded, float(model.gradient_checkpointing))
+        if can_need_tiles(model.tiled_mlp, most_tokens_of_pass(self.recipe, self.task.rows_per_sample)):
+            enable_tiles(loaded, model.tiled_mlp)
         return loaded
 
     def build_meta_model(self) -> torch.nn.Module:

@@ -122,11 +122,15 @@ class TextChecks(Checks):
         return check_model(task.recipe, can_generate=task.can_generate, needs_vision=task.needs_vision)
 
     def run(self) -> None:
+        from dstrain.models.tiles import check_tiles
+
         model, source = self.task.recipe.model, self.task.model_source
         check_weight_files(model)
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
         check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
-        self.validator.check(source.build_meta_model())
+        meta_model = source.build_meta_model()
+        check_tiles(meta_model, model.tiled_mlp)
+        self.validator.check(meta_model)
         _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
 
     def device(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
 from dstrain.models.params import init_deepspeed
+from dstrain.models.tiles import use_leaf_modules
 from dstrain.train.engine.module import TrainModule, compute_step_stats, evaluate_batch
 from dstrain.train.state.files import CheckpointReader, StateFile
 from dstrain.train.state.layout import StateSlice
@@ -90,6 +91,7 @@ class ForwardEngine:
         import deepspeed
 
         init_deepspeed()
+        use_leaf_modules(module)
         zero = {key: value for key, value in ds_config["zero_optimization"].items() if key != "offload_optimizer"}
         self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
         # DeepSpeed's engine is a new module around this one, and new modules are in training mode.

@@ -21,6 +21,7 @@ from dstrain.distributed.patches import (
 from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
 from dstrain.models.params import ParamGroup, init_deepspeed
+from dstrain.models.tiles import use_leaf_modules
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
     StepAccumulator,
@@ -73,6 +74,8 @@ class DeepSpeedEngine:
         )
         if ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
             offload_activation_checkpoints(train_module.model, pin_memory=world.device.type == "cuda")
+        if zero["stage"] == 3:
+            use_leaf_modules(train_module)
         # DeepSpeed's own clipping fails there on a gradient that is None.
         config = {**ds_config, "gradient_clipping": 0.0} if self._max_grad_norm else dict(ds_config)
         self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=config)

@@ -16,6 +16,12 @@ def test_blocks_of_attention_are_those_of_the_kernel() -> None:
     assert (workload.QUERY_BLOCK, workload.SAVED_BYTES) == (by_group.QUERY_BLOCK, by_group.SAVED_BYTES)
 
 
+def test_tiles_are_those_of_the_model() -> None:
+    from dstrain.models import tiles
+
+    assert workload.TILE_TOKENS == tiles.TILE_TOKENS
+
+
 def test_a_query_computes_the_keys_of_its_block() -> None:
     from dstrain.planner.workload import mean_block_keys
 

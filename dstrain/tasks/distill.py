@@ -119,10 +119,8 @@ class Distill(SFT, FrozenReferenceTask):
         teacher, ids = (batch.tensors[name] for name in self.ref_columns)  # (B, K, k + 1), (B, K, k)
         log_probs, right, student = map_target_logits(model, batch, score, ids.long())
         kl = divergence(student, teacher.to(student.dtype), self.loss_type).sum()
-        soft = (
-            self.temperature**2 * kl
-        )  # gradients of soft targets are smaller by this factor: Hinton et al., section 2
-        total = (1 - self.ce_weight) * soft - self.ce_weight * log_probs.sum()
+        # Gradients of soft targets are smaller by T^2: Hinton et al., section 2.
+        total = (1 - self.ce_weight) * self.temperature**2 * kl - self.ce_weight * log_probs.sum()
         return Loss(total, {"kl": kl.detach(), "token_accuracy": right.sum()})
 
     @classmethod

@@ -105,7 +105,7 @@ def complete(*words: str) -> list[str]:
         (("plan", "--model-shape", "llama-3.1-7"), ["llama-3.1-70b"]),
         (("presets", "zero2_f"), ["zero2_fp16"]),
         (("recipes", ""), list_builtin_recipes()),
-        (("tasks", "d"), ["docqa", "dpo"]),
+        (("tasks", "d"), ["distill", "docqa", "dpo"]),
         (("init", "k"), ["kto"]),
         (("data", "c"), ["check"]),
         (("data", "check", "x.jsonl", "--task", "r"), ["rm"]),

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sft, sharded": ("sft", "zero3", {}, {}),
     "sft, adapters": ("sft", "zero2", {}, {"lora": LORA}),
     "kto, sharded reference": ("kto", "zero3", {}, {}),
+    "distill, remembered": ("distill", "zero2", {"precompute_ref_log_probs": True}, {}),
+    "distill, sharded teacher": ("distill", "zero3", {}, {}),
     "rm, adapters": ("rm", "zero1", {}, {"lora": LORA}),
     "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
     "vlm": ("vlm", "zero2", {}, {}),

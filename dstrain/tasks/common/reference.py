@@ -161,8 +161,6 @@ class ReferenceTask(FrozenReferenceTask):
 
     beta: float = 0.1
     """Strength of the penalty on the divergence from the reference."""
-    precompute_ref_log_probs: bool = False
-    """Compute the reference's outputs once, before training, and cache them: no second model in memory."""
     ref_model: str | None = None
     """Folder or hub id of another reference; empty: the initial policy."""
     disable_dropout: bool = True

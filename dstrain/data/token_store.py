@@ -169,13 +169,13 @@ class TokenStore:
         """Equal for equal columns, wherever the data and its images are."""
         self.report = BuildReport(**{**meta["report"], "bad": [BadRow(*row) for row in meta["report"]["bad"]]})
         self._count = int(meta["count"])
-        self.record_indices = _open_column(folder / "sample.npy")
-        self._scalars = {name: _open_column(folder / f"{name}.npy") for name in meta["scalars"]}
+        self.record_indices = open_column(folder / "sample.npy")
+        self._scalars = {name: open_column(folder / f"{name}.npy") for name in meta["scalars"]}
         self._ragged = {
-            name: (_open_column(folder / f"{name}.npy"), _open_column(folder / f"{name}.ends.npy"))
+            name: (open_column(folder / f"{name}.npy"), open_column(folder / f"{name}.ends.npy"))
             for name in meta["ragged"]
         }
-        self.groups = _open_column(folder / f"{GROUP}.npy") if meta["has_groups"] else None
+        self.groups = open_column(folder / f"{GROUP}.npy") if meta["has_groups"] else None
         """(count,) group of each row's record, where `prepare` was given one: equal for records that belong together."""
         tokens = TokenColumns(**manifest["key"].get("token_columns", {}))
         self.token_columns = replace(tokens, names=tuple(name for name in tokens.names if name in self._ragged))
@@ -298,7 +298,8 @@ def _write_store(folder: Path, build: Build, write_extra: Callable[[Path], objec
     (folder / META_FILE).write_text(json.dumps(meta), encoding="utf-8")
 
 
-def _open_column(path: Path) -> np.ndarray:
+def open_column(path: Path) -> np.ndarray:
+    """Return the array of a .npy file, mapped into memory."""
     # Without the view, every slice of a memmap pays for building a memmap; an empty file cannot be mapped.
     if path.stat().st_size <= 128:
         return np.load(path, allow_pickle=False)
@@ -326,7 +327,7 @@ class TokenizedDataset:
     weights: tuple[float, ...]
     """Times that an epoch uses each source."""
     output_columns: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
-    """Name -> a number for each row of the store: precomputed outputs of frozen models."""
+    """Name -> a number for each row of the store, or an array for each, as objects: outputs of frozen models."""
     aligned_stores: Mapping[str, AlignedStore] = field(default_factory=dict, repr=False)
     """Name of a frozen model with a tokenizer of its own -> the same records as it reads them."""
     counts: Mapping[str, int | str] = field(default_factory=dict)
@@ -337,7 +338,10 @@ class TokenizedDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         row = int(self.rows[index])
-        return self.store[row] | {name: float(column[row]) for name, column in self.output_columns.items()}
+        outputs = {name: column[row] for name, column in self.output_columns.items()}
+        return self.store[row] | {
+            name: value if isinstance(value, np.ndarray) else float(value) for name, value in outputs.items()
+        }
 
     @property
     def lengths(self) -> LengthFunction | None:

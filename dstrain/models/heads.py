@@ -355,7 +355,10 @@ def _to_logits(value: Any) -> Any:
     return attributes["logits"]
 
 
-# Shapes: B rows, K targets of a row, N targets of all rows, V vocabulary, H width.
+# Shapes: B rows, K targets of a row, N targets of all rows, n targets of a chunk, V vocabulary, H width.
+
+ChunkFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""Logits (n, V), targets (n, …) -> results (n, …), of which those in floating point have a gradient."""
 
 
 @dataclass(frozen=True)
@@ -372,28 +375,39 @@ class HeadInput:
     def score_targets(
         self, rows: torch.Tensor, targets: torch.Tensor, fields: ScoreFields = DEFAULT_FIELDS
     ) -> TokenScores:
-        """Return the scores of targets (N,) for hidden states (N, H).
+        """Return the scores of targets (N,) for hidden states (N, H). Collective under ZeRO-3."""
 
-        The head is called once, around all chunks, so that ZeRO-3 gathers its weights once in each direction.
-        The number of chunks may differ between ranks. Collective under ZeRO-3.
+        def score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return fields.select(score_logits(logits, targets, fields))
+
+        return fields.name(self.map_logits(rows, targets, score, fields))
+
+    def map_logits(
+        self, rows: torch.Tensor, targets: torch.Tensor, function: ChunkFunction, fields: ScoreFields | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the results (N, …) of `function` on the logits of hidden states (N, H) and on targets (N, …).
+
+        It gets a chunk at a time, and treats each row alike. `fields`: those of TokenScores that it returns, which a
+        plain linear head computes in a faster way. The head is called once, around all chunks, so that ZeRO-3 gathers
+        its weights once in each direction. The number of chunks may differ between ranks. Collective under ZeRO-3.
         """
         head, inner = self.head, self.head.forward
 
-        def score_chunk(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def map_chunk(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = inner(rows)
             for step in self.postprocessing:
                 logits = step(logits)
-            return fields.select(score_logits(logits, targets, fields))
+            return function(logits, targets)
 
-        def score_all(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            if "forward" not in attributes and LinearHead.supports(head, rows, fields):
+        def map_all(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if fields is not None and "forward" not in attributes and LinearHead.supports(head, rows, fields):
                 linear = LinearHead(head.weight, head.bias, self.postprocessing, fields)
                 return linear.score_targets(rows, targets)
-            return _score_in_chunks(score_chunk, head, rows, targets)
+            return _score_in_chunks(map_chunk, head, rows, targets)
 
         attributes = dict(vars(head))
-        with _forward_overridden(head, score_all):
-            return fields.name(head(rows, targets))
+        with _forward_overridden(head, map_all):
+            return cast("tuple[torch.Tensor, ...]", head(rows, targets))
 
 
 def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput:
@@ -525,7 +539,7 @@ def _chunk_gradients(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """Return the gradient of the rows (N, H), and of each trainable parameter.
 
-    `grad_outputs`: those of the requested fields of TokenScores, each (N,).
+    `grad_outputs`: those of the results, each (N, …).
     """
     needs_row_grad = ctx.needs_input_grad[2]
     row_grad = torch.empty_like(rows) if needs_row_grad else None

@@ -13,11 +13,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dstrain.cache import load_entry, write_entry
+from dstrain.batch import Batch
+from dstrain.cache import check_once, load_entry, write_entry
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
-from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore
+from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore, open_column
 from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.errors import DataError, TaskError
 from dstrain.models.params import is_zero3, zero3_init
@@ -37,6 +38,7 @@ REFERENCE = "reference"
 """Name of the reference among the frozen models; reward models have those of their scorers."""
 
 OutputColumns = dict[str, np.ndarray]
+"""Name -> a number for each row, (rows,) float64; or an array (targets, …) for each row, (rows,) objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,17 +179,27 @@ def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engi
     starts = range(0, len(store), ROWS_PER_ENTRY)
     keys = [{**key, "first_row": start, "rows": min(ROWS_PER_ENTRY, len(store) - start)} for start in starts]
     # What rank 0 finds: all ranks must agree on which rows are missing.
-    parts = world.broadcast([load_entry(kind, part, read_columns) for part in keys] if world.rank == 0 else None)
-    missing = sum(part is None for part in parts)
+    with check_once() as checked:
+        found = [load_entry(kind, part, read_columns) if world.rank == 0 else None for part in keys]
+        is_missing, checked = world.broadcast(([part is None for part in found], checked))
+    missing = sum(is_missing)
     if missing and world.rank == 0:
         count = missing * ROWS_PER_ENTRY if missing < len(starts) else len(store)
         log_stdout(f"{job.name}: {count} samples to compute")
-    for index, start in enumerate(starts):
-        if parts[index] is None:
-            parts[index] = columns = _compute_outputs(job, store, start, engine)
+    parts = []
+    for start, part, columns, is_computed in zip(starts, keys, found, is_missing, strict=True):
+        if is_computed:
+            columns = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
-                write_entry(kind, keys[index], partial(write_columns, columns=columns))
+                write_entry(kind, part, partial(write_columns, columns=columns))
                 log_stdout(f"{job.name}: {min(start + ROWS_PER_ENTRY, len(store))} of {len(store)} samples")
+        if columns is None or (is_computed and any(map(is_ragged, columns.values()))):
+            # Arrays of a file are mapped: the processes of a host have them in memory once.
+            with check_once(checked):
+                columns = load_entry(kind, part, read_columns) or columns
+        if world.any(columns is None):  # of a host with a cache of its own
+            columns = world.broadcast(columns)
+        parts.append(cast("OutputColumns", columns))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -203,11 +215,10 @@ def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _
         rows[chunk].tolist()
         for chunk in eval_micro_batches(len(rows), limits, size, rank, costs and (lambda places: costs(rows[places])))
     ]
-    outputs: dict[str, list[float]] = {}
+    outputs: dict[str, list[Any]] = {}
     for batch in iter_batches(store, job.task.collate, mine, job.world.sequence):
         for name, column in engine.get()(batch).items():
-            # float64 on the host: sums of many log-probabilities, written once.
-            outputs.setdefault(name, []).extend([] if batch.is_filler else column.double().tolist())
+            outputs.setdefault(name, []).extend([] if batch.is_filler else _values_of_samples(column, batch))
     shares = job.world.gather(([row for chunk in mine for row in chunk], outputs))
     if job.world.sequence is not None:  # its processes have computed the same
         shares = shares[:: job.world.sequence.size]
@@ -215,13 +226,38 @@ def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _
     positions = np.concatenate([np.array(rank_rows, dtype=np.int64) for rank_rows, _ in shares]) - first_row
     found = {}
     for name in outputs:
-        found[name] = np.empty(len(rows))
-        found[name][positions] = np.concatenate([columns[name] for _, columns in shares])
-        if not np.isfinite(found[name]).all():
-            where = rows[~np.isfinite(found[name])][:8].tolist()
-            problem = f"the {job.name} model's {name} of samples {where} is not finite"
+        values = [value for _, columns in shares for value in columns[name]]
+        found[name] = make_column([values[at] for at in np.argsort(positions)])
+        is_finite = np.array([bool(np.isfinite(value).all()) for value in found[name]])
+        if not is_finite.all():
+            problem = f"the {job.name} model's {name} of samples {rows[~is_finite][:8].tolist()} is not finite"
             raise DataError(f"{problem}; check its weights and precision")
     return found
+
+
+def _values_of_samples(column: torch.Tensor, batch: Batch) -> list[float] | list[np.ndarray]:
+    """Return the output of each sample, (B,) -> B numbers; (B, K, …) -> B arrays (targets, …) in 32 bits."""
+    if column.dim() == 1:
+        # float64 on the host: sums of many log-probabilities, written once.
+        return column.double().tolist()
+    values = column.float() if column.is_floating_point() else column.int()
+    targets = batch.tensors["loss_mask"].cpu() != 0  # (B, K)
+    return [row[own].numpy() for row, own in zip(values.cpu(), targets, strict=True)]
+
+
+def make_column(values: Sequence[float] | Sequence[np.ndarray]) -> np.ndarray:
+    """Return a column of numbers, or of arrays of different lengths as objects."""
+    if not isinstance(values[0], np.ndarray):
+        return np.array(values, dtype=np.float64)
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):  # at once, numpy would look for a common shape
+        column[row] = value
+    return column
+
+
+def is_ragged(column: np.ndarray) -> bool:
+    """Return True where a column has an array for each row."""
+    return column.dtype == object
 
 
 class _LazyEngine:
@@ -248,12 +284,27 @@ class _LazyEngine:
             torch.cuda.empty_cache()
 
 
+ENDS = ".ends"
+"""End of the name of a file with the ends of the rows in a column of arrays."""
+
+
 def read_columns(folder: Path) -> OutputColumns:
-    """Return the columns of one entry of the cache. Raises OSError or ValueError."""
-    return {path.stem: np.load(path, allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
+    """Return the columns of one entry of the cache; arrays are mapped into memory. Raises OSError or ValueError."""
+    files = {path.stem: path for path in sorted(folder.glob("*.npy"))}
+    columns: OutputColumns = {}
+    for name, path in files.items():
+        if name + ENDS in files:
+            ends = np.load(files[name + ENDS], allow_pickle=False)
+            columns[name] = make_column(np.split(open_column(path), ends[:-1]))
+        elif not name.endswith(ENDS):
+            columns[name] = np.load(path, allow_pickle=False)
+    return columns
 
 
 def write_columns(folder: Path, columns: OutputColumns) -> None:
     """Write the columns of one entry into a folder."""
     for name, column in columns.items():
+        if is_ragged(column):
+            np.save(folder / f"{name}{ENDS}.npy", np.cumsum([len(value) for value in column]))
+            column = np.concatenate(column)
         np.save(folder / f"{name}.npy", column)

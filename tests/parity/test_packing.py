@@ -26,14 +26,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "kto": ("kto", {"moved": True, "seed": 6}),
     **{f"{task}, with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
+    "distill, a teacher in memory": ("distill", {"moved": True}),
+    "distill, a teacher remembered": ("distill", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
 }
 QUICK = (("rm", 3), ("rm, adapters", 2), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 1), ("dpo, safe", 1),
+         ("distill, a teacher remembered", 3), ("distill, a teacher in memory", 0),
          *((f"{task}, with images", 3) for task in ("vlm", "rm", "dpo")))  # fmt: skip
 """Cases and stages that stand for the others."""
 BY_TWO = (
     (1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3),
     (2, "rm, with images", 3), (1, "kto", 1), (2, "sft", 0), (1, "rm", 3), (1, "rm, adapters", 2), (1, "dpo", 2),
+    (1, "distill, a teacher remembered", 3), (2, "distill, a teacher in memory", 0),
     (1, "vlm, with images", 3), (2, "dpo, adapters", 3), (2, "dpo, with images", 3),
 )  # fmt: skip
 """Cells that others stand for: two processes for one; with images vlm, with adapters rm, without shards dpo, safe."""

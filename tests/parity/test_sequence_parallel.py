@@ -30,12 +30,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "orpo": ("dpo", {"options": {"loss_type": "orpo"}}),
     "kto": ("kto", {"moved": True, "seed": 6}),
+    "distill": ("distill", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     **{f"{task}, with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
     **{name: ("sft", of(name)) for name in ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "granite")},
 }
 
 
-QUICK = (("sft", 3), ("rm", 1), ("dpo, adapters", 2), ("rm, with images", 3), ("kto", 0), ("gemma2", 2))
+QUICK = (("sft", 3), ("rm", 1), ("dpo, adapters", 2), ("rm, with images", 3), ("kto", 0), ("gemma2", 2), ("distill", 3))
 """Cases and stages that stand for the others."""
 QUICK_BY_FOUR = (("dpo", 3, 2), ("sft", 0, 4))
 

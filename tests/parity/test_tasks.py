@@ -21,6 +21,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto, a reference in memory": ("kto", {"moved": True, "seed": 6}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
     "kto, adapters switched off": ("kto", {"moved": True, "seed": 2, **LORA}),
+    "distill, a teacher in memory": ("distill", {"moved": True, "options": {"temperature": 2.0}}),
+    "distill, a teacher remembered": ("distill", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "distill, reverse, adapters": ("distill", {"moved": True, **LORA, "options": {"loss_type": "reverse_kl"}}),
     "rm, adapters": ("rm", {"moved": True, **LORA}),
     "sft": ("sft", {}),
     "rm, DoRA": ("rm", {"moved": True, "model": {"lora": {"rank": 4, "dora": True}}}),
@@ -86,6 +89,7 @@ AT_STAGE_3 = (
     "dpo, a reference remembered", "dpo, adapters switched off", "dpo, no reference", "kto, a reference in memory",
     "kto, a reference remembered", "kto, adapters switched off", "rm, adapters", "rm, DoRA", "sft",
     "dpo, safe", "temporal, adapters", "temporal, masked", "temporal, align", "protein, hidden together",
+    "distill, a teacher in memory",
 )  # fmt: skip
 """Cases that stage 3, the harder one, stands for; stage 2: the other cases and test_step."""
 AT_STAGE_2 = (
@@ -93,6 +97,7 @@ AT_STAGE_2 = (
     "rm, DoRA", "kto, a reference in memory", "kto, a reference remembered", "temporal, align",
     "dpo, a reference remembered", "dpo, no reference", "temporal, masked", "temporal, adapters",
     "dpo, a reference in memory", "dpo, adapters switched off", "rm, adapters", "protein", "temporal",
+    "distill, a teacher remembered", "distill, reverse, adapters",
 )  # fmt: skip
 """Cases that another cell stands for at stage 3; adapters: kto; protein, temporal: stage 2; DoRA:
 resume/test_trained, safe with images: remembered answers; kto's references: those of dpo, and kto with adapters; dpo:

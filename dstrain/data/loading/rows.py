@@ -257,6 +257,16 @@ def loss_positions(loss_mask: torch.Tensor, length: int) -> torch.Tensor:
     return loss_mask.nonzero() + torch.tensor([0, length - loss_mask.shape[1]], device=loss_mask.device)
 
 
+def place_targets(values: Sequence[np.ndarray], loss_mask: torch.Tensor) -> torch.Tensor:
+    """Return values of targets at their places, (B, K, …), 0 elsewhere; `values`: of each row, (its targets, …)."""
+    import torch
+
+    found = torch.from_numpy(np.concatenate(values))
+    whole = found.new_zeros(*loss_mask.shape, *found.shape[1:])
+    whole[loss_mask != 0] = found
+    return whole
+
+
 def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:
     """Return the length of the longest sequence, rounded up to the multiple, L."""
     longest = max(len(sequence) for sequence in sequences)

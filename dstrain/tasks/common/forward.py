@@ -19,7 +19,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, attends_both_ways
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.attention.sequence import sum_over_sequence
-from dstrain.models.heads import ScoreFields, TokenScores, capture_head_input
+from dstrain.models.heads import ChunkFunction, HeadInput, ScoreFields, TokenScores, capture_head_input
 from dstrain.models.patches import rows_of_one_sequence
 from dstrain.models.router_loss import router_logits_disabled
 
@@ -45,24 +45,43 @@ def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores
 
 def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     """Return the scores of the targets at their places, (B, K) each; 0 elsewhere."""
-    loss_mask = batch.tensors["loss_mask"]
+    found, rows, targets, at = _forward_to_head(model, batch)
+    scores = found.score_targets(rows, targets, fields)
+    return fields.name(tuple(_scatter(one, at, batch) for one in fields.select(scores)))
+
+
+def map_target_logits(
+    model: torch.nn.Module, batch: Batch, function: ChunkFunction, choices: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of `function` on the logits and the ids of targets, at their places, (B, K, …); 0 elsewhere.
+
+    It gets (n, V) and (n, 1 + k), a chunk at a time: the id of the target, and those of `choices`, (B, K, k).
+    """
+    found, rows, targets, at = _forward_to_head(model, batch)
+    ids = targets[:, None]
+    if choices is not None:
+        ids = torch.cat([ids, choices.flatten(0, 1).index_select(0, at)], -1)
+    return tuple(_scatter(one, at, batch) for one in found.map_logits(rows, ids, function))
+
+
+def _forward_to_head(
+    model: torch.nn.Module, batch: Batch
+) -> tuple[HeadInput, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the head's input, and of the N targets: states (N, H), ids (N,), indices in the flattened (B * K,)."""
     if batch.is_packed:
         found = capture_head_input(model, lambda: _packed_logits(model, batch))
-        rows, targets = found.hidden_states[0], batch.tensors["target_ids"]  # (N, H), (N,)
-        at = batch.tensors["target_indices"]  # (N,) of (B * K,)
-    else:
-        found = capture_head_input(model, lambda: _target_logits(model, batch))
-        rows, targets, at = _select_targets(found.hidden_states, batch)
-    scores = found.score_targets(rows, targets, fields)
-    whole = (_scatter(one, at, loss_mask.numel(), batch) for one in fields.select(scores))
-    return fields.name(tuple(one.view_as(loss_mask) for one in whole))
+        return found, found.hidden_states[0], batch.tensors["target_ids"], batch.tensors["target_indices"]
+    found = capture_head_input(model, lambda: _target_logits(model, batch))
+    return found, *_select_targets(found.hidden_states, batch)
 
 
-def _scatter(values: torch.Tensor, at: torch.Tensor, size: int, batch: Batch) -> torch.Tensor:
-    """Return the values (N,) at their places (N,) of (size,), 0 elsewhere; with those of the batch's other processes."""
-    if batch.sequence is None or values.is_floating_point():
-        return sum_over_sequence(values.new_zeros(size).index_copy(0, at, values), batch.sequence)
-    return _scatter(values.float(), at, size, batch).to(values.dtype)
+def _scatter(values: torch.Tensor, at: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the values (N, …) of targets at their places, (B, K, …); with those of the batch's other processes."""
+    if batch.sequence is not None and not values.is_floating_point():
+        return _scatter(values.float(), at, batch).to(values.dtype)
+    loss_mask, shape = batch.tensors["loss_mask"], values.shape[1:]
+    whole = values.new_zeros(loss_mask.numel(), *shape).index_copy(0, at, values)
+    return sum_over_sequence(whole, batch.sequence).view(*loss_mask.shape, *shape)
 
 
 def _select_targets(hidden_states: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

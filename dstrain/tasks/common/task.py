@@ -65,7 +65,8 @@ class FrozenModel:
     """Returns the whole model. Collective under ZeRO-3."""
     outputs: Callable[[torch.nn.Module, Batch], Outputs] = field(default=lambda model, batch: _missing("outputs"))
     """(frozen model, batch) -> name -> (B, ...). Called without gradients, with the same names for
-    every batch. `loss` finds the tensors in its batch."""
+    every batch. `loss` finds the tensors in its batch. Of outputs that are cached, an example has a number where they
+    are (B,), and the rows of its targets, (targets, ...), where they are (B, K, ...) as the batch's `loss_mask` (B, K)."""
     key: Mapping[str, Any] = field(default_factory=dict)
     """What the outputs depend on besides data, model and precision. It is part of the key of cached outputs."""
 

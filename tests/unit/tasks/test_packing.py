@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, every token": ("sft", {"moved": True, "options": {"assistant_only_loss": False}}),
     "kto": ("kto", {"moved": True, "seed": 6}),
     "kto, adapters": ("kto", {"moved": True, "seed": 2, **LORA}),
+    "distill": ("distill", {"moved": True}),
+    "distill, a teacher remembered": ("distill", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
     "kto, apo": ("kto", {"moved": True, "options": {"loss_type": "apo_zero_unpaired"}}),
     **{f"{task} with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},

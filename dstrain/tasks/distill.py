@@ -1,0 +1,176 @@
+"""Distillation: a student trained on the probabilities that a teacher gives to the tokens of answers."""
+
+# Shapes: B rows, K targets, n targets of a chunk, V vocabulary, k of its tokens.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig, check_limits
+from dstrain.errors import Fault, RecipeError
+from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.reference import FrozenReferenceTask, ReferenceChecks
+from dstrain.tasks.common.task import Loss
+from dstrain.tasks.sft import SFT
+
+if TYPE_CHECKING:
+    import torch
+
+TEACHER_KEY = "options.teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillChecks(ReferenceChecks):
+    """The checks of a text task, and of the teacher and its vocabulary."""
+
+    task: Distill
+
+    def required_keys(self) -> None:
+        if not self.task.teacher:
+            raise RecipeError(Fault(TEACHER_KEY, "is missing", "give the folder or hub id of the teacher"))
+        super().required_keys()
+
+    def run(self) -> None:
+        super().run()
+        student, teacher = self.task.model_source, self.task.teacher_source
+        kinds = [one.config.model_type if one.is_multimodal else "text-only" for one in (teacher, student)]
+        if kinds[0] != kinds[1]:
+            problem = f"is {kinds[0]}, and the model that is trained is {kinds[1]}: they read images in different ways"
+            raise RecipeError(Fault(TEACHER_KEY, problem, "give a teacher of the same family"))
+        own, other = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+        if own != other:
+            token = min(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+            ids = f"its token {token!r} has the id {other.get(token)}, the model's {own.get(token)}"
+            problem = f"'{self.task.teacher}' has another vocabulary than the model that is trained ({ids})"
+            fix = "give a teacher of the same family, or train a model from model.config with the teacher's model.tokenizer"
+            raise RecipeError(Fault(TEACHER_KEY, problem, fix))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(SFT, FrozenReferenceTask):
+    """Students trained on the probabilities of a teacher's most probable tokens, and on the answers themselves.
+
+    Hinton et al. (arXiv 1503.02531), section 2, summed over the tokens that are trained on. The teacher's outputs are
+    computed once, before training.
+    """
+
+    path_options = ("teacher",)
+    checks_class: ClassVar[type[DistillChecks]] = DistillChecks
+    metric_names = ("kl", "token_accuracy")
+    ref_columns = ("teacher_log_probs", "teacher_ids")
+
+    teacher: str | None = None
+    """Folder or hub id of the teacher, a model with the same vocabulary."""
+    precompute_ref_log_probs: bool = True
+    """Compute the teacher's outputs once, before training, and cache them; false: hold the teacher in memory."""
+    top_k: int = 64
+    """Tokens whose probabilities are learnt, the teacher's most probable ones; the others are one class, the tail."""
+    temperature: float = 1.0
+    """Divides the logits of both models in the divergence."""
+    ce_weight: float = 0.5
+    """Weight of the cross-entropy with the answers, from 0 to 1; the divergence has the rest."""
+    loss_type: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    """forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher), which leaves out what the student cannot do."""
+
+    def __post_init__(self) -> None:
+        check_limits(self, "top_k", least=1)
+        check_limits(self, "ce_weight", below=1)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature:g}, but it must be above 0")
+
+    @cached_property
+    def teacher_source(self) -> ModelSource:
+        """The teacher's config and tokenizer."""
+        model = self.reference_config.model_copy(update={"tokenizer": None, "processor": None, "chat_template": None})
+        return replace(self, recipe=self.recipe.model_copy(update={"model": model})).model_source
+
+    @property
+    def reference_key(self) -> Mapping[str, Any]:
+        return {"top_k": self.top_k, "temperature": self.temperature, "vocabulary": len(self.tokenizer)}
+
+    def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
+        batch = super().collate(examples, positions)
+        return batch.with_tensors(self.cached_target_outputs(examples, batch))
+
+    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the log-probs of the teacher's k tokens and of its tail, (B, K, k + 1), and their ids, (B, K, k)."""
+        from dstrain.tasks.common.forward import map_target_logits
+
+        # The vocabulary of a model may be larger than its tokenizer's: such a token is no class of its own.
+        size = len(self.tokenizer)
+        top = partial(top_classes, top_k=min(self.top_k, size), vocab_size=size, temperature=self.temperature)
+        found = map_target_logits(model, batch, lambda logits, _: top(logits))
+        return dict(zip(self.ref_columns, found, strict=True))
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        from dstrain.models.heads import score_logits
+        from dstrain.tasks.common.forward import map_target_logits
+
+        def score(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            own = score_logits(logits, ids[:, 0])
+            assert own.is_correct is not None, "requested"
+            return own.log_probs, own.is_correct, class_log_probs(logits, ids[:, 1:], self.temperature)
+
+        teacher, ids = (batch.tensors[name] for name in self.ref_columns)  # (B, K, k + 1), (B, K, k)
+        log_probs, right, student = map_target_logits(model, batch, score, ids.long())
+        kl = divergence(student, teacher.to(student.dtype), self.loss_type).sum()
+        soft = (
+            self.temperature**2 * kl
+        )  # gradients of soft targets are smaller by this factor: Hinton et al., section 2
+        total = (1 - self.ce_weight) * soft - self.ce_weight * log_probs.sum()
+        return Loss(total, {"kl": kl.detach(), "token_accuracy": right.sum()})
+
+    @classmethod
+    def tiny(cls, folder: Path) -> dict[str, Any]:
+        from dstrain.models.weights import save_module
+
+        recipe, place = SFT.tiny(folder), folder / "teacher"
+        larger = {**recipe["model"]["config"], "hidden_size": 48, "num_hidden_layers": 3}
+        teacher = SFT(recipe=RunConfig.model_validate(recipe | {"model": {"config": larger}, "seed": 1}))
+        teacher.model_source.save_processor(place)
+        model: Any = teacher.build_model()
+        model.config.save_pretrained(str(place))
+        save_module(model, place)  # not by transformers, which writes on the first process alone
+        options = {"teacher": str(place), "top_k": 8, "precompute_ref_log_probs": False}
+        return recipe | {
+            "task": "distill", "model": recipe["model"] | {"tokenizer": str(place)}, "options": options,
+        }  # fmt: skip
+
+
+def class_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the log-probs of the tokens `ids` and, last, of all others together; (n, V), (n, k) -> (n, k + 1).
+
+    The others' log-prob is the smallest finite number where there are none.
+    """
+    import torch
+
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    log_probs = (exact / temperature).log_softmax(-1)  # (n, V)
+    # Not log(1 - sum of the k): the difference has no digits left where the k have nearly all the mass.
+    tail = log_probs.scatter(-1, ids, torch.finfo(exact.dtype).min).logsumexp(-1, keepdim=True)  # (n, 1)
+    return torch.cat([log_probs.gather(-1, ids), tail], -1)
+
+
+def top_classes(
+    logits: torch.Tensor, top_k: int, vocab_size: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `class_log_probs` of the k most probable of the first tokens, and their ids; (n, k + 1), (n, k)."""
+    ids = logits[:, :vocab_size].topk(top_k).indices
+    return class_log_probs(logits, ids, temperature), ids
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """Return sum of p (log p - log q) over the classes; p: the teacher, or the student with reverse_kl; (…, C) -> (…).
+
+    Forward: Hinton et al. (arXiv 1503.02531), section 2, whose cross-entropy differs by the teacher's entropy. Reverse:
+    MiniLLM, Gu et al. (arXiv 2306.08543), eq. 1, here of each token of the data instead of the student's own answers.
+    """
+    import torch.nn.functional as F
+
+    p, q = (teacher, student) if loss_type == "forward_kl" else (student, teacher)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)

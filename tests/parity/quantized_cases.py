@@ -66,7 +66,7 @@ def save_folder(folder: str, config: dict[str, Any], max_shard_size: str = "50GB
 def load_peak(kind: str, first: str, path: str) -> int:
     """Return the most anonymous memory of this process while the model of `path` loads, in bytes above the start.
 
-    `first`: a folder that is loaded before, for the memory that libraries keep. Blocks of malloc from 64 KiB on are
+    `first`: a folder that is loaded before, for the memory that libraries keep. For new processes only. Blocks of malloc from 64 KiB on are
     returned to the system at once, as those of 32 MiB and more always are (man 3 mallopt). Collective.
     """
     mmap_threshold, libc = -3, ctypes.CDLL(None)
@@ -76,7 +76,6 @@ def load_peak(kind: str, first: str, path: str) -> int:
     before = anonymous()
     with Watch() as watch:
         _load(kind, path, "bfloat16", "bf16")
-    libc.mallopt(mmap_threshold, 2**25)
     return watch.peak - before
 
 

@@ -88,7 +88,7 @@ class BenchJob:
         """Return the recipe with as many steps as are taken, and without what is not measured."""
         changes = (
             f"steps={WARMUP_STEPS + self.steps}", "optim.warmup=0", "data.eval=null", "data.eval_fraction=0",
-            "log.tensorboard=false", "log.wandb=null", "profile=null",
+            "eval.generate=null", "log.tensorboard=false", "log.wandb=null", "profile=null",
         )  # fmt: skip
         recipe = resolve_recipe(self.request)  # first as it is, so that its own faults are the ones reported
         changed = resolve_recipe(replace(self.request, overrides=(*self.request.overrides, *changes), resume="never"))

@@ -23,6 +23,7 @@ from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
+from dstrain.tasks.common.judge import check_generation_data, check_judge
 from dstrain.tasks.common.task import load_split
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class EvaluateJob:
         examples = load_split(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
+        check_generation_data(found.task, examples)
         return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
 
     def cache_weight_hashes(self, prepared: PreparedEvaluation) -> None:
@@ -122,6 +124,7 @@ def check_reference(saved: SavedModel) -> None:
     """Raise UsageError where an exported policy would be its own reference, or its reference is missing."""
     task: Task = saved.task
     task.checks.reference()
+    check_judge(task)
     if saved.checkpoint is None and task.loss_inputs.reference.kind in ("model", "cached"):
         path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):

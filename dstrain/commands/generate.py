@@ -18,7 +18,7 @@ from dstrain.commands.trained_model import (
     quiet_libraries,
 )
 from dstrain.config import RunConfig
-from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
+from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.formats.answers import COMPLETIONS
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import ParsedPrompt
@@ -30,6 +30,7 @@ from dstrain.data.token_store import BuildReport
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
+from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
@@ -216,29 +217,6 @@ def _check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt
 
 def _to_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-@dataclass(frozen=True)
-class PromptReader:
-    """Parses and encodes prompts as a task's model takes them."""
-
-    task: TextTask
-    max_length: int | None = None
-    """Tokens of a prompt at most; the last ones are kept."""
-
-    def parse(self, record: dict[str, Any]) -> RecordWithImages[ParsedPrompt]:
-        """Parse the prompt of a record, with its images. Raises BadRecord."""
-        return self.task.parse_with_images(record, self.task.read_prompt)
-
-    def encode(
-        self, prompts: Sequence[RecordWithImages[ParsedPrompt]], folders: Sequence[Path]
-    ) -> list[EncodedPrompt | BadRecord]:
-        """Return the ids of each prompt; relative image paths start from the record's folder."""
-        processor = self.task.model_source.vision_processor
-        if processor is None:
-            parsed = [prompt.parsed for prompt in prompts]
-            return encode_prompts(self.task.tokenizer, parsed, self.max_length)
-        return encode_image_prompts(processor, prompts, folders, self.max_length)
 
 
 @dataclass(frozen=True)

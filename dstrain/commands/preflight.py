@@ -21,6 +21,7 @@ from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, Preset
 from dstrain.tasks import Task, builtin_tasks, make_task
+from dstrain.tasks.common.judge import check_judge
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.copies import open_filesystem
@@ -41,6 +42,7 @@ def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, devic
     Raises UsageError.
     """
     task.checks.required_keys()
+    check_judge(task)
     if start.config.save.copy_to is not None:
         open_filesystem(start.config.save.copy_to)
     if start.config.optim.name in OPTIMIZERS_8BIT:

@@ -227,6 +227,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         (values["model"], "tokenizer"),
         (values["model"], "processor"),
         (values["model"], "chat_template"),
+        (values["eval"]["generate"] or {}, "reward_model"),
         (values, "task"),
         (values, "ds_config"),
     ):

@@ -23,6 +23,7 @@ from dstrain.models.folder import find_hub_code, is_local_path, read_adapter, wr
 from dstrain.preset import Preset, check_ds_config
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import Task, builtin_tasks, find_task
+from dstrain.tasks.common.judge import JUDGE_KEY
 from dstrain.tasks.common.reference import ReferenceTask
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
@@ -315,6 +316,7 @@ def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[
         ("model.path", config.model.path),
         ("model.tokenizer", config.model.tokenizer),
         ("model.processor", config.model.processor),
+        (JUDGE_KEY, config.eval.generate and config.eval.generate.reward_model),
         *_iter_path_options(config, named_keys),
     ):
         if not isinstance(value, str) or named_keys & {key, key.rpartition(".")[0], key.split(".")[0]}:

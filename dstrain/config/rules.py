@@ -64,6 +64,8 @@ def _check_data(config: RunConfig) -> Iterator[Violation]:
             f"is {data.max_prompt_length}, above data.max_length ({data.max_length})",
             "lower it",
         )
+    if config.eval.generate is not None and data.eval is None and not data.eval_fraction:
+        yield ("eval", "generate"), "is set, but no data is held out", "set data.eval or data.eval_fraction"
 
 
 def _check_optimization(config: RunConfig) -> Iterator[Violation]:

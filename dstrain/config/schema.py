@@ -369,6 +369,19 @@ class LogConfig(Section):
     """Log to Weights & Biases, from rank 0."""
 
 
+class GenerateConfig(Section):
+    """Answers that the model generates in an evaluation, greedily, one for each held-out sample."""
+
+    samples: PositiveInt | None = None
+    """Generate answers for the first N held-out samples only. Empty: for all."""
+    max_new_tokens: PositiveInt | None = None
+    """Limit of tokens of an answer. Empty: 256; of docqa 32, of temporal 24."""
+    metrics: list[str] | None = None
+    """Metrics of the answers against those of the data: exact_match, relaxed_number_match, anls. Empty: all of them for docqa, pattern_accuracy for temporal, none for other tasks."""
+    reward_model: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of an exported reward model that scores the answers: reward is their mean score, win_rate how often one is better than the answer of the data. It is held in memory next to the model."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
@@ -378,6 +391,8 @@ class EvalConfig(Section):
     """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
     """min: lower values of the metric are better; max: higher values."""
+    generate: GenerateConfig | None = None
+    """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal do without it."""
 
 
 class SaveConfig(Section):

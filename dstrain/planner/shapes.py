@@ -22,6 +22,7 @@ from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder import find_quantization, quantized_fault, resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
+from dstrain.tasks.common.judge import make_judge
 from dstrain.tasks.common.task import has_dropout_disabled
 
 Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
@@ -251,7 +252,7 @@ class TaskProperties:
     reference_model: ModelConfig | None = None
     """Another model as reference; None: the policy's own."""
     reward_models: tuple[ModelConfig, ...] = ()
-    """Frozen reward models that score in each step; those that score before the training are gone by then."""
+    """Frozen reward models in memory: of each step, and of generated answers; those that score before the training are gone by then."""
     packs_batches: bool = False
     disables_dropout: bool = False
     images_per_row: int = 1
@@ -266,14 +267,15 @@ def read_properties(config: RunConfig) -> TaskProperties:
     task = make_task(config)
     if not task.is_planned or task.loads_own_model:
         return TaskProperties(is_known=False)
-    inputs = task.loss_inputs
+    inputs, judge = task.loss_inputs, make_judge(task)
+    online = [scorer.config for scorer in inputs.scorers if not scorer.is_cached]
     return TaskProperties(
         rows_per_sample=2 if task.has_pairs else 1,
         is_scored=not task.can_generate,
         heads=task.export.modules_to_save,
         reference=inputs.reference.kind,
         reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
-        reward_models=tuple(scorer.config for scorer in inputs.scorers if not scorer.is_cached),
+        reward_models=(*online, *([] if judge is None else [judge.task.recipe.model])),
         packs_batches=task.packs_batches,
         disables_dropout=has_dropout_disabled(task),
         images_per_row=getattr(task, "max_pages", 1),

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import DatasetConfig, LoraConfig, check_limits
 from dstrain.data.documents.source import DocumentOptions, DocumentSource
-from dstrain.data.encoding.conversations import EncodedPrompt, encode_answers, read_answers
+from dstrain.data.encoding.conversations import encode_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion, messages_to_transcript
+from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
+from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
-from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
+from dstrain.tasks.common.generation import HeldOutPrompts, StoredPrompts
+from dstrain.tasks.common.task import Loss, tiny_recipe
 from dstrain.tasks.sft import SFT
 from dstrain.tasks.vlm import COLORS, TINY_CONFIG, VLMChecks
 
@@ -42,23 +44,6 @@ class DocumentConversation(Conversation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocQAChecks(VLMChecks):
-    """The checks of a vision-language model, and of the room for generated answers."""
-
-    task: DocQA
-
-    def run(self) -> None:
-        from dstrain.models.checks import max_positions
-
-        super().run()
-        source, longest = self.task.model_source, self.task.recipe.data.max_length + self.task.max_new_tokens
-        limit = max_positions(source.build_meta_model(), source.config)
-        if limit is not None and limit < longest:
-            problem = f"with options.max_new_tokens is {longest}, and the model has {limit} positions"
-            raise RecipeError(Fault("data.max_length", problem, "lower one of them"))
-
-
-@dataclass(frozen=True, kw_only=True)
 class DocQA(SFT):
     """Document question answering: short answers to questions about PDFs or page images.
 
@@ -68,7 +53,9 @@ class DocQA(SFT):
     """
 
     metric_names = ("token_accuracy", *ANSWER_METRICS)
-    checks_class = DocQAChecks
+    default_answer_metrics = tuple(ANSWER_METRICS)
+    default_max_new_tokens = 32
+    checks_class = VLMChecks
     needs_vision = True
     default_lora = LoraConfig()
 
@@ -94,10 +81,6 @@ class DocQA(SFT):
     """Training pages: standard deviation of the noise in grey levels of 255."""
     color: float = 0.0
     """Training pages: largest relative change of brightness, contrast and saturation, up to 0.9."""
-    max_new_tokens: int = 32
-    """Limit of tokens of a generated answer in evaluations."""
-    generate_max_samples: int | None = None
-    """Generate answers for the first N evaluation samples only; null: for all."""
 
     def __post_init__(self) -> None:
         # Made here, because both check their values.
@@ -106,7 +89,6 @@ class DocQA(SFT):
         check_limits(self, "focal_gamma")
         if self.prompt_template.count(QUESTION_FIELD) != 1:
             raise ValueError(f"prompt_template must contain {QUESTION_FIELD} once")
-        check_limits(self, "max_new_tokens", "generate_max_samples", least=1)
 
     @cached_property
     def document_options(self) -> DocumentOptions:
@@ -174,22 +156,21 @@ class DocQA(SFT):
         losses = focal_cross_entropy(log_probs, mean[0] if mean else None, self.label_smoothing, self.focal_gamma)
         return Loss(losses.sum(), {"token_accuracy": right.sum()})
 
-    @property
-    def generation_metrics(self) -> GenerationMetrics:
-        return GenerationMetrics(
-            names=tuple(ANSWER_METRICS),
-            get_prompt=_get_prompt,
-            score=_score_answer,
-            tokenizer=self.tokenizer,
-            vision_processor=self.model_source.vision_processor,
-            max_new_tokens=self.max_new_tokens,
-            max_samples=self.generate_max_samples,
-        )
+    @cached_property
+    def held_out_prompts(self) -> HeldOutPrompts:
+        return StoredPrompts(self)
+
+    def read_answers(self, record: Mapping[str, Any]) -> RecordWithImages[PromptAnswers]:
+        def read(record: Mapping[str, Any]) -> PromptAnswers:
+            return PromptAnswers(self._question_messages(record), tuple(map(_answer, record["answers"])), "list")
+
+        return self.parse_with_images(record, read)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         recipe = tiny_recipe(folder, "docqa", lambda split, index: _tiny_record(folder, split, index))
-        recipe["options"] = {"prompt_template": QUESTION_FIELD, "max_new_tokens": 8}
+        recipe["options"] = {"prompt_template": QUESTION_FIELD}
+        recipe["eval"] = {"generate": {"max_new_tokens": 8}}
         # The tower's last norm is not used by LLaVA, so it gets no gradient. Adapters would train too slowly.
         recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"], "lora": None}
         return recipe
@@ -220,14 +201,8 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _get_prompt(example: Mapping[str, Any]) -> EncodedPrompt:
-    ids = example["input_ids"][: int(example["prompt_length"])]
-    return EncodedPrompt("", [int(token) for token in ids], tuple(example.get("images", ())))
-
-
-def _score_answer(example: Mapping[str, Any], answer: str) -> dict[str, float]:
-    accepted = read_answers(example)
-    return {name: score(answer, accepted) for name, score in ANSWER_METRICS.items()}
+def _answer(text: str) -> list[Message]:
+    return [_message("assistant", text)]
 
 
 def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:

@@ -87,6 +87,10 @@ class KTO(ReferenceTask):
     ) -> RecordWithImages[Any]:
         return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
 
+    def asks(self, example: Mapping[str, Any]) -> bool:
+        # An unwanted answer is nothing to compare with.
+        return bool(example["desirable"] > 0)
+
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:
         return self._make_encoder()(samples)
 

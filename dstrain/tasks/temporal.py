@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig, check_limits
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers, read_answers
+from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig
+from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import Message, has_images
@@ -44,9 +44,11 @@ from dstrain.models.checks import ModelValidator
 from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
 from dstrain.models.params import check_freeze_and_groups
 from dstrain.models.weights import check_weight_files
+from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.generation import HeldOutPrompts, StoredPrompts
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.record_task import policy_of
-from dstrain.tasks.common.task import GenerationMetrics, Loss, tiny_recipe
+from dstrain.tasks.common.task import AnswerMetric, Loss, tiny_recipe
 from dstrain.tasks.common.text import TextChecks, TextExport
 from dstrain.tasks.sft import SFT
 
@@ -264,6 +266,12 @@ class Temporal(SFT):
     source_class = TemporalModelSource
     learning_rate = 1.0e-4
     packs_batches = False
+    answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = {
+        **ANSWER_METRICS,
+        "pattern_accuracy": lambda caption, references: names_right_pattern(caption, references),
+    }
+    default_answer_metrics = ("pattern_accuracy",)
+    default_max_new_tokens = 24
     is_planned = False  # the encoder beside the language model is not computed
 
     stage: Literal["align", "sft", "classify", "masked"] = "align"
@@ -278,16 +286,13 @@ class Temporal(SFT):
     """Share of patches that stage masked hides, above 0 and below 1."""
     synthetic: SyntheticOptions | None = None
     """Generate captioned curves and train on them, in addition to data.train."""
-    max_new_tokens: int = 24
-    """Limit of tokens of a generated caption in evaluations."""
-    generate_max_samples: int | None = None
-    """Generate captions for the first N evaluation samples only; null: for all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metric_names", METRICS[self.stage])
         if not 0 < self.mask_ratio < 1:
             raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but it must be above 0 and below 1")
-        check_limits(self, "max_new_tokens", "generate_max_samples", least=1)
+        if self.recipe.eval.generate and self.recipe.eval.generate.reward_model:
+            raise ValueError("eval.generate.reward_model cannot read a series; leave it out")
         if self.stage in ("align", "masked") and self.recipe.model.lora is not None:
             raise ValueError(f"stage {self.stage} trains no adapters; remove model.lora, or use stage sft")
         if self.synthetic and self.stage == "classify":
@@ -469,34 +474,25 @@ class Temporal(SFT):
             return super().export_outputs(model, batch)
         return self.loss(model, batch).total
 
-    @property
-    def generation_metrics(self) -> GenerationMetrics | None:
-        if not self.has_language_model:
-            return None
-        return GenerationMetrics(
-            names=("pattern_accuracy",),
-            get_prompt=self._get_prompt,
-            score=_score_caption,
-            tokenizer=self.tokenizer,
-            max_new_tokens=self.max_new_tokens,
-            max_samples=self.generate_max_samples,
-        )
-
-    def _get_prompt(self, example: Mapping[str, Any]) -> EncodedPrompt:
-        ids = example["input_ids"][: int(example["prompt_length"])]
-        patches = cut_patches(*from_columns(example), self.model_source.patches)
-        return EncodedPrompt("", [int(token) for token in ids], series=patches)
+    @cached_property
+    def held_out_prompts(self) -> HeldOutPrompts:
+        return SeriesPrompts(self)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         recipe = tiny_recipe(folder, "temporal", _tiny_record)
         encoder = {"patch_length": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
-        recipe["options"] = {"encoder": encoder, "prompt": "Curve?", "max_new_tokens": 8, "stage": "sft"}
+        recipe["options"] = {"encoder": encoder, "prompt": "Curve?", "stage": "sft"}
         return recipe
 
 
-def _score_caption(example: Mapping[str, Any], caption: str) -> dict[str, float]:
-    return {"pattern_accuracy": names_right_pattern(caption, read_answers(example))}
+class SeriesPrompts(StoredPrompts):
+    """Prompts with the series of the examples."""
+
+    def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
+        prompt = super().encode(example)
+        assert prompt is not None, "every example has one"
+        return replace(prompt, series=cut_patches(*from_columns(example), self.task.model_source.patches))
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.forward import disable_dropout_in_model
+from dstrain.tasks.common.judge import make_judge
 from dstrain.tasks.common.task import has_dropout_disabled
-from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.module import FrozenModule, TrainModule
 
 
 def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
@@ -48,8 +49,8 @@ def build_train_module(task: Task, run_log: RunLog | None = None) -> TrainModule
 
 
 def add_frozen_models(task: Task, model: torch.nn.Module) -> TrainModule:
-    """Return the task and its model with reference and reward models in memory. Collective under ZeRO-3."""
-    return TrainModule(task, model, build_reference(task), build_reward_models(task))
+    """Return the task and its model with reference, reward models and judge in memory. Collective under ZeRO-3."""
+    return TrainModule(task, model, build_reference(task), build_reward_models(task), build_judge(task))
 
 
 def build_reference(task: Task) -> torch.nn.Module | None:
@@ -61,6 +62,12 @@ def build_reference(task: Task) -> torch.nn.Module | None:
 def build_reward_models(task: Task) -> list[torch.nn.Module]:
     """Return the reward models that are not cached. Collective under ZeRO-3."""
     return [scorer.build() for scorer in task.loss_inputs.scorers if not scorer.is_cached]
+
+
+def build_judge(task: Task) -> FrozenModule | None:
+    """Return the reward model of generated answers, None where there is none. Collective under ZeRO-3."""
+    judge = make_judge(task)
+    return None if judge is None else FrozenModule(judge.frozen_model, judge.frozen_model.build())
 
 
 def build_model_without_init(task: Task) -> torch.nn.Module:

@@ -33,6 +33,7 @@ from dstrain.report.sinks import check_trackers
 from dstrain.resources import get_extensions_dir
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.common.judge import check_generation_data
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.copies import RunCopy, describe_error
@@ -220,6 +221,7 @@ def _prepare_datasets(
         train_dataset, eval_dataset = load_split(task, "train"), load_split(task, "eval")
     if not train_dataset:
         raise DataError("data.train: no sample to train on; give a file with records that the task can use")
+    check_generation_data(task, eval_dataset)
     # Rank 0's digests go into checkpoints; the same files need not be hashed by all.
     if worker.rank > 0:
         return train_dataset, eval_dataset, {}

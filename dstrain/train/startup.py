@@ -18,6 +18,7 @@ from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
+from dstrain.tasks.common.judge import make_judge
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.plan import RunPlan
 from dstrain.train.run import Run
@@ -116,11 +117,16 @@ def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
 
 
 def describe_frozen_models(task: Task, stage: int) -> list[str]:
-    """Return a line for the reference of a task, and one for each reward model, at a ZeRO stage."""
+    """Return a line for the reference of a task, for each reward model and for the judge, at a ZeRO stage."""
     inputs, online = task.loss_inputs, "a frozen model" + (", sharded" if stage == 3 else " in every process")
-    return [*filter(None, [REFERENCE_MESSAGES.get(inputs.reference.kind)])] + [
-        f"{scorer.name} reward model: {'precomputed scores from the cache' if scorer.is_cached else online}"
-        for scorer in inputs.scorers
+    judge = make_judge(task)
+    return [
+        *filter(None, [REFERENCE_MESSAGES.get(inputs.reference.kind)]),
+        *(
+            f"{scorer.name} reward model: {'precomputed scores from the cache' if scorer.is_cached else online}"
+            for scorer in inputs.scorers
+        ),
+        *([] if judge is None else [f"judge of generated answers: {online}"]),
     ]
 
 

@@ -120,7 +120,7 @@ def test_each_sample_counts_once_where_ranks_have_unequal_shares(trained: Path, 
     for preset in ("zero2", "zero3"):
         for found in two(EVALUATE, folder=str(trained / "run"), data=data, ds_config=preset):
             assert {name: found[name] for name in ANSWER_METRICS} == {name: alone[name] for name in ANSWER_METRICS}
-    first = one(EVALUATE, folder=str(trained / "run"), data=data, sets=["options.generate_max_samples=1"])[0]
+    first = one(EVALUATE, folder=str(trained / "run"), data=data, sets=["eval.generate.samples=1"])[0]
     assert first["exact_match"] in (0, 1)
     assert first["loss"] == alone["loss"], "the losses are those of all samples"
 

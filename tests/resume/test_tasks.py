@@ -14,7 +14,7 @@ from tests.workers import Workers
 LORA = {"rank": 4, "dropout": 0.1}
 FROZEN = {"freeze": ["vision"]}
 ALTERED = {"horizontal_flip": 0.5, "random_translate": True}
-SHORT = {"prompt_template": "{question}", "max_new_tokens": 4}
+SHORT = {"prompt_template": "{question}"}
 PAGES = {**SHORT, "crop": 0.1, "rotate": 5.0, "noise": 5.0, "color": 0.2}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, sharded reference": ("dpo", "zero3", {}, {}),

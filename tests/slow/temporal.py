@@ -147,8 +147,9 @@ def truce_recipe(folder: Path, name: str, lr: float, seed: int, args: argparse.N
         make_task(config).tokenizer.save_pretrained(str(folder / "tokenizer"))  # type: ignore[attr-defined]
     recipe["model"] = {**model, "tokenizer": str(folder / "tokenizer")}
     encoder = {"patch_length": PATCH_LENGTH, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
-    options = {"stage": "sft", "encoder": encoder, "prompt": ASKED, "generate_max_samples": 8}
-    return {**recipe, "options": options} if name == "soft" else recipe
+    options = {"stage": "sft", "encoder": encoder, "prompt": ASKED}
+    shown = {**recipe["eval"], "generate": {"samples": 8}}
+    return {**recipe, "options": options, "eval": shown} if name == "soft" else recipe
 
 
 def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) -> dict[str, Any]:

@@ -331,12 +331,34 @@ def make_task(recipe: RunConfig) -> Task:
         raise TaskError(
             f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them"
         ) from error
-    known, metric = ("loss", *made.metric_names), recipe.eval.metric
+    _check_generation(made)
+    left_out = {*made.default_answer_metrics} - {*made.generated_metric_names}
+    names = [name for name in made.metric_names if name not in left_out]
+    known, metric = ("loss", *names, *made.generated_metric_names), recipe.eval.metric
     if made.metric_names and metric not in known:
         raise TaskError(
             Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", suggest_name(metric, known))
         )
     return made
+
+
+def _check_generation(made: Task) -> None:
+    """Raise TaskError where eval.generate asks for what the task does not do."""
+    generate, name = made.recipe.eval.generate, made.recipe.task
+    if generate is None:
+        return
+    if not made.can_generate:
+        raise TaskError(Fault("eval.generate", f"is set, but task {name} generates no text", "leave it out"))
+    for metric in generate.metrics or ():
+        if metric not in made.answer_metrics:
+            problem = f"'{metric}' is not a metric of the generated answers of task {name}"
+            raise TaskError(Fault("eval.generate.metrics", problem, suggest_name(metric, [*made.answer_metrics])))
+        if metric in made.metric_names and metric not in made.default_answer_metrics:
+            problem = f"'{metric}' is a metric of task {name} already, of the answers of the data"
+            raise TaskError(Fault("eval.generate.metrics", problem, "remove it"))
+    if generate.metrics is None and not made.generated_metric_names:
+        problem = "names neither metrics nor a reward_model, so there is nothing to compute"
+        raise TaskError(Fault("eval.generate", problem, "write metrics: [anls], or reward_model: FOLDER"))
 
 
 def _find_variant(task: type[Task], values: Mapping[str, Any]) -> type[Task]:

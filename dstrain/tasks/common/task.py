@@ -35,6 +35,8 @@ ReferenceKind = Literal["none", "model", "adapter", "cached"]
 Outputs = Mapping[str, "torch.Tensor"]
 Sums = Mapping[str, "torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]"]
 """Name -> sum over the batch, or (sum, weight) where the weight is not the batch's."""
+AnswerMetric = Callable[[str, Sequence[str]], float]
+"""(answer, accepted answers) -> score."""
 EXPORT_RECIPE = "dstrain_recipe.yaml"
 """File of an exported folder: the recipe with task and options."""
 
@@ -133,14 +135,14 @@ class GenerationMetrics:
 
     names: tuple[str, ...]
     """Names of the metrics."""
-    get_prompt: Callable[[Any], EncodedPrompt]
-    """Sample -> its prompt; the images may be `ImageEntry`s."""
+    get_prompt: Callable[[Any], EncodedPrompt | None]
+    """Sample -> its prompt; None: no answer is generated to it. The images may be `ImageEntry`s."""
     score: Callable[[Any, str], Mapping[str, float]]
     """(sample, text of the answer) -> name -> score. A metric is the mean over the samples."""
     tokenizer: Any
     vision_processor: VisionProcessor | None = None
     """Processor of the prompts' images; None for a text-only model."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = 256
     """Limit of tokens per answer."""
     max_samples: int | None = None
     """Generate for the first N samples only; None: for all."""
@@ -243,6 +245,12 @@ class Task(ABC):
     learning_rate: ClassVar[float] = 1.0e-5
     """Peak learning rate where the recipe sets no optim.lr; with `model.lora` ten times this."""
 
+    answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = {}
+    """Metrics of generated answers that `eval.generate.metrics` may name, of a task on text."""
+
+    default_answer_metrics: ClassVar[tuple[str, ...]] = ()
+    """The answer_metrics where the recipe names none; a task with some generates answers in each evaluation."""
+
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The DATA_KEYS that `examples` applies. A recipe that sets another is refused."""
 
@@ -332,6 +340,11 @@ class Task(ABC):
     def generation_metrics(self) -> GenerationMetrics | None:
         """Metrics of answers that the model generates in an evaluation; None: it generates none."""
         return None
+
+    @property
+    def generated_metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics of generated answers that the recipe asks for (eval.generate)."""
+        return ()
 
     @property
     def loss_inputs(self) -> LossInputs:

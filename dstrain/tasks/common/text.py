@@ -11,19 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import BatchConfig, DatasetConfig, LoraConfig, ModelConfig
+from dstrain.config.schema import BatchConfig, DatasetConfig, GenerateConfig, LoraConfig, ModelConfig
+from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
 from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
 from dstrain.data.records import BadRecord, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.checks import ModelValidator, check_length_dependent, check_model, check_trains_on_text
+from dstrain.models.checks import (
+    ModelValidator,
+    check_length_dependent,
+    check_model,
+    check_trains_on_text,
+    max_positions,
+)
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
+from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.generation import HeldOutPrompts
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.record_task import RecordTask, policy_of
-from dstrain.tasks.common.task import Checks, Export, LossInputs, Split
+from dstrain.tasks.common.task import AnswerMetric, Checks, Export, GenerationMetrics, LossInputs, Split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +47,8 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
 
 
+JUDGE_METRICS = ("reward", "win_rate")
+"""Metrics of generated answers that a reward model gives: its mean score, and how often it prefers them."""
 FindUnsupportedReason = Callable[[bool], str | None]
 """shares_prefixes -> why the models cannot take packed batches, or None."""
 
@@ -129,9 +140,23 @@ class TextChecks(Checks):
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
         check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
         meta_model = source.build_meta_model()
+        if self.task.generated_metric_names:
+            self._check_room_for_answers(meta_model)
         check_tiles(meta_model, model.tiled_mlp)
         self.validator.check(meta_model)
         _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
+
+    def _check_room_for_answers(self, model: torch.nn.Module) -> None:
+        """Raise RecipeError where a prompt and a generated answer have more tokens than the model has positions."""
+        data, longest = self.task.recipe.data, self.task.max_new_tokens
+        key = "data.max_prompt_length" if data.max_prompt_length else "data.max_length"
+        longest += data.max_prompt_length or data.max_length
+        limit = max_positions(model, self.task.model_source.config)
+        if limit is not None and limit < longest:
+            problem = (
+                f"with {self.task.max_new_tokens} generated tokens is {longest}, and the model has {limit} positions"
+            )
+            raise RecipeError(Fault(key, problem, "lower it, or eval.generate.max_new_tokens"))
 
     def device(self) -> None:
         self.task.model_source.check_attn_implementation()
@@ -198,6 +223,9 @@ class TextTask(RecordTask):
         "scores", "source_class", "step_stats",
     )  # fmt: skip
     """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+    answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = ANSWER_METRICS
+    default_max_new_tokens: ClassVar[int] = 256
+    """Limit of tokens of a generated answer where the recipe names none."""
     scores_answers: ClassVar[bool] = True
     """True where `score_answers` gives a value to each answer, for `dstrain score`."""
     modules_to_save: ClassVar[tuple[str, ...]] = ()
@@ -266,6 +294,63 @@ class TextTask(RecordTask):
     def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
         """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
         return read_prompt(record)
+
+    def read_answers(self, record: Mapping[str, Any]) -> RecordWithImages[PromptAnswers]:
+        """Return a held-out record's prompt and its answers, all of them right. Raises BadRecord."""
+        found = self.parse_with_images(record, read_prompt_answers)
+        if found.parsed.form != "pair":
+            return found
+        return replace(found, parsed=replace(found.parsed, answers=found.parsed.answers[:1], form="answer"))
+
+    def asks(self, example: Mapping[str, Any]) -> bool:
+        """Return whether an answer is generated to the prompt of this held-out example."""
+        return True
+
+    @property
+    def generate_config(self) -> GenerateConfig | None:
+        """What the recipe says of generated answers; None: an evaluation generates none."""
+        own = self.recipe.eval.generate
+        if not self.can_generate:
+            return None
+        return own or (GenerateConfig() if self.default_answer_metrics else None)
+
+    @property
+    def generated_metric_names(self) -> tuple[str, ...]:
+        generate = self.generate_config
+        if generate is None:
+            return ()
+        names = self.default_answer_metrics if generate.metrics is None else tuple(generate.metrics)
+        return (*names, *(JUDGE_METRICS if generate.reward_model else ()))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Limit of tokens of a generated answer."""
+        generate = self.generate_config
+        return (generate and generate.max_new_tokens) or self.default_max_new_tokens
+
+    @property
+    def generation_metrics(self) -> GenerationMetrics | None:
+        generate, names = self.generate_config, self.generated_metric_names
+        if generate is None or not names:
+            return None
+        metrics = {name: self.answer_metrics[name] for name in names if name not in JUDGE_METRICS}
+        prompts = self.held_out_prompts
+        return GenerationMetrics(
+            names=tuple(metrics),
+            get_prompt=prompts.encode,
+            score=lambda example, answer: {
+                name: metric(answer, prompts.read_texts(example)) for name, metric in metrics.items()
+            },
+            tokenizer=self.tokenizer,
+            vision_processor=self.model_source.vision_processor,
+            max_new_tokens=self.max_new_tokens,
+            max_samples=generate.samples,
+        )
+
+    @cached_property
+    def held_out_prompts(self) -> HeldOutPrompts:
+        """Prompts and right answers of held-out examples."""
+        return HeldOutPrompts(self)
 
     @property
     def example_settings(self) -> ExampleSettings:

@@ -4,23 +4,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
-from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, EvalConfig, ModelConfig
 from dstrain.data.dataset import Dataset
-from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, UsageError
-from dstrain.models.checks import check_model
-from dstrain.models.folder import has_score_head
+from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError
+from dstrain.tasks.common.judge import ExportedRewardModel
 from dstrain.tasks.common.pairs import PairTask
-from dstrain.tasks.common.task import EXPORT_RECIPE, Scorer, Split
+from dstrain.tasks.common.task import Scorer, Split
 from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.rm import SCORE_POSITIONS, RewardModel
 from dstrain.tasks.safety.options import HEADS, SafetyOptions
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenStore
 
 SIDES = ("chosen", "rejected")
-FOLDER_FIX = "give a folder that `dstrain export` wrote from a run of task rm"
 
 
 def cached_scores(examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -49,7 +43,7 @@ def cached_scores(examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tens
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenRewardModel:
+class FrozenRewardModel(ExportedRewardModel):
     """The export of a reward model, which scores both answers of each pair of `policy`'s data.
 
     Cached, it reads the records in its own encoding, with the policy's limits on lengths; online, the policy's batches.
@@ -57,7 +51,6 @@ class FrozenRewardModel:
 
     name: str
     """One of HEADS."""
-    folder: str
     is_cached: bool
     policy: PairTask
 
@@ -96,35 +89,10 @@ class FrozenRewardModel:
             prepare=self.prepare,
         )
 
-    def check_files(self) -> None:
-        """Raise RecipeError where the folder is not the export of a reward model. Reads small files, without torch."""
-        place = Path(self.folder).expanduser()
-        if not place.is_dir():
-            problem = f"'{self.folder}' is not a folder (working directory: {Path.cwd()})"
-            raise RecipeError(Fault(self.key, problem, FOLDER_FIX))
-        if not (place / EXPORT_RECIPE).is_file():
-            raise RecipeError(Fault(self.key, f"'{self.folder}' holds no {EXPORT_RECIPE}", FOLDER_FIX))
-        if (task := _read_task(place / EXPORT_RECIPE)) != "rm":
-            raise RecipeError(Fault(self.key, f"'{self.folder}' is the export of task {task}", FOLDER_FIX))
-        with _named_faults(self.key):
-            if faults := check_model(self.task.recipe):
-                raise RecipeError(faults)
-            config = place / "config.json"  # `check_model` has read it; an adapter has none
-            values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-            if not has_score_head(self.folder, values.get("architectures")):
-                raise RecipeError(self._missing_head_fault())
-
-    def _missing_head_fault(self) -> Fault:
-        return Fault("model.path", f"'{self.folder}' holds no score head", FOLDER_FIX)
-
     @cached_property
     def checked_task(self) -> RewardModel:
         """The task, after the checks of the model and its files that need torch. Raises RecipeError."""
-        self.check_files()
-        with _named_faults(self.key):
-            self.task.checks.run()
-            if self.task.checks.validator.newly_initialized:
-                raise RecipeError(self._missing_head_fault())
+        self.check_model()
         if not self.is_cached and input_fingerprint(self.task) != input_fingerprint(self.policy):
             problem = "the tokenizer, chat template or processor of the reward model is not the policy's"
             fix = "set options.safety.scoring: cached, which encodes the records for each reward model"
@@ -218,23 +186,3 @@ def make_reward_models(policy: PairTask, options: SafetyOptions) -> tuple[Frozen
         for name, folder in folders.items()
         if folder
     )
-
-
-@contextmanager
-def _named_faults(key: str) -> Iterator[None]:
-    """Name a reward model's key in faults of its own recipe, which the user has not written."""
-    try:
-        yield
-    except RecipeError as error:
-        faults = [
-            replace(fault, where=key if fault.where == "model.path" else f"{key}: {fault.where}")
-            for fault in error.faults
-        ]
-        raise RecipeError(faults or f"{key}: {error}") from error
-
-
-def _read_task(file: Path) -> str:
-    try:
-        return read_recipe(file).config.task
-    except UsageError as error:
-        raise RecipeError(f"{error}; export the reward model again") from error

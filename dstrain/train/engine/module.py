@@ -56,6 +56,7 @@ class TrainModule(torch.nn.Module):
         model: torch.nn.Module,
         reference: torch.nn.Module | None = None,
         reward_models: Sequence[torch.nn.Module] = (),
+        judge: FrozenModule | None = None,
     ) -> None:
         """`reward_models`: those of the task's scorers that are not cached, in their order."""
         super().__init__()
@@ -66,6 +67,8 @@ class TrainModule(torch.nn.Module):
         self.reference_model = None if reference is None else FrozenModule(inputs.reference, reference)
         online = [scorer for scorer in inputs.scorers if not scorer.is_cached] if reward_models else []
         self.reward_models = torch.nn.ModuleList(map(FrozenModule, online, reward_models))
+        self.judge = judge
+        """The reward model of generated answers, which no loss reads (eval.generate.reward_model)."""
         coefficient = router_loss_coefficient_of(self.unwrapped_model, task)
         self.router_loss = RouterLoss(self.unwrapped_model, coefficient) if coefficient else None
         self.trainable_names = frozenset(

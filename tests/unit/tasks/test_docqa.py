@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dstrain.batch import Batch
-from dstrain.commands.generate import PromptReader
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import DatasetConfig
@@ -27,6 +26,7 @@ from dstrain.models.params import build_param_groups
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.docqa import focal_cross_entropy
 from dstrain.train.build_model import build_train_module
@@ -141,8 +141,6 @@ def gradient(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, torch.T
         ({"label_smoothing": 1.0}, "label_smoothing is 1, but it must be at least 0 and below 1"),
         ({"focal_gamma": -1}, "focal_gamma is -1, but it must be at least 0"),
         ({"prompt_template": "Answer."}, r"prompt_template must contain \{question\} once"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, but it must be at least 1"),
-        ({"generate_max_samples": 0}, "generate_max_samples is 0"),
         ({"max_pages": 0}, "max_pages is 0"),
         ({"dpi": 5}, "dpi is 5"),
         ({"crop": 0.9}, "crop is 0.9"),
@@ -196,7 +194,7 @@ def test_other_tasks_have_no_adapters_by_default() -> None:
 
 
 def test_an_evaluation_generates_and_restores(tmp_path: Path) -> None:
-    task = made(tmp_path, {"max_new_tokens": 3, "generate_max_samples": 5})
+    task = made(tmp_path, eval={"generate": {"max_new_tokens": 3, "samples": 5}})
     module = build_train_module(task)
     engine = TorchEngine(
         module, build_param_groups(module.model, task.recipe.optim), task.recipe.optim, torch.device("cpu")

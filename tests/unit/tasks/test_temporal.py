@@ -134,7 +134,6 @@ def test_a_series_whose_attention_would_not_fit_is_refused(stage: str, tmp_path:
     ("options", "changes", "fault"),
     [
         ({"mask_ratio": 1.0}, {}, "mask_ratio is 1"),
-        ({"max_new_tokens": 0}, {}, "must be at least 1"),
         ({"stage": "classify", "synthetic": {"num_samples": 4}}, {}, "no labels"),
         ({"stage": "align"}, {"model": {"config": {"model_type": "llama"}, "lora": {}}}, "trains no adapters"),
         ({"encoder": {"hidden_size": 30, "num_heads": 4}}, {}, "multiple of num_heads"),

@@ -1,4 +1,4 @@
-"""dstrain score: rewards of a reward model, or log-probabilities of a policy, for each answer of a file."""
+"""dstrain score: rewards of a reward model, of steps too, or log-probabilities of a policy, for each answer of a file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.answers import SIDES, read_prompt_answers
-from dstrain.data.formats.columns import parse_record
 from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.token_store import TokenizedDataset
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.files import atomic_write
 from dstrain.preset import Device
-from dstrain.tasks.common.scoring import AnswerScores
+from dstrain.tasks.common.scoring import AnswerScores, make_scores
 from dstrain.tasks.common.task import FrozenModel
 from dstrain.tasks.common.text import TextTask
 
@@ -75,10 +73,11 @@ class ScoreJob:
 
     def _find_task(self) -> tuple[SavedModel, AnswerScores]:
         found = self.selector.find_model(f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0")
-        if not (isinstance(found.task, TextTask) and found.task.scores_answers):
+        scores = make_scores(found.task) if isinstance(found.task, TextTask) else None
+        if scores is None:
             name = found.task.recipe.task
             raise TaskError(f"task {name}: has no answers to score; `dstrain evaluate` shows its metrics")
-        return found, AnswerScores(recipe=found.task.recipe, scored=found.task)
+        return found, scores
 
     def prepare(self, world_size: int, device: Device) -> PreparedScores:
         quiet_libraries()
@@ -93,6 +92,8 @@ class ScoreJob:
         hash_weights(prepared.saved_model.task, include_base=True)
 
     def run(self, prepared: PreparedScores, world: World) -> dict[str, Any] | None:
+        import numpy as np
+
         from dstrain.models.params import unwrap_peft
         from dstrain.train.precompute_outputs import ModelJob, compute_outputs
 
@@ -118,7 +119,7 @@ class ScoreJob:
             "model": str(saved.folder),
             "step": saved.step,
             "answers": len(prepared.answers),
-            f"mean_{first}": float(columns[first].mean()),
+            f"mean_{first}": float(np.hstack([*columns[first]]).mean()),
             "cut": describe_cuts(prepared.answers.summarize()),
         }
         if self.out == STDOUT:
@@ -138,22 +139,12 @@ def _iter_rows(
     for index in range(len(source)):
         record = source[index]
         row = dict(record.columns if isinstance(record, Record) else record)
-        values: dict[int, dict[str, float]] = {}
+        values: dict[int, dict[str, Any]] = {}
         while at < len(store) and store.record_indices[at] == index:
-            values[int(store[at]["number"])] = {name: float(column[at]) for name, column in columns.items()}
+            values[int(store[at].get("number", 0))] = {name: column[at].tolist() for name, column in columns.items()}
             at += 1
-        parsed = try_parse(parse_record, read_prompt_answers, record)
-        if isinstance(parsed, BadRecord):
-            yield {**row, "error": parsed.reason}
-            continue
-        for name in columns:
-            given = [values.get(number, {}).get(name) for number in range(len(parsed.answers))]
-            if parsed.form == "pair":
-                row |= {f"{side}_{name}": value for side, value in zip(SIDES, given, strict=True)}
-            else:
-                plural = name if name.endswith("s") else f"{name}s"
-                row |= {plural: given} if parsed.form == "list" else {name: given[0]}
-        yield row
+        added = try_parse(task.read_columns, record, columns, values)
+        yield {**row, "error": added.reason} if isinstance(added, BadRecord) else {**row, **added}
 
 
 def show_scores(summary: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.conversations import ParsedPrompt, read_prompt
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Prompt
-from dstrain.data.records import BadRecord, EncodeResult, as_record, has
+from dstrain.data.records import BadRecord, EncodeResult, Record, as_record, has
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, tiny_recipe
@@ -229,13 +229,30 @@ def first_error_sums(predicted: torch.Tensor, labels: torch.Tensor, solutions: t
     }
 
 
-def read_solution(record: Mapping[str, Any]) -> Solution:
-    """Return a record of TRL's stepwise form, or of Math-Shepherd's. Raises BadRecord."""
+def read_solution(record: Mapping[str, Any], needs_labels: bool = True) -> Solution:
+    """Return a record of TRL's stepwise form, or of Math-Shepherd's. Raises BadRecord.
+
+    Without `needs_labels` all steps are right, whatever the record says.
+    """
     record = as_record(record)
+    if not needs_labels:
+        record = _with_labels(record)
     solution = _read_math_shepherd(record) if has(record, "input", "label") else _read_stepwise(record)
     if all(label == NO_LABEL for label in solution.labels):
         raise BadRecord("no step has a label; write true or false for each step, or remove the record")
     return solution
+
+
+def _with_labels(record: Record) -> Record:
+    """Return the record with a label for each step that says that it is right; its own labels count as read."""
+    steps, text = (record[name] if has(record, name) else None for name in ("completions", "input"))
+    for name in ("labels", "label"):
+        record.get(name)
+    if isinstance(steps, list):
+        return record.derive({**record, "labels": [True] * len(steps)})
+    return (
+        record.derive({**record, "label": text.replace(MATH_SHEPHERD_STEP, "+")}) if isinstance(text, str) else record
+    )
 
 
 def _read_stepwise(record: Mapping[str, Any]) -> Solution:

@@ -29,6 +29,18 @@ SCORE_POSITIONS = "score_positions"
 """Tensor of a packed batch, (2B,): the index in the row of the token whose hidden state gives an answer's score."""
 
 
+NUM_BINS = 10
+"""Bins of the confidence, for the calibration error."""
+CALIBRATION_SUM = "_calibration_"
+"""Begins the name of the sum over a bin's pairs of (1 where the ranking is right, else 0) - confidence."""
+MARGIN_BINS = {
+    "accuracy_margin_0_1": (0.0, 1.0),
+    "accuracy_margin_1_2": (1.0, 2.0),
+    "accuracy_margin_2_inf": (2.0, float("inf")),
+}
+"""Metric -> limits of the absolute difference of the two scores, for the pairs that it is the accuracy of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSource(ModelSource):
     """A model with one score for a sequence."""
@@ -90,7 +102,7 @@ class RewardModel(PairTask):
 
     source_class = RewardModelSource
     checks_class = RewardChecks
-    metric_names = ("accuracy", "margin")
+    metric_names = ("accuracy", "margin", "calibration_error", *MARGIN_BINS)
     learning_rate = 1.0e-5
     variants: ClassVar[Mapping[str, str]] = {
         "objectives": "dstrain.tasks.common.objectives:ObjectivesRewardModel",
@@ -124,7 +136,15 @@ class RewardModel(PairTask):
         )
         # The metrics take no part in the backward pass.
         difference = (chosen - rejected).detach()
-        return Loss(pairs.sum(), {"accuracy": (difference > 0).sum(), "margin": difference.sum()})
+        metrics: dict[str, Any] = {"accuracy": (difference > 0).sum(), "margin": difference.sum()}
+        # Rows of evaluations only: a training row has few pairs in a bin.
+        return Loss(pairs.sum(), metrics if model.training else metrics | calibration_sums(difference))
+
+    def finish_metrics(self, sums: Mapping[str, tuple[float, float]]) -> Mapping[str, float]:
+        bins = [pair for name, pair in sums.items() if name.startswith(CALIBRATION_SUM)]
+        found = {"calibration_error": sum(abs(total) for total, _ in bins) / bins[0][1]} if bins else {}
+        parts = {name: sums[f"_{name}"] for name in MARGIN_BINS if f"_{name}" in sums}
+        return found | {name: total / weight for name, (total, weight) in parts.items()}
 
     def output_tensors(
         self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
@@ -190,6 +210,27 @@ def bradley_terry(
     if center:
         loss = loss + center * (chosen + rejected).square()
     return loss
+
+
+def calibration_sums(difference: torch.Tensor) -> dict[str, Any]:
+    """Return the sums of the expected calibration error, and of the accuracy by margin; (B,) chosen minus rejected.
+
+    Guo et al. (arXiv 1706.04599), eq. 2 to 5: of the answer that scores higher, sigmoid(|difference|) is the confidence
+    that it is the chosen one. It is at least one half, so the bins are NUM_BINS equal parts of 1/2 to 1. A bin adds
+    |B_m| |acc(B_m) - conf(B_m)| / n to the error, which is the absolute value of one sum over its pairs.
+    """
+    import torch
+
+    size, is_right = difference.abs().float(), difference > 0
+    confidence = size.sigmoid()
+    # The upper end of a bin belongs to it, as in the paper.
+    number = (((confidence - 0.5) * 2 * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
+    bins = torch.zeros(NUM_BINS, device=size.device).index_add(0, number, is_right.float() - confidence)
+    found: dict[str, Any] = {f"{CALIBRATION_SUM}{at}": total for at, total in enumerate(bins)}
+    for name, (least, below) in MARGIN_BINS.items():
+        inside = (size >= least) & (size < below)
+        found[f"_{name}"] = (is_right & inside).sum(), inside.sum()
+    return found
 
 
 def _no_cache_kwargs(model: Any) -> dict[str, bool]:

@@ -14,10 +14,16 @@ from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.prm import NO_LABEL, Solution, first_error_sums
-from tests.vocabulary import RUN, invoke, message, read_jsonl, write_recipe
+from tests.vocabulary import RUN, message, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
 STEPS: dict[str, Any] = {"prompt": "2+2+1?", "completions": ["2+2=4", "4+1=6"], "labels": [True, False]}
+SOLUTIONS: list[dict[str, Any]] = [
+    {name: STEPS[name] for name in ("prompt", "completions")},
+    {"prompt": "2+2?", "completions": ["2+2=4"], "labels": [False]},
+    {"input": "Two? Step 1: 2=2 ки", "id": 3},
+]
+"""Solutions to score: without labels, with them, and in Math-Shepherd's form."""
 SHEPHERD = "Bob has 2 pens and buys 3. How many? Step 1: 2+3=5 {}\nStep 2: The answer is: 5 {}"
 
 
@@ -136,9 +142,28 @@ def test_a_run_of_two_processes_is_exported_for_transformers(tmp_path: Path, one
     ids = torch.tensor([[*map(int, example["input_ids"])]])
     with torch.no_grad():
         assert model(ids).logits.shape == (1, ids.shape[1], 2)
-    refused = invoke("score", str(tmp_path / "run"), "--data", str(tmp_path / "eval.jsonl"), "--out", "-")
-    assert refused.exit_code == 2
-    assert "task prm: has no answers to score" in refused.output
+    asked["data"] = str(write_jsonl(tmp_path / "steps.jsonl", SOLUTIONS))
+    rows = one("tests.contract.export_cases:score", out="-", **asked)[0]["rows"]
+    tokenizer, lengths = task.tokenizer, list[int]()
+    for row, record, steps in zip(rows, SOLUTIONS, (["2+2=4", "4+1=6"], ["2+2=4"], ["Step 1: 2=2"]), strict=True):
+        assert {name: row[name] for name in record} == record
+        ids = [*tokenizer(record.get("prompt", "Two? "))["input_ids"]]
+        ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+        wanted = []
+        for step in steps:
+            ids += tokenizer(f"{step}", add_special_tokens=False)["input_ids"]
+            ids += tokenizer("\n", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                wanted.append(float(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1]))
+        assert row["step_scores"] == pytest.approx(wanted, abs=1e-5)
+        lengths.append(len(ids))
+    for hold in (None, "zero3"):
+        shared = two("tests.contract.export_cases:score", out="-", ds_config=hold, **asked)[0]
+        assert [row["step_scores"] for row in shared["rows"]] == [pytest.approx(row["step_scores"]) for row in rows]
+    cut = one("tests.contract.export_cases:score", out="-", sets=[f"data.max_length={lengths[0] - 1}"], **asked)[0][
+        "rows"
+    ][0]
+    assert cut["step_scores"] == [pytest.approx(rows[0]["step_scores"][0], abs=1e-6), None]
 
 
 def test_a_family_without_token_classification_is_refused(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""The task of `dstrain score`: an example for each answer of a record, and its score under a trained model."""
+"""The tasks of `dstrain score`: an example for each answer of a record, and its scores under a trained model."""
+
+# Shapes: R answers, S steps of all of them, K of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch, PackingMode
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
+from dstrain.data.formats.columns import parse_record
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, Outputs
 from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.prm import ProcessRewardModel, Solution, read_solution
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +67,24 @@ class AnswerScores(TextTask):
         """Return name -> value of each answer, (R,)."""
         return self.scored.score_answers(model, batch)
 
+    def read_columns(
+        self, record: Mapping[str, Any], names: Iterable[str], values: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the columns with scores of a record, null where there is none. Raises BadRecord.
+
+        `names`: of the scores; `values`: those of each answer by its number.
+        """
+        parsed = parse_record(self.parse_record, record).parsed
+        found: dict[str, Any] = {}
+        for name in names:
+            given = [values.get(number, {}).get(name) for number in range(len(parsed.answers))]
+            if parsed.form == "pair":
+                found |= {f"{side}_{name}": value for side, value in zip(SIDES, given, strict=True)}
+            else:
+                plural = name if name.endswith("s") else f"{name}s"
+                found |= {plural: given} if parsed.form == "list" else {name: given[0]}
+        return found
+
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         raise NotImplementedError("nothing is trained")
 
@@ -80,6 +102,50 @@ class AnswerScores(TextTask):
     @cached_property
     def packing(self) -> PackingMode:
         return PackingMode(self.scored.packing.is_packed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScores(AnswerScores):
+    """The steps of solutions, scored by a process reward model. Records need no labels."""
+
+    scored: ProcessRewardModel
+
+    token_columns = ("input_ids",)
+
+    def parse(self, record: Mapping[str, Any]) -> Solution:  # type: ignore[override]
+        return read_solution(record, needs_labels=False)
+
+    def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Any:
+        return self.scored.encode(samples, images)
+
+    def encode_key(self) -> dict[str, Any]:
+        return {**self.scored.encode_key(), "what": "steps to score"}
+
+    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        import torch
+
+        batch, counts = self.scored.collate(examples), [len(example["ends"]) for example in examples]
+        mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]  # (R, K)
+        return batch.with_tensors({"loss_mask": mask.long()})
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Outputs:
+        """Return the probability that a step is right, (R, K); 0 where there is no step."""
+        right = self.scored.step_logits(model, batch).softmax(-1)[:, 1]  # (S,)
+        mask = batch.tensors["loss_mask"] != 0
+        return {"step_scores": right.new_zeros(mask.shape).masked_scatter(mask, right)}
+
+    def read_columns(
+        self, record: Mapping[str, Any], names: Iterable[str], values: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        steps, found = parse_record(self.parse_record, record).parsed.steps, values.get(0, {}).get("step_scores", [])
+        return {"step_scores": [*found, *[None] * (len(steps) - len(found))]}  # the last ones were cut
+
+
+def make_scores(task: TextTask) -> AnswerScores | None:
+    """Return the task that scores records by the model of another; None where it has nothing to score."""
+    if isinstance(task, ProcessRewardModel):
+        return StepScores(recipe=task.recipe, scored=task)
+    return AnswerScores(recipe=task.recipe, scored=task) if task.scores_answers else None
 
 
 def encode_answers(

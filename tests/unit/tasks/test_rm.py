@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.errors import TaskError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.rm import bradley_terry
+from dstrain.tasks.rm import NUM_BINS, bradley_terry, calibration_sums
 from tests.vocabulary import sigmoid
 
 CHOSEN, REJECTED = torch.tensor([1.5, -0.25]), torch.tensor([0.5, 1.0])
@@ -201,3 +202,49 @@ def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
         first, second = made.scores(model, batch), made.scores(model, batch)
         assert torch.equal(first, second) == disabled
         assert model.config.attention_dropout == 0.5, "an export keeps what the config says"
+
+
+def test_the_calibration_error_is_that_of_the_paper(tmp_path: Path) -> None:
+    """Guo et al., eq. 5, by hand for the five pairs of the first test, and for many from the means of each bin."""
+    made = task(tmp_path)
+
+    def error(*parts: list[float]) -> dict[str, float]:
+        """Return the metrics of several batches, summed as the meter does."""
+        sums: dict[str, tuple[float, float]] = {}
+        for part in parts:
+            for name, value in calibration_sums(torch.tensor(part)).items():
+                total, weight = value if isinstance(value, tuple) else (value, len(part))
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + float(total), before[1] + float(weight)
+        return {**made.finish_metrics({name: pair for name, pair in sums.items() if pair[1]})}
+
+    # Confidences 0.731, 0.711, 0.881, 0.525, 0.985: in the bins up to 0.75 (two pairs, one of them right), 0.9, 0.55, 1.
+    differences = [1.0, -0.9, 2.0, -0.1, 4.2]
+    confidences = [sigmoid(abs(difference)) for difference in differences]
+    both = abs(1 / 2 - (confidences[0] + confidences[1]) / 2) * 2 / 5
+    wanted = both + (1 - confidences[2]) / 5 + confidences[3] / 5 + (1 - confidences[4]) / 5
+    found = error(differences[:2], differences[2:])
+    assert found["calibration_error"] == pytest.approx(wanted, rel=1e-5)
+    assert {name: found[name] for name in found if "margin" in name} == {
+        "accuracy_margin_0_1": 0.0, "accuracy_margin_1_2": 1.0, "accuracy_margin_2_inf": 1.0,
+    }  # fmt: skip
+    assert "accuracy_margin_2_inf" not in error([0.5, -0.5]), "no pair, no accuracy"
+
+    many = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 2 + 0.5
+    confidence, edges = many.abs().sigmoid(), [0.5 + at / (2 * NUM_BINS) for at in range(NUM_BINS + 1)]
+    wanted = 0.0
+    for low, high in itertools.pairwise(edges):
+        inside = (confidence > low) & (confidence <= high)
+        if inside.any():
+            gap = (many[inside] > 0).float().mean() - confidence[inside].mean()
+            wanted += float(inside.sum() / len(many) * gap.abs())
+    assert error(many.tolist())["calibration_error"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_calibration_is_of_evaluations(tmp_path: Path) -> None:
+    """A training row has few pairs in a bin, and stays small."""
+    made = task(tmp_path)
+    model, examples = made.build_model(), made.examples("train")
+    batch = made.collate([examples[i] for i in range(4)])
+    assert set(made.loss(model.train(), batch).metrics) == {"accuracy", "margin"}
+    assert len(made.loss(model.eval(), batch).metrics) == 2 + NUM_BINS + 3

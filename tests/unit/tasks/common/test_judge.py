@@ -165,7 +165,6 @@ def test_a_judge_of_images_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     job = ScoreJob(selector=ModelSelector(folder=judge), data=str(tmp_path / "answered.jsonl"), out="-")
     scored: Any = job.run(job.prepare(1, Device("cpu", True)), SingleProcessWorld())
-    print(scored["rows"])
     wanted = [one["score"] for one in scored["rows"]]
     assert row["reward"] == pytest.approx(sum(wanted) / 3, abs=1e-5)
     assert wanted[1] != pytest.approx(wanted[0])

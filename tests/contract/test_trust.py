@@ -63,7 +63,9 @@ def change(recipe: Path, **values: Any) -> None:
         *above, name = dotted.split("__")
         block = held
         for key in above:
-            block = block.setdefault(key, {})
+            if block.get(key) is None:
+                block[key] = {}
+            block = block[key]
         block[name] = value
     recipe.write_text(yaml.safe_dump(held))
 
@@ -227,11 +229,12 @@ def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypa
         ("model__processor", "nobody/nothing"),
         ("options__ref_model", "nobody/nothing"),
         ("options__safety__harmless_rm", "nobody/nothing"),
+        ("eval__generate__reward_model", "nobody/nothing"),
     ],
 )
 def test_a_folder_has_nothing_fetched(key: str, value: str, folder: Path) -> None:
     shutil.rmtree(folder / "run/tokenizer")
-    own = {"task": "dpo"} if key.startswith("options") else {}
+    own = {"task": "dpo"} if key.startswith(("options", "eval")) else {}
     change(recipe_of(folder, "run"), **{"model__config": None, "model__path": str(folder), key: value, **own})
     dotted = key.replace("__", ".")
     with pytest.raises(UsageError, match=f"{dotted}: names '{value}' on the hub.*add --set {dotted}={value}"):

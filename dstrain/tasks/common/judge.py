@@ -124,7 +124,7 @@ class Judge(ExportedRewardModel):
     def task(self) -> RewardModel:
         own, recipe = read_export_recipe(self.folder), self.policy.recipe
         model = ModelConfig(
-            path=self.folder,
+            path=str(Path(self.folder).expanduser().absolute()),  # a bare name would be looked up on the hub
             dtype=recipe.model.dtype,
             attn_implementation=recipe.model.attn_implementation,
             trust_remote_code=recipe.model.trust_remote_code,

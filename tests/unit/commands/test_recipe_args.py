@@ -20,6 +20,17 @@ def test_paths_of_a_recipe_become_absolute(tmp_path: Path) -> None:
     assert config.data.train[0].path == str(tmp_path / "train.jsonl")
 
 
+def test_the_judge_of_answers_is_looked_up_next_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "judge").mkdir()
+    text = "task: sft\ndata: {train: train.jsonl, eval_fraction: 0.5}\neval: {generate: {reward_model: ./judge}}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    found = resolve_paths(recipe.config, recipe.folder).eval.generate
+    assert found is not None
+    assert found.reward_model == str(tmp_path / "judge")
+
+
 OWN_TASK = """
 from dataclasses import dataclass
 

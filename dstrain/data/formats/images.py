@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.conversations import (
     ANSWER_KEYS,
     Conversation,
@@ -40,7 +41,15 @@ _MAX_NUMBER = 255
 _PLACEHOLDER_PATTERN = re.compile(r"<image(\d{0,3})>")
 _IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr(_INDEXED_BASE + _MAX_NUMBER)}]")
 
-ParsedT = TypeVar("ParsedT", Conversation, PromptCompletion, Preference, ParsedPrompt, Conversation | PromptCompletion)
+ParsedT = TypeVar(
+    "ParsedT",
+    Conversation,
+    PromptCompletion,
+    Preference,
+    ParsedPrompt,
+    PromptAnswers,
+    Conversation | PromptCompletion,
+)
 
 
 @dataclass(frozen=True)

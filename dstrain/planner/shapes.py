@@ -268,6 +268,8 @@ def read_properties(config: RunConfig) -> TaskProperties:
     if not task.is_planned or task.loads_own_model:
         return TaskProperties(is_known=False)
     inputs, judge = task.loss_inputs, make_judge(task)
+    if judge is not None:
+        judge.check_files()
     online = [scorer.config for scorer in inputs.scorers if not scorer.is_cached]
     return TaskProperties(
         rows_per_sample=2 if task.has_pairs else 1,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import DataConfig, EvalConfig, ModelConfig, ParallelConfig
@@ -41,6 +41,9 @@ JUDGE_KEY = "eval.generate.reward_model"
 class ExportedRewardModel:
     """The export of a reward model that scores samples of another task."""
 
+    fix: ClassVar[str] = FOLDER_FIX
+    """What a user can do about a folder that is none."""
+
     folder: str
 
     @property
@@ -58,14 +61,14 @@ class ExportedRewardModel:
         place = Path(self.folder).expanduser()
         if not place.is_dir():
             problem = f"'{self.folder}' is not a folder (working directory: {Path.cwd()})"
-            raise RecipeError(Fault(self.key, problem, FOLDER_FIX))
+            raise RecipeError(Fault(self.key, problem, self.fix))
         if not (place / EXPORT_RECIPE).is_file():
             is_run = (place / "recipe.yaml").is_file()
             problem = "is a run folder" if is_run else f"holds no {EXPORT_RECIPE}"
-            fix = f"export it: dstrain export {self.folder} --to FOLDER" if is_run else FOLDER_FIX
+            fix = f"export it: dstrain export {self.folder} --to FOLDER" if is_run else self.fix
             raise RecipeError(Fault(self.key, f"'{self.folder}' {problem}", fix))
         if (task := read_export_recipe(self.folder).task) != "rm":
-            raise RecipeError(Fault(self.key, f"'{self.folder}' is the export of task {task}", FOLDER_FIX))
+            raise RecipeError(Fault(self.key, f"'{self.folder}' is the export of task {task}", self.fix))
         with named_faults(self.key):
             if faults := check_model(self.task.recipe):
                 raise RecipeError(faults)
@@ -75,7 +78,7 @@ class ExportedRewardModel:
                 raise RecipeError(self._missing_head_fault())
 
     def _missing_head_fault(self) -> Fault:
-        return Fault("model.path", f"'{self.folder}' holds no score head", FOLDER_FIX)
+        return Fault("model.path", f"'{self.folder}' holds no score head", self.fix)
 
     def check_model(self) -> None:
         """Raise RecipeError for a folder whose model cannot be used; some of the checks need torch."""
@@ -113,6 +116,8 @@ class Judge(ExportedRewardModel):
 
     It reads texts in its own encoding: its tokenizer, chat template and limits on lengths are those of its folder.
     """
+
+    fix = f"{FOLDER_FIX}, or leave it out: --set eval.generate=null"
 
     policy: TextTask
 

@@ -36,12 +36,12 @@ awk 'NR % 2 == 1' labelled.jsonl > labelled-rm.jsonl
 awk 'NR % 2 == 0' labelled.jsonl > labelled-judge.jsonl
 for model in rm judge; do
     train "$model" "$here/hh-rm.yaml" 1 --set model.path=sft --set options='{objectives: [helpful, harmless]}' \
-        --set data.train="labelled-$model.jsonl" --set data.eval=labelled-held-out.jsonl
+        --set data.train="labelled-$model.jsonl" --set data.eval=labelled-held-out.jsonl --set eval.every=epoch
 done
 
 # 3. Rounds of DPO on the policy's own answers, to other prompts in each round: the best of four answers against the worst.
-#    An evaluation generates answers to the held-out prompts; `reward` is what `rm` gives them, and `win_rate` how often it
-#    prefers one to the answer of the data.
+#    The evaluation after the last step generates answers to the held-out prompts; `reward` is what `rm` gives them, and
+#    `win_rate` how often it prefers one to the answer of the data.
 answers="--max-new-tokens 48 --num-samples 4 --temperature 1 --batch 32 --json"
 policy=sft round=1
 while [ "$round" -le "$rounds" ]; do
@@ -53,7 +53,7 @@ while [ "$round" -le "$rounds" ]; do
         dstrain pairs "scored-$round.jsonl" --to "pairs-$round.jsonl"
     fi
     train "policy-$round" "$here/hh-dpo.yaml" 2 --set model.path="$policy" --set data.train="pairs-$round.jsonl" \
-        --set data.eval=held-out.jsonl --set eval.every=epoch --set eval.generate='{max_new_tokens: 48, reward_model: rm}'
+        --set data.eval=held-out.jsonl --set eval.every=1000 --set eval.generate='{max_new_tokens: 48, reward_model: rm}'
     policy=policy-$round round=$((round + 1))
 done
 

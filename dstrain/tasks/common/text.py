@@ -309,10 +309,8 @@ class TextTask(RecordTask):
     @property
     def generate_config(self) -> GenerateConfig | None:
         """What the recipe says of generated answers; None: an evaluation generates none."""
-        own = self.recipe.eval.generate
-        if not self.can_generate:
-            return None
-        return own or (GenerateConfig() if self.default_answer_metrics else None)
+        found = self.recipe.eval.generate or (GenerateConfig() if self.default_answer_metrics else None)
+        return found if found is not None and self.can_generate else None
 
     @property
     def generated_metric_names(self) -> tuple[str, ...]:

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts, read_answers
 from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.conversations import ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.preferences import Response
 from dstrain.data.records import BadRecord, try_parse
 from dstrain.data.sources.base import Source
+
+if TYPE_CHECKING:
+    from dstrain.data.encoding.conversations import EncodedPrompt
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class PromptReader:
         self, prompts: Sequence[RecordWithImages[ParsedPrompt]], folders: Sequence[Path]
     ) -> list[EncodedPrompt | BadRecord]:
         """Return the ids of each prompt; relative image paths start from the record's folder."""
+        from dstrain.data.encoding.conversations import encode_image_prompts, encode_prompts
+
         processor = self.task.model_source.vision_processor
         if processor is None:
             parsed = [prompt.parsed for prompt in prompts]
@@ -95,9 +99,13 @@ class StoredPrompts(HeldOutPrompts):
     """Prompts and right answers that are in the examples (`encode_answers`): no document is read in an evaluation."""
 
     def read_texts(self, example: Mapping[str, Any]) -> list[str]:
+        from dstrain.data.encoding.conversations import read_answers
+
         return read_answers(example)
 
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
+        from dstrain.data.encoding.conversations import EncodedPrompt
+
         ids = example["input_ids"][: int(example["prompt_length"])]
         return EncodedPrompt("", [int(token) for token in ids], tuple(example.get("images", ())))
 

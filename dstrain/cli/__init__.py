@@ -277,9 +277,11 @@ class ProgressText:
 @click.option(
     "--min-margin", "--min_margin", default=0.0, type=click.FloatRange(0), help="Least difference of the two scores."
 )
-@click.option("--all", "every", is_flag=True, help="Write each pair of answers, not only the best against the worst.")
+@click.option(
+    "--all", "all_pairs", is_flag=True, help="Write each pair of answers, not only the best against the worst."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, as_json: bool) -> None:
+def pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs: bool, as_json: bool) -> None:
     """Make preference pairs out of the scored answers of `dstrain score`.
 
     Each record gives its best answer as the chosen one and its worst as the rejected one. Ties,
@@ -287,7 +289,7 @@ def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, a
     """
     from dstrain.commands.pairs import make_pairs, show_report
 
-    report = make_pairs(scored, to, column, min_margin, every)
+    report = make_pairs(scored, to, column, min_margin, all_pairs)
     echo(json.dumps(report.as_json()) if as_json else show_report(report, to))
 
 
@@ -302,7 +304,7 @@ def data() -> None:
     "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
 )
 @set_option("Override a recipe key, such as data.columns={text: chosen}.")
-@click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
+@click.option("--all", "all_pairs", is_flag=True, help="List every bad record, also on a terminal.")
 def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
     """List the bad records of FILE with line and reason; exit code 2 if there are any.
 

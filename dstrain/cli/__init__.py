@@ -304,7 +304,7 @@ def data() -> None:
     "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
 )
 @set_option("Override a recipe key, such as data.columns={text: chosen}.")
-@click.option("--all", "all_pairs", is_flag=True, help="List every bad record, also on a terminal.")
+@click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
 def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
     """List the bad records of FILE with line and reason; exit code 2 if there are any.
 

@@ -67,11 +67,13 @@ def test_every_shipped_preset_reads_clean_and_speaks_of_memory_only(name: str) -
 def test_the_shipped_presets_go_from_no_sharding_to_all_of_it() -> None:
     names = preset_names()
     assert names == ["zero0", "zero1", "zero2", "zero2_bf16", "zero2_cpu_checkpointing", "zero2_fp16", "zero2_offload",
-                     "zero3", "zero3_bf16", "zero3_hpz", "zero3_offload", "zero3_zeropp", "zero3_nvme"]  # fmt: skip
+                     "zero3", "zero3_bf16", "zero3_hpz", "zero3_offload",
+                     "zero3_partial_offload", "zero3_zeropp", "zero3_nvme"]  # fmt: skip
     offloaded = {name: (read_preset(name).offload_optimizer, read_preset(name).offload_param) for name in names}
     assert {name: devices for name, devices in offloaded.items() if any(devices)} == {
         "zero2_offload": ("cpu", None),
         "zero3_offload": ("cpu", "cpu"),
+        "zero3_partial_offload": ("cpu", None),
         "zero3_nvme": ("nvme", "nvme"),
     }
 

@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -59,14 +58,12 @@ class SubprocessResult:
 
 
 def run_limited(func: Callable[[], Any], limits: ResourceLimits, attempts: int = 1) -> SubprocessResult:
-    """Run `func` in a forked process on Linux; on other systems in this one, without limits.
+    """Run `func` in a forked process.
 
     A process, because nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes,
     and a thread cannot be killed. What `func` returns or raises is in the result. `attempts`: how often it is run
     while the result is "lost": the fork may copy a lock that another thread holds.
     """
-    if sys.platform != "linux":
-        return _parse_result(_serialize_result(func)) or SubprocessResult("lost")
     for _ in range(attempts):
         result = _run_in_child(func, limits)
         if result.status != "lost":

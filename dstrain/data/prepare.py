@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -80,36 +80,16 @@ GetGroup = Callable[[dict[str, Any]], Any]
 """Record -> what it has in common with others, such as its prompt: values of JSON, or None for nothing."""
 
 
-@runtime_checkable
-class SequentialEncoder(Protocol):
-    """An encoder whose examples depend on records of earlier chunks."""
-
-    def __call__(self, items: list[Any], /) -> Sequence[EncodeResult | list[EncodeResult]]: ...
-
-    def restore_context(self, previous: Iterable[Any]) -> None:
-        """Continue as if the parsed records in `previous`, the last one first, had been encoded."""
-
-
 @dataclass(frozen=True)
 class RecordEncode:
     """An `Encode` that parses records and encodes the valid ones of a chunk together."""
 
     parse: Callable[[dict[str, Any]], Any]
     """Raises BadRecord."""
-    encode: EncodeItems | SequentialEncoder
+    encode: EncodeItems
 
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
         return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
-
-    def restore_context(self, source: Source, index: int) -> None:
-        """Continue as if the records of `source` before `index` had been encoded, if the encoder depends on them."""
-        if isinstance(self.encode, SequentialEncoder):
-            # Backwards and lazily: an encoder reads only as many records as it needs.
-            records = (try_parse(self._parse_at, source, at) for at in reversed(range(index)))
-            self.encode.restore_context(record for record in records if not isinstance(record, BadRecord))
-
-    def _parse_at(self, source: Source, index: int) -> Any:
-        return self.parse(source[index])
 
 
 @dataclass(frozen=True)
@@ -269,13 +249,12 @@ def iter_encoded(
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    is_sequential = isinstance(encode, RecordEncode) and isinstance(encode.encode, SequentialEncoder)
-    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not is_sequential else chunk_size
+    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
-        pieces = map_chunks(partial(_encode_range, source, encode, settings, True), spans, processes)
+        pieces = map_chunks(partial(_encode_range, source, encode, settings), spans, processes)
     else:
-        pieces = (_encode_range(source, encode, settings, False, *span) for span in spans)
+        pieces = (_encode_range(source, encode, settings, *span) for span in spans)
     columns: dict[str, ColumnReport] = {}
     for piece in pieces:
         report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
@@ -289,12 +268,7 @@ def iter_encoded(
         report.notes = source.summarize()
 
 
-def _encode_range(
-    source: Source, encode: Encode, settings: ExampleSettings, is_parallel: bool, start: int, stop: int
-) -> EncodedChunk:
-    """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
-    if is_parallel and isinstance(encode, RecordEncode):
-        encode.restore_context(source, start)
+def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, start: int, stop: int) -> EncodedChunk:
     indices = range(start, stop)
     found = [try_parse(source.__getitem__, index) for index in indices]
     records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]
@@ -424,17 +398,6 @@ def align_store(store: TokenStore, other: TokenStore) -> tuple[AlignedStore, np.
 def get_source_sizes(store: TokenStore, source: ConcatSource) -> tuple[int, ...]:
     """Return the records of each source, from the store's report; a source is opened only where it lacks them."""
     return tuple(store.report.sizes) or source.sizes
-
-
-def split_examples(
-    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], eval_fraction: float, seed: int
-) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-    """Return (training, held-out) examples; the seed chooses `eval_fraction` of each source's records."""
-    sizes = store.count_per_source(source_sizes)
-    dataset = TokenizedDataset(store, np.arange(len(store)), sizes, weights)
-    if not eval_fraction:
-        return dataset, None
-    return split_dataset(dataset, choose_held_out(store.record_indices, store.groups, sizes, eval_fraction, seed))
 
 
 def load_into_memory(source: ConcatSource, policy: PreparePolicy) -> SequenceDataset:

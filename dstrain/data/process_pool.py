@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +46,9 @@ class ProcessPoolConfig:
     """For example one that asks the kernel to kill the process with its parent."""
 
     def num_processes_for(self, num_records: int) -> int:
-        """Return how many processes to use: one where there are few records, or where forking is not safe."""
-        can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # a daemon may not have children
-        return self.num_processes if can and num_records >= MIN_PARALLEL_RECORDS else 1
+        """Return how many processes to use: one where there are few records, and in a daemon, which has no children."""
+        is_daemon = multiprocessing.current_process().daemon
+        return self.num_processes if num_records >= MIN_PARALLEL_RECORDS and not is_daemon else 1
 
 
 SINGLE_PROCESS = ProcessPoolConfig()

@@ -19,6 +19,7 @@ from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.prepare import RecordEncode, prepare
+from dstrain.data.process_pool import SINGLE_PROCESS
 from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
@@ -106,8 +107,10 @@ class KTO(ReferenceTask):
     def build_store(self, source: ConcatSource) -> TokenStore:
         # Also for a vision-language model: the records have no images.
         key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        encode = RecordEncode(self._parse_text_only, self._make_encoder())
-        return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
+        encode, policy = RecordEncode(self._parse_text_only, self._make_encoder()), policy_of(self.recipe)
+        if self.needs_step_stats:  # one process: the last answer of a chunk may answer a prompt of the next
+            policy = replace(policy, processes=SINGLE_PROCESS)
+        return prepare(source, encode, key, policy, settings=self.example_settings)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         for item in self.parse(record):

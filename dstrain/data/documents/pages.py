@@ -9,8 +9,6 @@ import io
 import json
 import math
 import re
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -34,8 +32,6 @@ LIMITS = ResourceLimits(2 << 30, cpu_seconds=60, wall_seconds=300)
 POINTS_PER_INCH = 72
 EOF_MARK, EOF_SEARCH_BYTES = b"%%EOF", 1024
 """Mark at the end of a PDF, and where it is looked for, as Acrobat does."""
-_IN_PROCESS_LOCK = threading.Lock()
-"""Where no process is forked: PDFium must not be called from two threads at once."""
 
 
 def pdfium_version() -> str | None:
@@ -67,8 +63,7 @@ def call_pdfium(function: Callable[[], Any], path: Path, operation: str) -> Any:
     A damaged or hostile file may take any time or memory, or end the process, and PDFium is not thread-safe.
     """
     _import_pdfium(path)
-    with contextlib.nullcontext() if sys.platform == "linux" else _IN_PROCESS_LOCK:
-        result = run_limited(function, LIMITS)
+    result = run_limited(function, LIMITS)
     if result.status == "done":
         return result.value
     raise _to_error(result, display_path(path), operation)

@@ -56,7 +56,7 @@ def record(at: int) -> dict[str, Any]:
 
 def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
-    kto = UnpairedEncoder(tokenizer, SETTINGS, True)
+    kto = UnpairedEncoder(tokenizer, SETTINGS, False)
 
     return {
         "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),

@@ -429,13 +429,19 @@ def split_dataset(dataset: DatasetT, is_held_out: np.ndarray) -> tuple[DatasetT,
 
 
 def choose_held_out(
-    records: np.ndarray, groups: np.ndarray | None, sizes: Sequence[int], fraction: float, seed: int
+    records: np.ndarray,
+    groups: np.ndarray | None,
+    sizes: Sequence[int],
+    fraction: float,
+    seed: int,
+    relation: str = "equal prompts",
 ) -> np.ndarray:
     """Return which rows are held out, (N,) bool: a fraction of each source's records, in an order that the seed chooses.
 
     `records`: (N,) the record of each row, ascending; `groups`: (N,) the group of each row's record. All rows of a
     record, and all records of a group, in whatever sources, are on one side. A group that would exceed the fraction is
-    left to training, except that each source has a record held out. Raises DataError where a source would have none left.
+    left to training, except that each source has a record held out. Raises DataError, which says by their `relation` why
+    records belong together, where a source would have none left.
     """
     names, first, record_of_row = np.unique(records, return_index=True, return_inverse=True)
     group_names, group_of = np.unique(names if groups is None else groups[first], return_inverse=True)
@@ -456,7 +462,7 @@ def choose_held_out(
             side[min(undecided, key=lambda group: int(num_records[group]))] = 1
         side[own] = np.where(side[own] < 0, 0, side[own])
         if len(own) and (side[own] == 1).all():
-            same = "" if len(set(own.tolist())) > 1 or len(own) == 1 else ", which belong together (equal prompts)"
+            same = "" if len(set(own.tolist())) > 1 or len(own) == 1 else f", which belong together ({relation})"
             problem = f"holds out all {len(own)} records of source {source + 1} of data.train{same}, and none is left to train on"
             raise DataError(Fault(f"data.eval_fraction {fraction:g}", problem, "lower it, or give data.eval a file"))
     return np.asarray(side[group_of[record_of_row]] == 1)

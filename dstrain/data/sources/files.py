@@ -237,9 +237,9 @@ class RowsSource(BaseSource):
     def _decode(self, content: bytes) -> str:
         """Return the text of the file. Raises DataError."""
         try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError as fault:
-            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+            return decode_text(content)
+        except ValueError as fault:
+            raise DataError(f"{self.name} {fault}") from fault
 
 
 class JsonListSource(RowsSource):
@@ -260,10 +260,7 @@ class JsonListSource(RowsSource):
         self._set_digest(hashlib.sha256(content).hexdigest(), names)
 
     def _parse(self, content: bytes) -> tuple[list[Any], bool]:
-        try:
-            text = decode_text(content)
-        except ValueError as fault:
-            raise DataError(f"{self.name} {fault}") from fault
+        text = self._decode(content)
         try:
             value = parse_json(text)
         except (ValueError, RecursionError) as fault:

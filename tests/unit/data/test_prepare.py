@@ -97,10 +97,10 @@ def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> 
         tmp_path, {"what": "lengths", "token_columns": {"names": ["chosen", "rejected"]}}, lambda report: [chunk]
     )
     examples = TokenizedDataset(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
-    assert examples.lengths is not None
-    assert examples.lengths(np.array([0, 1, 2, 3])).tolist() == [5, 5, 4, 3]
-    assert examples.lengths(np.array([1, 3])).tolist() == [5, 3]
-    assert examples.lengths(np.zeros(0, dtype=np.int64)).tolist() == []
+    assert examples.sequence_lengths is not None
+    assert examples.sequence_lengths(np.array([0, 1, 2, 3])).sequences.tolist() == [[5], [5], [4], [3]]
+    assert examples.sequence_lengths(np.array([1, 3])).sequences.tolist() == [[5], [3]]
+    assert examples.sequence_lengths(np.zeros(0, dtype=np.int64)).sequences.tolist() == []
 
 
 def test_the_rows_of_another_encoding_are_those_of_the_same_records(tmp_path: Path) -> None:

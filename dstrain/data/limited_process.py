@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from dstrain.process_setup import set_parent_death_signal
 from dstrain.units import format_bytes
 
-_PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY_CODE = 3
 """Exit code of a process that ran out of memory."""
 
@@ -138,8 +137,7 @@ def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> 
 
     code = 1
     try:
-        # The child must not outlive a parent that is killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_parent_death_signal()
         # Handlers of the parent would run Python code in the child.
         for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)

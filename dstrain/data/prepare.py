@@ -23,7 +23,7 @@ from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
-from dstrain.data.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
+from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
 from dstrain.data.sources.base import ConcatSource, DerivedSource, Source
 from dstrain.data.sources.open import open_source
@@ -178,7 +178,7 @@ class PreparePolicy:
     """Task name, for the command in the error message."""
     on_error: str | None = None
     """skip: leave bad records out; fail: accept none; None: accept up to 1 %."""
-    processes: ProcessPoolConfig = SINGLE_PROCESS
+    processes: int = 1
     code: str | None = None
     """Digest of the code of a user's task, part of the key of its examples; None for a packaged task."""
 
@@ -238,7 +238,7 @@ def iter_encoded(
     encode: Encode,
     report: BuildReport,
     chunk_size: int = CHUNK_SIZE,
-    processes: ProcessPoolConfig = SINGLE_PROCESS,
+    processes: int = 1,
     settings: ExampleSettings = PLAIN_COLUMNS,
 ) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the examples of all valid records, in chunks, with the record's index as `sample`.
@@ -248,7 +248,7 @@ def iter_encoded(
     report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
-    count = processes.num_processes_for(len(source))
+    count = limit_processes(processes, len(source))
     size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:

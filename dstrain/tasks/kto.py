@@ -19,7 +19,6 @@ from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.prepare import RecordEncode, prepare
-from dstrain.data.process_pool import SINGLE_PROCESS
 from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
@@ -109,7 +108,7 @@ class KTO(ReferenceTask):
         key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         encode, policy = RecordEncode(self._parse_text_only, self._make_encoder()), policy_of(self.recipe)
         if self.needs_step_stats:  # one process: the last answer of a chunk may answer a prompt of the next
-            policy = replace(policy, processes=SINGLE_PROCESS)
+            policy = replace(policy, processes=1)
         return prepare(source, encode, key, policy, settings=self.example_settings)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,21 +47,23 @@ PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
 
 
+def padded_steps(one: Workers, cases: Mapping[str, tuple[str, dict[str, Any]]]) -> Callable[[str], Any]:
+    """Case -> what plain PyTorch does with all samples in one padded batch; each is computed once."""
+
+    @cache
+    def step(case: str) -> Any:
+        task, changes = cases[case]
+        return one(
+            "tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES, accumulate=1,
+            changes=changes | SGD | PADDED,
+        )[0]  # fmt: skip
+
+    return step
+
+
 @pytest.fixture(scope="module")
-def definition(one: Workers) -> Any:
-    """What plain PyTorch does with all samples in one padded batch."""
-    found: dict[str, Any] = {}
-
-    def of(case: str) -> Any:
-        if case not in found:
-            task, changes = CASES[case]
-            found[case] = one(
-                "tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES, accumulate=1,
-                changes=changes | SGD | PADDED,
-            )[0]  # fmt: skip
-        return found[case]
-
-    return of
+def definition(one: Workers) -> Callable[[str], Any]:
+    return padded_steps(one, CASES)
 
 
 def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -10,11 +10,10 @@ import pytest
 
 from tests.cells import SLOW
 from tests.model_families import family
-from tests.parity.test_packing import PACKED, PADDED, check_equal
+from tests.parity.test_packing import PACKED, SAMPLES, check_equal, padded_steps
 from tests.parity.test_step import SGD
 from tests.workers import Workers
 
-SAMPLES = [5, 0, 9, 13, 2, 14, 7]
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 
 
@@ -49,20 +48,8 @@ def four(own_cache: None) -> Iterator[Workers]:
 
 
 @pytest.fixture(scope="module")
-def definition(one: Workers) -> Any:
-    """What plain PyTorch does with all samples in one padded batch."""
-    found: dict[str, Any] = {}
-
-    def of(case: str) -> Any:
-        if case not in found:
-            task, changes = CASES[case]
-            found[case] = one(
-                "tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES, accumulate=1,
-                changes=changes | SGD | PADDED,
-            )[0]  # fmt: skip
-        return found[case]
-
-    return of
+def definition(one: Workers) -> Callable[[str], Any]:
+    return padded_steps(one, CASES)
 
 
 def step(workers: Workers, case: str, stage: int, sequence: int, accumulate: int = 2) -> list[dict[str, Any]]:

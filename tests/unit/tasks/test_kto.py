@@ -14,7 +14,6 @@ from dstrain.batch import Batch
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.prepare import PreparePolicy, prepare
-from dstrain.data.process_pool import SINGLE_PROCESS
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
 from dstrain.models.params import build_param_groups
@@ -219,8 +218,9 @@ def test_answers_that_go_to_other_prompts_are_encoded_in_one_process(
 ) -> None:
     policies: list[PreparePolicy] = []
     monkeypatch.setattr("dstrain.tasks.kto.prepare", lambda *given, **_: policies.append(given[3]) or prepare(*given))
+    monkeypatch.setattr("dstrain.tasks.common.record_task.count_available_cores", lambda: 3)
     made(tmp_path, {"loss_type": loss_type}).examples("train")
-    assert (policies[0].processes == SINGLE_PROCESS) == (loss_type == "kto")
+    assert policies[0].processes == (1 if loss_type == "kto" else 3)
 
 
 def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:

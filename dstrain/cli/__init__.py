@@ -54,6 +54,9 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
+    # Before torch is imported. Threads that wait for each other while other programs use the cores would spin through
+    # their time slices: a step of a CPU run then took five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @main.command()

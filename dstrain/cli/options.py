@@ -249,7 +249,7 @@ SAMPLING_OPTIONS = (
     ),
     click.option("--seed", default=0, type=click.IntRange(0), help="Random seed for sampling."),
     click.option("--num-samples", "--num_samples", default=1, type=click.IntRange(1), help="Answers to each prompt; several need a temperature above 0."),
-    click.option("--batch", default=8, type=click.IntRange(1), help="Prompts per batch."),
+    click.option("--batch", default=8, type=click.IntRange(1), help="Answers per batch."),
 )  # fmt: skip
 SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "num_samples", "batch")
 SCRATCH_OPTION = click.option(

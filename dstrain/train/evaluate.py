@@ -11,10 +11,10 @@ import numpy as np
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import BatchConfig
-from dstrain.data.dataset import Dataset
+from dstrain.data.dataset import Dataset, of_one_sequence
 from dstrain.data.formats.preferences import Response
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches, make_batch
-from dstrain.data.loading.micro_batches import costs_of, make_cost_function, make_limits, of_one_sequence
+from dstrain.data.loading.micro_batches import costs_of, make_cost_function, make_limits
 from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.models.params import unwrap_peft
 from dstrain.report.meter import Meter

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ JUDGE_KEY = "eval.generate.reward_model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportedRewardModel:
+class ExportedRewardModel(ABC):
     """The export of a reward model that scores samples of another task."""
 
     fix: ClassVar[str] = FOLDER_FIX
@@ -47,14 +48,14 @@ class ExportedRewardModel:
     folder: str
 
     @property
+    @abstractmethod
     def key(self) -> str:
         """Recipe key that names the folder."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def task(self) -> RewardModel:
         """Task rm with the folder as its model."""
-        raise NotImplementedError
 
     def check_files(self) -> None:
         """Raise RecipeError where the folder is not the export of a reward model. Reads small files, without torch."""

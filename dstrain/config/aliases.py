@@ -33,6 +33,7 @@ KEY_ALIASES: dict[str, str] = {
     "load_best_model_at_end": "`dstrain export --step best`",
     "metric_for_best_model": "eval.metric",
     "greater_is_better": "eval.best",
+    "early_stopping_patience": "eval.patience",
     "report_to": "log.tensorboard or log.wandb",
     "run_name": "log.wandb.name",
     "bf16": "precision: bf16",

@@ -66,6 +66,11 @@ def _check_data(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+    if config.eval.patience and not (data.eval or data.eval_fraction):
+        problem = "needs evaluations, but there is no held-out data"
+        yield ("eval", "patience"), problem, "set data.eval or data.eval_fraction, or remove it"
+
+
 def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     if config.steps is not None and config.epochs is not None:
         yield ("epochs",), "epochs and steps are both set", "remove one"

@@ -378,6 +378,8 @@ class EvalConfig(Section):
     """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
     """min: lower values of the metric are better; max: higher values."""
+    patience: PositiveInt | None = None
+    """Early stopping: end the run after this many evaluations in a row without a better metric. Empty: never."""
 
 
 class SaveConfig(Section):

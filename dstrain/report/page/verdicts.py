@@ -255,7 +255,9 @@ def outcome(run: RunSummary) -> Iterator[Verdict]:
     position = f"step {progress.step}" + (f" of {progress.total_steps}" if progress.total_steps else "")
     took = f" in {format_duration(run.time_use.total)}" if run.time_use.total else ""
     if run.state == "finished":
-        yield Verdict("good", f"Finished: {position}{took}.")
+        is_early = progress.total_steps is not None and progress.step < progress.total_steps
+        by = " by early stopping" if is_early and run.history.find_events("early_stopping") else ""
+        yield Verdict("good", f"Finished{by}: {position}{took}.")
     elif run.state in ("running", "starting"):
         left = progress.seconds_left
         yield Verdict("info", f"Running: {position}" + (f", about {format_duration(left)} left." if left else "."))
@@ -387,7 +389,7 @@ def learning_rate(run: RunSummary) -> Iterator[Verdict]:
     """Say what is left of the learning rate's schedule in a run that ended early."""
     _, lr = run.column("lr")
     done = run.progress.step / run.progress.total_steps if run.progress.total_steps else math.nan
-    if run.state in ("stopped", "failed", "killed") and len(lr) and done < 1:
+    if run.state in ("finished", "stopped", "failed", "killed") and len(lr) and done < 1:
         yield Verdict(
             "info", f"The run ended after {format_share(done)} of its steps, with the learning rate at {lr[-1]:.3g}."
         )

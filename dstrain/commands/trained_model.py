@@ -41,7 +41,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 PROCESSOR_CONFIG = "processor_config.json"
 REPLICATED_DS_CONFIG = {"zero_optimization": {"stage": 0}}
 """DeepSpeed JSON of a model that is replicated on every process."""
-BASE_MODEL_KEYS = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
+BASE_MODEL_KEYS = ("revision", "config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """Keys of an exported model's recipe that describe its starting weights, not the exported ones."""
 MODULE_OVERRIDES = ["model.lora=null", "model.init=null", "model.freeze=[]"]
 """The same for the export of a module that is not a transformers model."""
@@ -134,7 +134,7 @@ class SavedModel:
         recorded = checkpoint.run_info.get("inputs", {})
         # Another path than the run's is the user's word.
         if model.path and model.path == checkpoint.run_info.get("recipe", {}).get("model", {}).get("path"):
-            digest = config_fingerprint(model.path)
+            digest = config_fingerprint(model.path, model.revision)
             for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
                 fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
                 raise UsageError(Fault(model.path, f"{what} (step {checkpoint.step})", fix))

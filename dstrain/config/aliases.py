@@ -72,6 +72,7 @@ KEY_ALIASES: dict[str, str] = {
     "bnb_4bit_compute_dtype": "precision",
     # LLaMA-Factory
     "model_name_or_path": "model.path",
+    "model_revision": "model.revision",
     "stage": "task",
     "finetuning_type": "model.lora",
     "lora_rank": "model.lora.rank",

@@ -65,7 +65,6 @@ def _check_data(config: RunConfig) -> Iterator[Violation]:
             "lower it",
         )
 
-
     if config.eval.patience and not (data.eval or data.eval_fraction):
         problem = "needs evaluations, but there is no held-out data"
         yield ("eval", "patience"), problem, "set data.eval or data.eval_fraction, or remove it"

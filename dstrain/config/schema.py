@@ -148,6 +148,8 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Local folder or Hub id of a transformers model."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a Hub id in `path`; of its config, weights, tokenizer and processor. Empty: main."""
     config: dict[str, Any] | None = None
     """Instead of `path`: a transformers config (with `model_type`) to build a model from scratch."""
     tokenizer: str | TokenizerConfig | None = None

@@ -21,7 +21,7 @@ from dstrain.models.folder import (
     Adapter,
     check_hub_code,
     find_tokenizer_files,
-    find_tokenizer_folder,
+    find_tokenizer_place,
     is_bidirectional,
     is_local_path,
     max_learned_positions,
@@ -29,6 +29,7 @@ from dstrain.models.folder import (
     missing_folder_fault,
     quantized_fault,
     read_adapter,
+    revision_faults,
     wrong_size_fault,
 )
 from dstrain.models.init_weights import check_init
@@ -64,6 +65,8 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
     rejected when transformers loads it.
     """
     model = config.model
+    if faults := revision_faults(model):
+        return faults
     if model.path is None:
         return (
             []
@@ -234,7 +237,7 @@ def _check_tokenizer(model: ModelConfig) -> list[Fault]:
         return _check_tokenizer_files(model.processor, "model.processor")
     if model.tokenizer is not None:
         return _check_tokenizer_files(model.tokenizer, "model.tokenizer") if isinstance(model.tokenizer, str) else []
-    return _check_tokenizer_files(find_tokenizer_folder(model.path) or "", "model.path")
+    return _check_tokenizer_files(find_tokenizer_place(model)[0] or "", "model.path")
 
 
 def _check_tokenizer_files(name: str, key: str) -> list[Fault]:

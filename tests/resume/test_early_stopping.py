@@ -49,7 +49,9 @@ def test_a_resumed_run_ends_after_the_same_evaluation(recipe: str, tmp_path: Pat
     two(CASE, recipe=recipe, run_dir=str(run), losses=LOSSES, crash_at=5)
     (run / "metrics.jsonl").unlink()
     results = two(CASE, recipe=recipe, run_dir=str(run), losses=LOSSES)
-    assert [len(result["samples"]) for result in results] == [1, 1], "step 4 counts two evaluations without a better one"
+    assert [len(result["samples"]) for result in results] == [1, 1], (
+        "step 4 counts two evaluations without a better one"
+    )
     assert [event["step"] for event in read_events(run, "finished")] == [5]
 
     again = two(CASE, recipe=recipe, run_dir=str(run), losses=LOSSES)
@@ -57,7 +59,9 @@ def test_a_resumed_run_ends_after_the_same_evaluation(recipe: str, tmp_path: Pat
     assert [event["step"] for event in read_events(run, "already_finished")] == [5]
 
     longer = two(CASE, recipe=recipe, run_dir=str(run), losses=LOSSES, sets=["eval.patience=4"])
-    assert [len(result["samples"]) for result in longer] == [5, 5], "a larger patience continues: to step 10, 0.4 was better"
+    assert [len(result["samples"]) for result in longer] == [5, 5], (
+        "a larger patience continues: to step 10, 0.4 was better"
+    )
     assert [event["step"] for event in read_events(run, "finished")] == [5, 10]
 
 

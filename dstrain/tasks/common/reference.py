@@ -116,7 +116,9 @@ class FrozenReferenceTask(TextTask):
     def reference_config(self) -> ModelConfig:
         """The model that the reference is loaded from."""
         # Without the policy's init and adapters, which are not the reference's.
-        own = {"path": self.reference_path, "config": None, "init": None} if self.reference_path else {}
+        own = (
+            dict.fromkeys(("revision", "config", "init")) | {"path": self.reference_path} if self.reference_path else {}
+        )
         return self.recipe.model.model_copy(update={**own, "lora": None})
 
     @property

@@ -420,7 +420,17 @@ class ModelValidator:
     def _iter_info_messages(self, adapter: Adapter | None) -> Iterator[str]:
         path = self._model.path
         if adapter is not None:
-            yield f"{path} is a LoRA adapter of {adapter.base_model}: it is merged into these weights on loading"
+            lora = self._model.lora
+            line = f"{path} is a LoRA adapter of {adapter.base_model}: it is "
+            if lora is not None and lora.continues_adapter():
+                yield f"{line}trained on (rank {lora.rank}, alpha {lora.alpha:g}), since model.lora.create_new_adapter is false"
+                return
+            line += "merged into these weights on loading"
+            yield (
+                line
+                if lora is None
+                else (f"{line}, and a new adapter is trained; model.lora.create_new_adapter: false trains this one on")
+            )
         if self.newly_initialized:
             keys = f"{first_names(self.newly_initialized)} (the files of {path} have no such head)"
             yield f"newly initialized from seed {self.recipe.seed}: {keys}"

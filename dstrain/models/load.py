@@ -295,6 +295,8 @@ def _load_from_files(
 ) -> PreTrainedModel:
     """Load a model from a folder or the Hub; of an adapter folder, its base model with the adapter merged.
 
+    It is not merged where it is trained on (model.lora.create_new_adapter: false).
+
     Raises RecipeError where shapes in the files differ from the config's.
     """
     from dstrain.models.dequantize import dequantized_files
@@ -310,7 +312,8 @@ def _load_from_files(
             raise
         problem = f"weights in '{name}' differ in shape from its config.json"
         raise RecipeError(Fault("model.path", problem, "download the model again")) from error
-    return loaded if adapter is None else merge_adapter(loaded, adapter)
+    is_trained_on = model.lora is not None and model.lora.continues_adapter()
+    return loaded if adapter is None or is_trained_on else merge_adapter(loaded, adapter)
 
 
 def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:

@@ -22,8 +22,9 @@ from typing import Any
 from dstrain.cache import file_digest
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.dataset import takes_positions
-from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
+from dstrain.errors import Fault, RecipeError, TaskError, describe_fault, suggest_name
 from dstrain.files import atomic_write, remove_stale_partials
+from dstrain.models.folder import read_adapter
 from dstrain.tasks.common.task import DATA_KEYS, Task, get_option_fields, validate_options
 
 TASK_FILE = "task.py"
@@ -292,13 +293,44 @@ def default_lora(task: type[Task]) -> LoraConfig | None:
 
 
 def fill_lora(recipe: RunConfig) -> RunConfig:
-    """Return the recipe with the task's adapters where model.lora is not written, not even as null. Raises TaskError."""
+    """Return the recipe with the task's adapters where model.lora is not written, not even as null.
+
+    With model.lora.create_new_adapter: false, with those of the folder in model.path. Raises TaskError, RecipeError.
+    """
     if "lora" in recipe.model.model_fields_set:
-        return recipe
+        return _fill_from_adapter(recipe)
     lora = default_lora(find_task(recipe.task))
     if lora is None:
         return recipe
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+
+
+def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
+    """Return the recipe with rank, alpha, targets and dora of the adapter that is trained on. Raises RecipeError."""
+    model = recipe.model
+    if model.lora is None or not model.lora.continues_adapter():
+        return recipe
+    adapter, key = read_adapter(model.path), "model.lora.create_new_adapter"
+    if adapter is None:
+        problem = f"is false, but model.path ({model.path}) is no adapter folder"
+        raise RecipeError(Fault(key, problem, "name the folder of an adapter (adapter_config.json), or leave it out"))
+    settings = adapter.settings
+    found = {
+        "rank": settings.get("r", 8),
+        "alpha": float(settings.get("lora_alpha", 8)),
+        "targets": settings.get("target_modules", "all-linear"),
+        "dora": settings.get("use_dora", False),
+    }
+    defaults, sort = LoraConfig(), lambda value: sorted(value) if isinstance(value, list) else value
+    faults = [
+        Fault(f"model.lora.{name}", f"is {own!r}, but the adapter in {model.path} has {value!r}", "leave it out")
+        for name, value in found.items()
+        if (own := getattr(model.lora, name)) != getattr(defaults, name) and sort(own) != sort(value)
+    ]
+    if faults:
+        raise RecipeError(faults)
+    lora = model.lora.model_copy(update=found)
+    return recipe.model_copy(update={"model": model.model_copy(update={"lora": lora})})
 
 
 def fill_learning_rate(recipe: RunConfig) -> RunConfig:

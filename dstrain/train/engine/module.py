@@ -14,7 +14,7 @@ import torch
 from dstrain.batch import Batch, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
-from dstrain.models.adapters import adapters_disabled
+from dstrain.models.adapters import use_reference
 from dstrain.models.params import unwrap_peft
 from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficient
 from dstrain.tasks import Task
@@ -116,7 +116,7 @@ class TrainModule(torch.nn.Module):
         training, model = self.model.training, self.model
         # Dropout would make the reference random.
         model.eval()
-        with torch.no_grad(), adapters_disabled(model):
+        with torch.no_grad(), use_reference(model):
             found = self.loss_inputs.reference.outputs(self.unwrapped_model, batch)
         model.train(training)
         return found

@@ -38,9 +38,9 @@ def add_adapters(
 
     `revision`: of a base model on the Hub, which the saved adapter names.
 
-    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero. DoRA (Liu et
-    al., arXiv 2402.09353, eq. 5) also trains the norm of W's columns. Raises RecipeError where no module has a name in
-    `lora.targets`. Collective under ZeRO-3.
+    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero; rsLoRA
+    (Kalajdzievski, arXiv 2312.03732): alpha / sqrt(rank). DoRA (Liu et al., arXiv 2402.09353, eq. 5) also trains
+    the norm of W's columns. Raises RecipeError where a name in `lora.targets` is no module's. Collective under ZeRO-3.
     """
     import torch
 
@@ -48,6 +48,7 @@ def add_adapters(
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
+    check_targets(model, lora)
     module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     settings = PeftConfig(
         r=lora.rank,
@@ -55,6 +56,7 @@ def add_adapters(
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
         use_dora=lora.dora,
+        use_rslora=lora.use_rslora,
         modules_to_save=[name for name in heads if name in module_names] or None,
     )
     # Right before peft draws the A matrices: nothing drawn earlier changes them.
@@ -64,12 +66,36 @@ def add_adapters(
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False, revision=revision)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
-        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
+        raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model))) from error
     _cast_as_shards(wrapped)
     limit_input_grads(model)
     return wrapped
+
+
+def check_targets(model: torch.nn.Module, lora: LoraConfig) -> None:
+    """Raise RecipeError with each name in `lora.targets` that is no module's. The model may be on the meta device.
+
+    peft takes a list in which one of the names matches.
+    """
+    if isinstance(lora.targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
+        return
+    names = [name for name, _ in model.named_modules()]
+    unknown = [
+        target for target in lora.targets if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if unknown:
+        problem = f"{first_names(unknown)} {'is' if len(unknown) == 1 else 'are'} not in the model"
+        raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model)))
+
+
+def _suggest_targets(model: torch.nn.Module) -> str:
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = torch.nn.Linear | torch.nn.Embedding | Conv1D
+    names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
+    return f"these would match: {', '.join(sorted(names))}"
 
 
 def continue_adapter(

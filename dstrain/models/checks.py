@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
-from dstrain.models.adapters import check_adapter
+from dstrain.models.adapters import check_adapter, check_targets
 from dstrain.models.attention.model_types import attends_both_ways, length_limit
 from dstrain.models.folder import (
     ADAPTER_CONFIG,
@@ -390,6 +390,9 @@ class ModelValidator:
         self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
+        lora = self._model.lora
+        if lora is not None and lora.create_new_adapter:
+            check_targets(meta_model, lora)
         if adapter is not None:  # last: it makes the meta model unusable
             check_adapter(meta_model, adapter)
 

@@ -62,6 +62,9 @@ def find_init_files(name: str) -> list[Path]:
     if not os.path.exists(path):  # Path.exists would raise OSError for a name that is too long
         problem = f"{name!r} is neither a file nor a folder (working directory: {Path.cwd()})"
         raise RecipeError(Fault(INIT_KEY, problem, f"give {ACCEPTED_FORMATS}; Hub ids are for model.path"))
+    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
+        fix = f"export it (dstrain export {name} --to DIR), then name DIR here, or as model.path"
+        raise RecipeError(Fault(INIT_KEY, f"{name!r} is a run folder", fix))
     files = find_weight_files(path, INIT_KEY) if path.is_dir() else [path]
     if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLE_SUFFIXES)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"

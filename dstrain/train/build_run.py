@@ -18,6 +18,7 @@ from dstrain.models.params import (
     components_by_name,
     find_group_and_lr,
     full_numel,
+    full_shape,
     zero3_init,
 )
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
@@ -361,7 +362,9 @@ def summarize_components(model: torch.nn.Module, optim: OptimConfig, lr_factor: 
         if not names:
             continue
         trainable = [name for name in names if parameters[name].requires_grad]
-        own_lrs = (find_group_and_lr(name, component, optim)[1] for name in trainable)
+        own_lrs = (
+            find_group_and_lr(name, component, optim, len(full_shape(parameters[name])))[1] for name in trainable
+        )
         lrs = {(optim.peak_lr if lr is None else lr) * lr_factor for lr in own_lrs}
         total, trained = (sum(full_numel(parameters[name]) for name in some) for some in (names, trainable))
         summaries.append(ComponentSummary(component, total, trained, tuple(sorted(lrs, reverse=True))))

@@ -320,6 +320,7 @@ def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
         "alpha": float(settings.get("lora_alpha", 8)),
         "targets": settings.get("target_modules", "all-linear"),
         "dora": settings.get("use_dora", False),
+        "use_rslora": settings.get("use_rslora", False),
     }
     defaults, sort = LoraConfig(), lambda value: sorted(value) if isinstance(value, list) else value
     faults = [
@@ -353,6 +354,14 @@ def make_task(recipe: RunConfig) -> Task:
     if recipe.model.quantize is not None and recipe.model.lora is None:
         problem = f"is {recipe.model.quantize}, but quantized weights cannot be trained, only adapters on them"
         raise TaskError(Fault("model.quantize", problem, "add model.lora, e.g. `lora: {rank: 16}`, or leave it out"))
+    if recipe.optim.loraplus_lr_ratio is not None and recipe.model.lora is None:
+        problem = f"is {recipe.optim.loraplus_lr_ratio:g}, but the run has no adapters"
+        raise TaskError(
+            Fault("optim.loraplus_lr_ratio", problem, "add model.lora, e.g. `lora: {rank: 16}`, or remove it")
+        )
+    if recipe.model.neftune_noise_alpha is not None and not getattr(task, "packs_batches", False):
+        problem = f"is set, but task {recipe.task} does not read rows of tokens alone"
+        raise TaskError(Fault("model.neftune_noise_alpha", problem, "remove it"))
     if faults := list(_find_unused_keys(task, recipe)):
         raise TaskError(faults)
     values = validate_options(task, recipe)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import RecipeError
+from dstrain.errors import RecipeError, TaskError
 from dstrain.models.adapters import load_adapters, use_reference
 from dstrain.models.folder import read_adapter
 from dstrain.models.load import load_model, read_config
@@ -324,3 +325,31 @@ def test_what_is_no_adapter_cannot_be_trained_on(tmp_path: Path) -> None:
         RecipeError, match=r"create_new_adapter: is false, but model\.path \(.*base\) is no adapter folder"
     ):
         continued("sft", at.parent / "base", tmp_path)
+
+
+# Settings of new adapters, by peft's names.
+
+
+def test_rslora_scales_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    made: Any = objective("sft", tmp_path, rank=4, alpha=6.0, use_rslora=True)
+    layers = [part for part in made.model.modules() if isinstance(part, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {6.0 / math.sqrt(4)}
+    assert made.model.peft_config["default"].use_rslora
+
+
+def test_a_target_that_is_not_in_the_model_is_named_with_those_that_are(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] |= {"lora": {"targets": ["q_proj", "v_porj", "mlp.up_proj"]}}
+    made = make_task(RunConfig.model_validate(values))
+    wanted = (
+        r"^model\.lora\.targets: v_porj is not in the model; these would match: down_proj, embed_tokens, gate_proj, "
+    )
+    with pytest.raises(RecipeError, match=wanted):
+        made.checks.run()
+
+
+def test_lora_plus_needs_adapters(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path) | {"optim": {"loraplus_lr_ratio": 16}}
+    values["model"]["lora"] = None
+    with pytest.raises(TaskError, match="loraplus_lr_ratio: is 16, but the run has no adapters"):
+        make_task(RunConfig.model_validate(values))

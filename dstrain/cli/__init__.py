@@ -16,6 +16,7 @@ import click
 from dstrain import __version__
 from dstrain.cli.command_group import CommandGroup, SubcommandGroup, echo
 from dstrain.cli.options import (
+    CHECKPOINT_OPTIONS,
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
     MACHINE_OPTIONS,
@@ -26,6 +27,7 @@ from dstrain.cli.options import (
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
+    TOKEN_OPTIONS,
     TRAIN_OPTIONS,
     PathArgument,
     complete_names,
@@ -156,6 +158,34 @@ def generate(
         selector=selector, texts=texts, images=images, data=data, sampling=pop_options(options, SAMPLING_OPTION_NAMES)
     )
     run_and_exit(job, options, scratch, lambda rows: show_answers(rows, as_json))
+
+
+@main.command()
+@click.argument(
+    "models", nargs=-1, required=True, metavar="RUN_OR_MODEL [OTHER]", type=PathArgument(exists=True, path_type=Path)
+)
+@with_options(CHECKPOINT_OPTIONS)
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@with_options(TOKEN_OPTIONS)
+def chat(
+    models: tuple[Path, ...],
+    task: str | None,
+    step: str,
+    overrides: tuple[str, ...],
+    system: str | None,
+    **sampling: Any,
+) -> None:
+    """Talk with a trained policy in the terminal.
+
+    The arguments are run folders or exported folders; with two of them both answer each message. A
+    line that begins with / is a command: /image PATH, /system TEXT, /temperature X, /reset, /help,
+    /exit. Lines of a pipe are messages too.
+    """
+    from dstrain.commands.chat import open_chat, run_chat
+
+    if len(models) > 2:
+        raise UsageError(f"{len(models)} models: at most two answer side by side")
+    run_chat(open_chat(models, task, step, overrides, system, sampling))
 
 
 @main.command()

@@ -154,6 +154,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dstrain generate runs/sft --data prompts.jsonl --temperature 0.7 --json",
         "dstrain generate runs/sft --data prompts.jsonl --num-samples 8 --temperature 1 --json > answers.jsonl",
     ),
+    "dstrain chat": (
+        "dstrain chat runs/sft --temperature 0.7",
+        "dstrain chat runs/sft runs/dpo --system 'Answer in one sentence.'",
+        "echo 'How do I whet a chisel?' | dstrain chat exported/",
+    ),
     "dstrain score": (
         "dstrain score runs/rm --data answers.jsonl --out scored.jsonl",
         "dstrain score runs/sft --data pairs.jsonl --out scored.jsonl --num-gpus 8 --ds-config zero3",

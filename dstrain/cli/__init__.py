@@ -323,7 +323,7 @@ def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, a
 
 @main.group(cls=SubcommandGroup)
 def data() -> None:
-    """Check data files."""
+    """Check data files, and show records as the model sees them."""
 
 
 @data.command()
@@ -348,6 +348,39 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
         echo(lines)
     echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))
     sys.exit(EXIT_USAGE if report.bad else EXIT_DONE)
+
+
+@data.command()
+@click.argument("file", type=PathArgument())
+@click.option(
+    "--task",
+    shell_complete=complete_names(task_names, or_file=True),
+    help="Task that reads the file; default: that of --recipe.",
+)
+@click.option(
+    "--recipe",
+    type=PathArgument(),
+    shell_complete=complete_names(recipe_names, or_file=True),
+    help="YAML file or packaged recipe with model, columns and limits.",
+)
+@set_option("Override a recipe key, such as model.path=FOLDER.")
+@click.option("--limit", default=3, type=click.IntRange(1), help="Number of records.")
+@click.option("--color/--no-color", default=None, help="Color or mark the learnt tokens; default: color on a terminal.")
+def show(
+    file: str, task: str | None, recipe: str | None, overrides: tuple[str, ...], limit: int, color: bool | None
+) -> None:
+    """Show records of FILE as the model sees them.
+
+    The text is that of the tokens, special ones included; learnt tokens are green, or between \u27e6 and \u27e7 in a
+    pipe. Images are named with their size. The last line tells how the records are packed.
+    """
+    from dstrain.commands.data import show_file
+
+    use_color = (is_terminal() and "NO_COLOR" not in os.environ) if color is None else color
+    if task is None and recipe is None:
+        raise UsageError("name the task that reads the file with --task, or a recipe with --recipe")
+    for text in show_file(file, recipe, task, overrides, limit, use_color):
+        click.echo(text, color=use_color)
 
 
 @main.command()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.trained_model import (
+    LoadedModel,
     ModelSelector,
     SavedModel,
     hash_weights,
@@ -178,12 +179,12 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
     return "\n".join(blocks)
 
 
-def get_text_task(saved: SavedModel) -> TextTask:
-    """Return the model's task. Raises TaskError where it does not generate text."""
+def get_text_task(saved: SavedModel | LoadedModel, needs_generation: bool = True) -> TextTask:
+    """Return the model's task. Raises TaskError where it does not generate text, or without that need reads none."""
     task = saved.task
     if not isinstance(task, TextTask):
         raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
-    if not task.model_source.can_generate:
+    if needs_generation and not task.model_source.can_generate:
         raise TaskError(
             f"task {task.recipe.task}: a reward model does not generate text; `dstrain evaluate` shows its metrics"
         )

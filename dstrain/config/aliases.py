@@ -98,6 +98,8 @@ KEY_ALIASES: dict[str, str] = {
     "dataset": "data.train",
     "dataset_dir": "the folder in data.train's path",
     "subset": "the `name` in data.train: {path, name}",
+    "chat_template_kwargs": "model.chat_template_kwargs",
+    "enable_thinking": "model.chat_template_kwargs: {enable_thinking: false}",
     "template": "model.chat_template, or the template of model.tokenizer",
     "hf_hub_token": "the environment variable HF_TOKEN",
     "eval_dataset": "data.eval",

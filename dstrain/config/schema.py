@@ -166,6 +166,8 @@ class ModelConfig(Section):
     """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as {enable_thinking: false}, in training, generation, scoring and chats. The exported template has them as defaults, which a server may override."""
     init: str | None = None
     """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

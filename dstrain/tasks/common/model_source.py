@@ -172,11 +172,12 @@ class ModelSource:
 
     def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
         """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
-        from dstrain.data.encoding.rendering import resolve_chat_template
+        from dstrain.data.encoding.rendering import resolve_chat_template, set_template_kwargs
 
         wanted = self.recipe.model.chat_template
         if wanted is not None:
             tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
+        set_template_kwargs(tokenizer, self.recipe.model.chat_template_kwargs)
         return tokenizer
 
     @cached_property

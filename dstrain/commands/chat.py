@@ -100,7 +100,9 @@ class Chat:
     num_waiting: int = 0
     """Images at the end of `images` that the next message will show."""
 
-    def say(self, text: str, write: Callable[[str], None], begin: Callable[[str], None] = lambda name: None) -> None:
+    def send_message(
+        self, text: str, write: Callable[[str], None], begin: Callable[[str], None] = lambda name: None
+    ) -> None:
         """Add the user's message, and write the answer of each model. Raises BadRecord, without a change.
 
         `begin` is called with the model's name before its answer.
@@ -244,7 +246,7 @@ def run_chat(chat: Chat) -> None:
             if line.startswith("/"):
                 click.echo(escape_controls(chat.run_command(line.strip())), err=not is_terminal)
             elif line.strip():
-                chat.say(line, write, begin)
+                chat.send_message(line, write, begin)
         except EOFError:
             return
         except KeyboardInterrupt:  # at the prompt: the line is dropped, as in a shell

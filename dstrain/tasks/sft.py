@@ -38,7 +38,7 @@ class SFT(TextTask):
     assistant_only_loss: bool = True
     """Train on the assistant's turns only, end of turn included; false: on every token of every role."""
 
-    train_on_thoughts: bool = True
+    train_on_thinking: bool = True
     """Train on the thoughts of an answer (<think> ... </think>) too; false: the model reads them, and learns the rest."""
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
@@ -68,7 +68,7 @@ class SFT(TextTask):
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
-            with_thoughts=self.train_on_thoughts,
+            with_thinking=self.train_on_thinking,
         )
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:

@@ -32,7 +32,7 @@ ANSWER_SENTINEL = "\ue000answer\ue001"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-THOUGHT_TAGS = (
+THINKING_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel|>analysis<|message|>", "<|end|>"),
@@ -40,13 +40,13 @@ THOUGHT_TAGS = (
 """Beginning and end of thoughts: of Qwen, DeepSeek and others, Mistral, gpt-oss."""
 
 
-def find_thoughts(text: str) -> list[Span]:
+def find_thinking(text: str) -> list[Span]:
     """Return the spans of thoughts in a learnt text, tags and the white space behind them included.
 
     A text that ends a thought which it does not begin was begun by the generation prompt.
     """
     spans: list[Span] = []
-    for begin, end in THOUGHT_TAGS:
+    for begin, end in THINKING_TAGS:
         for found in re.finditer(f"{re.escape(begin)}.*?{re.escape(end)}\\s*", text, re.DOTALL):
             spans.append(found.span())
         first, opened = text.find(end), text.find(begin)
@@ -56,12 +56,12 @@ def find_thoughts(text: str) -> list[Span]:
     return sorted(spans)
 
 
-def without_thoughts(text: str, spans: Sequence[Span]) -> list[Span]:
+def without_thinking(text: str, spans: Sequence[Span]) -> list[Span]:
     """Return the learnt spans of a text without the thoughts in them."""
     kept: list[Span] = []
     for start, end in spans:
         at = start
-        for first, last in find_thoughts(text[start:end]):
+        for first, last in find_thinking(text[start:end]):
             kept.append((at, start + first))
             at = max(at, start + last)
         kept.append((at, end))
@@ -86,11 +86,11 @@ def render_sample(
     sample: Sample,
     end_tokens: Sequence[str] = (),
     assistant_only: bool = True,
-    with_thoughts: bool = True,
+    with_thinking: bool = True,
 ) -> RenderedSample:
     """Return the text of a sample and the spans that are trained on.
 
-    `end_tokens`: tokens that may end a turn. `with_thoughts`: thoughts are trained on too. Raises BadRecord if the chat template rejects the
+    `end_tokens`: tokens that may end a turn. `with_thinking`: thoughts are trained on too. Raises BadRecord if the chat template rejects the
     conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
     """
     templated = has_chat_template(tokenizer)
@@ -100,7 +100,7 @@ def render_sample(
             text = sample.prompt + sample.answer
             start = len(sample.prompt) if assistant_only else 0
             spans = [(start, len(text))]
-            return RenderedSample(text, tuple(spans if with_thoughts else without_thoughts(text, spans)), False)
+            return RenderedSample(text, tuple(spans if with_thinking else without_thinking(text, spans)), False)
         sample = sample.to_conversation()
     if not templated and _uses_tools(sample):
         raise BadRecord("tools and calls of them need a chat template, and the tokenizer has none; give it one")
@@ -118,7 +118,7 @@ def render_sample(
     if check.removed_turns:
         spans = remove_turns(locate, sample, text, spans, check.removed_turns)
     lost = check_answers(sample, "".join(text[slice(*span)] for span in spans)) if templated else {}
-    spans = list(spans) if with_thoughts else without_thoughts(text, spans)
+    spans = list(spans) if with_thinking else without_thinking(text, spans)
     return RenderedSample(text, tuple(spans), templated, check.counts | lost)
 
 

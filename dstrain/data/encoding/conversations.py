@@ -54,7 +54,7 @@ class EncodingConfig:
     """Tokens before the first answer, including the BOS."""
     assistant_only: bool = True
     """True to train on the answers only, False to train on every token."""
-    with_thoughts: bool = True
+    with_thinking: bool = True
     """False to leave the thoughts of answers out of what is trained on."""
 
 
@@ -114,8 +114,8 @@ def encode_answers(
     """
     examples = encode_conversations(tokenizer, samples, config, expansion)
     spans = examples
-    if not (config.assistant_only and config.with_thoughts):  # then the loss mask does not say where the prompt ends
-        whole = replace(config, assistant_only=True, with_thoughts=True)
+    if not (config.assistant_only and config.with_thinking):  # then the loss mask does not say where the prompt ends
+        whole = replace(config, assistant_only=True, with_thinking=True)
         spans = encode_conversations(tokenizer, samples, whole, expansion)
     found: list[dict[str, Any] | BadRecord] = []
     for example, span, texts in zip(examples, spans, accepted, strict=True):
@@ -140,7 +140,7 @@ def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSam
         removed = len(sample.messages) - len(messages)
         sample = replace(sample, messages=messages, trained_turns=tuple(at - removed for at in sample.trained_turns))
     config = encoder.config
-    rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, config.assistant_only, config.with_thoughts)
+    rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, config.assistant_only, config.with_thinking)
     if encoder.expansion is None:
         return _ExpandedSample(sample, rendered.text, rendered)
     text, shifts = encoder.expansion.expand(index, rendered.text)

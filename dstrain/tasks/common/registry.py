@@ -322,11 +322,12 @@ def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
         "dora": settings.get("use_dora", False),
         "use_rslora": settings.get("use_rslora", False),
     }
-    defaults, sort = LoraConfig(), lambda value: sorted(value) if isinstance(value, list) else value
+    defaults = LoraConfig()
     faults = [
         Fault(f"model.lora.{name}", f"is {own!r}, but the adapter in {model.path} has {value!r}", "leave it out")
         for name, value in found.items()
-        if (own := getattr(model.lora, name)) != getattr(defaults, name) and sort(own) != sort(value)
+        if (own := getattr(model.lora, name)) != getattr(defaults, name)
+        and (sorted(own) != sorted(value) if isinstance(own, list) and isinstance(value, list) else own != value)
     ]
     if faults:
         raise RecipeError(faults)

@@ -39,8 +39,8 @@ def answer_alone(chat: Chat, index: int, messages: list[dict[str, str]]) -> str:
 
 def test_each_model_answers_its_own_conversation_as_it_is_generated(runs: list[Path]) -> None:
     chat, written = open_chat(runs, None, "last", [], "Be brief.", FEW), list[str]()
-    chat.say("How do I mend the pump?", written.append)
-    chat.say("And the kettle?", written.append, lambda name: written.append(f"<{name}>"))
+    chat.send_message("How do I mend the pump?", written.append)
+    chat.send_message("And the kettle?", written.append, lambda name: written.append(f"<{name}>"))
     for index, speaker in enumerate(chat.speakers):
         said = speaker.messages
         assert [one["role"] for one in said] == ["user", "assistant"] * 2
@@ -54,7 +54,7 @@ def test_each_model_answers_its_own_conversation_as_it_is_generated(runs: list[P
 
 def test_commands_change_the_conversation(runs: list[Path]) -> None:
     chat = open_chat(runs[:1], None, "last", [], None, FEW)
-    chat.say("How do I mend the pump?", lambda text: None)
+    chat.send_message("How do I mend the pump?", lambda text: None)
     assert chat.run_command("/temperature 0.7") == "temperature 0.7"
     assert chat.sampling.temperature == 0.7
     chat.run_command("/system Be brief.")
@@ -77,7 +77,7 @@ def test_a_message_that_cannot_be_asked_changes_nothing(runs: list[Path]) -> Non
     chat = open_chat(runs[:1], None, "last", [], None, FEW)
     chat.images.append("photo.png")  # of a text-only model
     with pytest.raises(BadRecord):
-        chat.say("What is this?", lambda text: None)
+        chat.send_message("What is this?", lambda text: None)
     assert chat.speakers[0].messages == []
 
 
@@ -92,7 +92,7 @@ def test_ctrl_c_keeps_what_was_generated(runs: list[Path]) -> None:
     with pytest.raises(KeyboardInterrupt):
         write("abc")
     written.clear()
-    chat.say("How do I mend the pump?", lambda text: write(text) if text.strip() else None)
+    chat.send_message("How do I mend the pump?", lambda text: write(text) if text.strip() else None)
     (_, answer) = chat.speakers[0].messages
     assert 0 < len(answer["content"]) <= len(answer_alone(chat, 0, chat.speakers[0].messages[:1]))
 
@@ -118,14 +118,14 @@ def test_images_are_shown_by_path(tmp_path: Path) -> None:
     Image.new("RGB", (32, 24), "red").save(tmp_path / "red.png")
     chat, written = open_chat([run], None, "last", [], None, FEW), list[str]()
     assert "32 x 24" in chat.run_command(f"/image {tmp_path / 'red.png'}")
-    chat.say("What is this?", written.append)
+    chat.send_message("What is this?", written.append)
     assert chat.speakers[0].messages[0]["content"].endswith("\nWhat is this?")
     first = chat.speakers[0].messages[1]["content"]
-    chat.say("And its size?", written.append)
+    chat.send_message("And its size?", written.append)
     chat.run_command("/reset")
     Image.new("RGB", (32, 24), "blue").save(tmp_path / "blue.png")
     chat.run_command(f"/image {tmp_path / 'blue.png'}")
-    chat.say("What is this?", written.append)
+    chat.send_message("What is this?", written.append)
     assert chat.images == [str(tmp_path / "blue.png")]
     assert isinstance(first, str)
     with pytest.raises(UsageError, match=r"none\.png"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.answer_spans import render_sample, without_thoughts
+from dstrain.data.encoding.answer_spans import render_sample, without_thinking
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
@@ -451,7 +451,7 @@ THOUGHTS = {
 def test_thoughts_are_read_and_not_learnt_where_the_recipe_says_so(name: str) -> None:
     answer, learnt = THOUGHTS[name]
     text = f"Sum? {answer}"
-    spans = without_thoughts(text, [(5, len(text))])
+    spans = without_thinking(text, [(5, len(text))])
     assert "".join(text[start:end] for start, end in spans) == learnt
 
 
@@ -462,11 +462,11 @@ def test_the_loss_mask_leaves_thoughts_out() -> None:
     turns = [("user", "Sum?"), ("assistant", answers[0]), ("user", "And?"), ("assistant", answers[1])]
     sample = read_conversation({"messages": [{"role": role, "content": content} for role, content in turns]})
     learnt = {}
-    for with_thoughts in (True, False):
-        (example,) = encode_conversations(tokenizer, [sample], replace(LONG, with_thoughts=with_thoughts))
+    for with_thinking in (True, False):
+        (example,) = encode_conversations(tokenizer, [sample], replace(LONG, with_thinking=with_thinking))
         assert not isinstance(example, BadRecord)
         assert answers[0] in tokenizer.decode(example["input_ids"])
         pairs = zip(example["input_ids"], example["loss_mask"], strict=True)
-        learnt[with_thoughts] = tokenizer.decode([token for token, mask in pairs if mask]).replace("<|im_end|>\n", "")
+        learnt[with_thinking] = tokenizer.decode([token for token, mask in pairs if mask]).replace("<|im_end|>\n", "")
     assert learnt[True].replace("<|im_end|>", "").startswith("".join(answers))
     assert learnt[False].replace("<|im_end|>", "").startswith("Four.Five.")

@@ -128,10 +128,6 @@ class LoraConfig(Section):
     create_new_adapter: bool = True
     """Where `path` is an adapter folder. true: its adapter is merged into the base, and a new one is trained; false: its adapter is trained on, with the folder's rank, alpha and targets."""
 
-    def continues_adapter(self) -> bool:
-        """Return True where the adapter in the folder of `model.path` is trained on."""
-        return not self.create_new_adapter
-
 
 class TokenizerConfig(Section):
     """A tokenizer to train."""

@@ -425,7 +425,7 @@ class ModelValidator:
         if adapter is not None:
             lora = self._model.lora
             line = f"{path} is a LoRA adapter of {adapter.base_model}: it is "
-            if lora is not None and lora.continues_adapter():
+            if lora is not None and not lora.create_new_adapter:
                 yield f"{line}trained on (rank {lora.rank}, alpha {lora.alpha:g}), since model.lora.create_new_adapter is false"
                 return
             line += "merged into these weights on loading"

@@ -312,7 +312,7 @@ def _load_from_files(
             raise
         problem = f"weights in '{name}' differ in shape from its config.json"
         raise RecipeError(Fault("model.path", problem, "download the model again")) from error
-    is_trained_on = model.lora is not None and model.lora.continues_adapter()
+    is_trained_on = model.lora is not None and not model.lora.create_new_adapter
     return loaded if adapter is None or is_trained_on else merge_adapter(loaded, adapter)
 
 

@@ -51,7 +51,7 @@ def build_train_module(task: Task, run_log: RunLog | None = None) -> TrainModule
 def add_frozen_models(task: Task, model: torch.nn.Module) -> TrainModule:
     """Return the task and its model with reference and reward models in memory. Collective under ZeRO-3."""
     wanted = task.recipe.model
-    if task.loss_inputs.reference.kind == "adapter" and wanted.lora is not None and wanted.lora.continues_adapter():
+    if task.loss_inputs.reference.kind == "adapter" and wanted.lora is not None and not wanted.lora.create_new_adapter:
         adapter = read_adapter(wanted.path)
         assert adapter is not None, "checked with the recipe"
         add_reference_adapter(model, adapter)
@@ -78,7 +78,7 @@ def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Mod
     wanted = task.recipe.model
     if wanted.lora is not None:
         heads, seed, adapter = task.export.modules_to_save, task.recipe.seed, read_adapter(wanted.path)
-        if adapter is not None and wanted.lora.continues_adapter():
+        if adapter is not None and not wanted.lora.create_new_adapter:
             model = continue_adapter(model, adapter, heads, wanted.lora.dropout, seed)
         else:
             model = add_adapters(model, wanted.lora, heads, seed, wanted.revision)

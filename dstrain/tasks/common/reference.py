@@ -53,7 +53,7 @@ class ReferenceExport(TextExport):
         """Return the recipe with the reference as `ref_model`, where a folder or the hub has it."""
         task = self.task
         recipe, model = super().recipe(merged), task.recipe.model
-        is_base = model.lora is not None and not merged and not model.lora.continues_adapter()
+        is_base = model.lora is not None and not merged and model.lora.create_new_adapter
         if task.reference_kind == "none" or task.ref_model or is_base:
             return recipe
         if model.path is None or model.init is not None:
@@ -118,7 +118,7 @@ class FrozenReferenceTask(TextTask):
         """The model that the reference is loaded from."""
         # Without the policy's init and new adapters, which are not the reference's.
         model = self.recipe.model
-        if not self.reference_path and model.lora is not None and model.lora.continues_adapter():
+        if not self.reference_path and model.lora is not None and not model.lora.create_new_adapter:
             return model
         own = (
             dict.fromkeys(("revision", "config", "init")) | {"path": self.reference_path} if self.reference_path else {}

@@ -308,7 +308,7 @@ def fill_lora(recipe: RunConfig) -> RunConfig:
 def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
     """Return the recipe with rank, alpha, targets and dora of the adapter that is trained on. Raises RecipeError."""
     model = recipe.model
-    if model.lora is None or not model.lora.continues_adapter():
+    if model.lora is None or model.lora.create_new_adapter:
         return recipe
     adapter, key = read_adapter(model.path), "model.lora.create_new_adapter"
     if adapter is None:

@@ -169,7 +169,7 @@ class TextExport(Export):
     def recipe(self, merged: bool) -> RunConfig:
         """Return the recipe with the base model as path, where the adapter of a folder was trained on."""
         recipe, model = self.task.recipe, self.task.recipe.model
-        if model.lora is None or not model.lora.continues_adapter():
+        if model.lora is None or model.lora.create_new_adapter:
             return recipe
         lora = model.lora.model_copy(update={"create_new_adapter": True})
         base = resolve_base_model(model).model_copy(update={"lora": lora})

@@ -42,13 +42,13 @@ class Comparison:
         return self.as_peer / float(self.case["measured_gib"])
 
 
-def make_config(case: dict[str, Any], models: dict[str, Any]) -> RunConfig:
-    """Return the recipe of a case: one pass for each step."""
+def make_config(case: dict[str, Any], models: dict[str, Any], **changes: Any) -> RunConfig:
+    """Return the recipe of a case: one pass for each step. `changes`: keys of model."""
     model = named_config(case["model"]) if case["model"] in shape_names() else models[case["model"]]
     values: dict[str, Any] = {
         "task": case["task"],
         "precision": "bf16",
-        "model": {"config": model, "lora": None},
+        "model": {"config": model, "lora": None, **changes},
         "data": {"train": "train.jsonl", "max_length": case["length"]},
         "batch": {"micro": case["micro"], "accumulate": 1},
         "optim": {"lr": 1e-5},
@@ -67,7 +67,7 @@ def make_preset(case: dict[str, Any]) -> Preset:
 
 
 def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, ...]:
-    """Return the lines with the peer's own terms.
+    """Return the lines with the peer's own terms. `plan`: without tiles of MLPs and norms, which no peer has.
 
     Logits: `logit_bytes` for each token and vocabulary entry instead of dstrain's head: 14 for logits in bf16, a copy and
     a softmax in fp32, and their gradients; 8 for LitGPT's loss in chunks; 0 for a chunked or fused loss. DeepSpeed's copy
@@ -106,8 +106,10 @@ def compared_bytes(plan: MemoryPlan, figure: str) -> int:
 def compare(case: dict[str, Any], models: dict[str, Any]) -> Comparison:
     """Plan a case."""
     cluster = Cluster(gpus_per_node=case["gpus"], nodes=case["nodes"])
-    plan = plan_memory(make_config(case, models), make_preset(case), cluster)
-    peer = replace(plan, lines=lines_of_peer(case, plan))
+    plan, peer = (
+        plan_memory(make_config(case, models, tiled_mlp=tiled), make_preset(case), cluster) for tiled in ("auto", False)
+    )
+    peer = replace(peer, lines=lines_of_peer(case, peer))
     sizes = (compared_bytes(one, case["figure"]) / 2**30 for one in (plan, peer))
     planned, as_peer = sizes
     return Comparison(case=case, planned=planned, as_peer=as_peer)

@@ -1,4 +1,4 @@
-"""Helpers for patches of other libraries: version checks, temporary attribute replacement."""
+"""Versions of other libraries, and helpers for patches of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,25 +119,16 @@ def data() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def one(own_cache: None) -> Iterator[Workers]:
-    """One worker process, shared."""
-    workers = Workers(1)
-    yield workers
-    workers.close()
+def _shared_workers(size: int, scope: Any = "session") -> Any:
+    @pytest.fixture(scope=scope)
+    def shared(own_cache: None) -> Iterator[Workers]:
+        workers = Workers(size)
+        yield workers
+        workers.close()
+
+    return shared
 
 
-@pytest.fixture(scope="session")
-def two(own_cache: None) -> Iterator[Workers]:
-    """Two worker processes, shared."""
-    workers = Workers(2)
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="session")
-def three(own_cache: None) -> Iterator[Workers]:
-    """Three worker processes, shared."""
-    workers = Workers(3)
-    yield workers
-    workers.close()
+one, two, three = _shared_workers(1), _shared_workers(2), _shared_workers(3)
+"""Worker processes that tests share."""
+four = _shared_workers(4, "module")

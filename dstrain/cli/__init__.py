@@ -56,6 +56,9 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
+    # Before torch is imported. Threads that wait for each other while other programs use the cores would spin through
+    # their time slices: a step of a CPU run then took five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @main.command()
@@ -307,9 +310,11 @@ class ProgressText:
 @click.option(
     "--min-margin", "--min_margin", default=0.0, type=click.FloatRange(0), help="Least difference of the two scores."
 )
-@click.option("--all", "every", is_flag=True, help="Write each pair of answers, not only the best against the worst.")
+@click.option(
+    "--all", "all_pairs", is_flag=True, help="Write each pair of answers, not only the best against the worst."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, as_json: bool) -> None:
+def pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs: bool, as_json: bool) -> None:
     """Make preference pairs out of the scored answers of `dstrain score`.
 
     Each record gives its best answer as the chosen one and its worst as the rejected one. Ties,
@@ -317,7 +322,7 @@ def pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool, a
     """
     from dstrain.commands.pairs import make_pairs, show_report
 
-    report = make_pairs(scored, to, column, min_margin, every)
+    report = make_pairs(scored, to, column, min_margin, all_pairs)
     echo(json.dumps(report.as_json()) if as_json else show_report(report, to))
 
 

@@ -255,7 +255,7 @@ TOKEN_OPTIONS = (
 SAMPLING_OPTIONS = (
     *TOKEN_OPTIONS,
     click.option("--num-samples", "--num_samples", default=1, type=click.IntRange(1), help="Answers to each prompt; several need a temperature above 0."),
-    click.option("--batch", default=8, type=click.IntRange(1), help="Prompts per batch."),
+    click.option("--batch", default=8, type=click.IntRange(1), help="Answers per batch."),
 )  # fmt: skip
 SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "num_samples", "batch")
 SCRATCH_OPTION = click.option(

@@ -62,6 +62,11 @@ class GenerateJob:
     is_parallel = True
     trains = False
 
+    @property
+    def num_samples(self) -> int:
+        """Answers to each prompt."""
+        return int(self.sampling.get("num_samples", 1))
+
     def to_argv(self) -> list[str]:
         words = ["generate", *self.selector.to_argv(), *(word for text in self.texts for word in ("--prompt", text))]
         words += ["--data", resolve_data_path(self.data)] if self.data else []
@@ -73,7 +78,7 @@ class GenerateJob:
             raise UsageError("no prompt: give --prompt TEXT, or --data FILE with prompts")
         if any(not text.strip() for text in self.texts):
             raise UsageError("--prompt is empty; write a prompt")
-        if self.sampling.get("num_samples", 1) > 1 and not self.sampling.get("temperature"):
+        if self.num_samples > 1 and not self.sampling.get("temperature"):
             raise UsageError("--num-samples: without a temperature all answers are equal; add --temperature 1")
         if self.images and not self.texts:
             raise UsageError("--image needs a --prompt; give one, or write image and question into a --data file")
@@ -107,7 +112,7 @@ class GenerateJob:
         encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
         prompts = [_check_prompt(item, "--prompt") for item in encoded]
         prompts += _read_prompts(task, limit) if self.data else []
-        if self.sampling.get("num_samples", 1) > 1 and any(prompt.images or prompt.series for prompt in prompts):
+        if self.num_samples > 1 and any(prompt.images or prompt.series for prompt in prompts):
             raise DataError("--num-samples: several answers are written for prompts of text only; remove the images")
         return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
 
@@ -122,7 +127,7 @@ class GenerateJob:
         task = get_text_task(prepared.saved_model)
         model = load_saved_model(prepared.saved_model, prepared.ds_config, world)
         engine = ForwardEngine(unwrap_peft(model), prepared.ds_config, world)
-        count = self.sampling.get("num_samples", 1)
+        count = self.num_samples
         prompts = [prompt for prompt in prepared.prompts for _ in range(count)]
         answers = generate_answers(
             engine,

@@ -48,10 +48,10 @@ class PairReport:
         }
 
 
-def make_pairs(scored: Path, to: Path, column: str, min_margin: float, every: bool) -> PairReport:
+def make_pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs: bool) -> PairReport:
     """Write the pairs of a scored file, a line of JSON for each, and return what became of its records.
 
-    `column`: name of the score, as `dstrain score` writes it. `every`: each pair of answers with the margin, not only the
+    `column`: name of the score, as `dstrain score` writes it. `all_pairs`: each pair of answers with the margin, not only the
     best against the worst. Raises UsageError, DataError.
     """
     if to.is_dir() or not to.absolute().parent.is_dir():
@@ -61,7 +61,8 @@ def make_pairs(scored: Path, to: Path, column: str, min_margin: float, every: bo
         bad = source.bad_rows[0]
         raise DataError(f"{bad.location}: {bad.reason}")
     lines = [
-        json.dumps(pair, ensure_ascii=False) + "\n" for pair in _iter_pairs(source, report, column, min_margin, every)
+        json.dumps(pair, ensure_ascii=False) + "\n"
+        for pair in _iter_pairs(source, report, column, min_margin, all_pairs)
     ]
     if not lines:
         problem = f"{scored}: makes no pair ({report.ties} ties, {report.too_few} records with fewer than two answers)"
@@ -71,7 +72,7 @@ def make_pairs(scored: Path, to: Path, column: str, min_margin: float, every: bo
 
 
 def _iter_pairs(
-    source: Source, report: PairReport, column: str, min_margin: float, every: bool
+    source: Source, report: PairReport, column: str, min_margin: float, all_pairs: bool
 ) -> Iterator[dict[str, Any]]:
     for index in range(len(source)):
         record = source[index]
@@ -87,7 +88,7 @@ def _iter_pairs(
         if len(ordered) < 2:
             report.too_few += 1
             continue
-        candidates = combinations(ordered, 2) if every else [(ordered[0], ordered[-1])]
+        candidates = combinations(ordered, 2) if all_pairs else [(ordered[0], ordered[-1])]
         found = [(high, low) for high, low in candidates if high[0] > low[0] and high[0] - low[0] >= min_margin]
         report.ties += not found
         for (high, chosen), (low, rejected) in found:

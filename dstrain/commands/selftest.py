@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,11 +13,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
@@ -24,8 +24,7 @@ from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_reci
 from dstrain.commands.run_job import SINGLE_WORKER, make_scratch, make_scratch_path
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
-from dstrain.errors import EXIT_DONE, EXIT_STOPPED, PeerFailureError, SelftestError, UsageError
-from dstrain.files import atomic_write
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.preset import Device, preset_names, read_preset
 from dstrain.report.run_log import read_rows
@@ -35,13 +34,10 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["stop", "resume"]
-State = Literal["ok", "failed", "skipped"]
 
-CHECKS: Mapping[Phase, tuple[str, ...]] = {
-    "stop": ("train", "stop"),
-    "resume": ("resume", "losses", "export", "evaluate"),
-}
-"""Checks of each launch, in their order. The second launch has another number of processes."""
+RECIPE = "demo-rm"
+SAMPLES = {"train": 48, "eval": 16}
+"""Records of the demo's files that are used: the tokenizer is trained on them, too."""
 STEPS, STOP_AFTER = 8, 3
 """Steps of a run, and the step whose row sends the stop signal."""
 TOLERANCE = 1e-4
@@ -54,7 +50,7 @@ class CheckResult:
 
     preset: str
     check: str
-    state: State
+    state: Literal["ok", "failed", "skipped"]
     detail: str = ""
     """A measured value of a check that passed, or why one failed or was skipped."""
     fix: str = ""
@@ -62,52 +58,167 @@ class CheckResult:
     seconds: float = 0.0
 
 
-def skip(preset: str, checks: Sequence[str], reason: str) -> list[CheckResult]:
-    """Return results of checks that another failure made impossible."""
-    return [CheckResult(preset=preset, check=check, state="skipped", detail=reason) for check in checks]
-
-
-def result_path(folder: Path, phase: Phase, preset: str) -> Path:
-    """Return the file with a preset's results of a launch; `preset` may be the path of a JSON."""
-    return folder / "results" / f"{phase}-{run_name(preset)}.json"
-
-
-def error_path(folder: Path, phase: Phase, preset: str, rank: int) -> Path:
-    """Return the file with the error that ended a rank in a preset's checks."""
-    return folder / "results" / f"{phase}-{run_name(preset)}-rank{rank}.txt"
-
-
 def run_name(preset: str) -> str:
     """Return the preset as part of a file name: of a path the name without .json."""
     return Path(preset).name.removesuffix(".json")
 
 
-def write_results(path: Path, results: Sequence[CheckResult]) -> None:
-    """Write the results, whole or not at all: the launching process reads them while others are written."""
-    path.parent.mkdir(exist_ok=True)
-    atomic_write(path, json.dumps([asdict(result) for result in results]))
+# The checks, inside the processes of a launch. All ranks find the same result of each.
 
 
-def read_results(path: Path) -> list[CheckResult]:
-    """Return the results in a file; none if it does not exist."""
-    if not path.is_file():
-        return []
-    return [CheckResult(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+@dataclass(frozen=True)
+class PresetRuns:
+    """The runs of one preset."""
+
+    preset: str
+    job: SelftestJob
+    world: World
+
+    def get_dir(self, run: str) -> Path:
+        return self.job.folder / f"{run_name(self.preset)}-{run}"
+
+    def read_metrics(self, run: str) -> list[dict[str, Any]]:
+        return read_rows(self.get_dir(run) / "metrics.jsonl")
+
+    def raise_on_all_ranks(self, problem: str, error: type[UsageError | SelftestError] = SelftestError) -> None:
+        """Raise the error on every rank if any rank has a problem. Collective."""
+        if found := next(filter(None, self.world.gather(problem)), ""):
+            raise error(found)
+
+    def train(self, run: str, expected: int, stop_after: int | None = None) -> str:
+        """Train or resume one run. Raises SelftestError for an exit code that is not expected. Collective."""
+        from dstrain.train.build_run import build_run
+        from dstrain.train.health.signals import SignalHandler
+        from dstrain.train.plan import make_plan
+        from dstrain.train.run import train
+        from dstrain.train.start import ResumeOptions
+        from dstrain.train.startup import finish_run
+
+        plan, problem = None, ""
+        try:
+            recipe = resolve_recipe(self.job.make_request(self.preset, run))
+            worker = worker_from_env(os.environ) or SINGLE_WORKER
+            plan = make_plan(recipe, self.get_dir(run), ResumeOptions("auto"), worker)
+        except UsageError as error:
+            problem = str(error)
+        self.raise_on_all_ranks(problem, UsageError)
+        assert plan is not None
+        with SignalHandler() as signal_handler:
+            made = build_run(plan, self.world, None, signal_handler)
+            if stop_after is not None and self.world.rank == 0:
+                made = replace(made, sinks=[*made.sinks, StopSink(stop_after)])
+            try:
+                code = finish_run(made, train(made).step)
+            finally:
+                for sink in made.sinks:
+                    sink.close()
+                made.run_log.close()
+        if code != expected:
+            raise SelftestError(f"the run ended with exit code {code} instead of {expected}")
+        return ""
+
+
+class StopSink:
+    """Sink that sends SIGTERM to its own process, as a scheduler does, after the row of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if row["split"] == "train" and row["step"] == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Do nothing: there is nothing to flush."""
+
+
+def check_losses(runs: PresetRuns) -> str:
+    """Compare the losses of the resumed run with those of the unbroken one. Collective."""
+    difference, problem = compare_losses(runs.read_metrics("stopped"), runs.read_metrics("unbroken"))
+    runs.raise_on_all_ranks(problem)
+    return f"{difference:.1e}"
+
+
+def check_export(runs: PresetRuns) -> str:
+    """Export the resumed run by rank 0. Collective."""
+    from dstrain.commands.export import export_model
+
+    problem = ""
+    if runs.world.rank == 0:
+        try:
+            export_model(runs.get_dir("stopped"), "last", runs.get_dir("export"))
+        except Exception as error:
+            problem = str(error)
+    runs.raise_on_all_ranks(problem)
+    return ""
+
+
+def check_evaluate(runs: PresetRuns) -> str:
+    """Evaluate the export, whose loss must be the one that the run has measured last. Collective."""
+    from dstrain.train.plan import get_preset_device
+
+    world = runs.world
+    job = EvaluateJob(selector=ModelSelector(folder=runs.get_dir("export")), data=str(runs.job.folder / "eval.jsonl"))
+    loss = job.run(job.prepare(world.size, get_preset_device(world.device)), world)["loss"]
+    expected = [row["loss"] for row in runs.read_metrics("stopped") if row["split"] == "eval"][-1]
+    difference = abs(loss - expected) / abs(expected)
+    problem = f"the export's loss is {loss:.8g}, the run has measured {expected:.8g} with the same weights"
+    runs.raise_on_all_ranks("" if difference <= TOLERANCE else problem)
+    return f"{difference:.1e}"
+
+
+_LOGS = "run the selftest again with --keep DIR and read DIR/logs"
+CHECKS: Mapping[Phase, Mapping[str, tuple[Callable[[PresetRuns], str], str]]] = {
+    "stop": {
+        "train": (
+            lambda runs: runs.train("unbroken", EXIT_DONE),
+            f"`dstrain train {RECIPE} --ds-config PRESET` shows this preset alone; {_LOGS}",
+        ),
+        "stop": (
+            lambda runs: runs.train("stopped", EXIT_STOPPED, STOP_AFTER),
+            f"a job that is stopped here would lose its last steps: check the disk and its free space; {_LOGS}",
+        ),
+    },
+    "resume": {
+        "resume": (
+            lambda runs: runs.train("stopped", EXIT_DONE),
+            f"do not rely on checkpoints of this machine before this is solved: check disk and memory; {_LOGS}",
+        ),
+        "losses": (
+            check_losses,
+            "check the devices for memory errors (nvidia-smi -q); if there are none, report it with the files of --keep",
+        ),
+        "export": (check_export, f"check free disk space and the version of transformers; {_LOGS}"),
+        "evaluate": (check_evaluate, f"do not use exports of this machine before this is solved; {_LOGS}"),
+    },
+}
+"""Launch -> check -> (function that returns a measured value or raises, fix of a failure), in their order. The second
+launch has another number of processes."""
+COLUMNS = tuple(check for checks in CHECKS.values() for check in checks)
+
+
+def fail(phase: Phase, check: str, preset: str, detail: str, seconds: float = 0.0) -> CheckResult:
+    """Return the result of a failed check, with its fix."""
+    fix = CHECKS[phase][check][1].replace("PRESET", preset)
+    return CheckResult(preset=preset, check=check, state="failed", detail=detail, fix=fix, seconds=seconds)
 
 
 def compare_losses(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Compare the metrics of a resumed run with those of an unbroken run, row by row.
 
-    Returns (largest relative difference of a loss, a sentence on what differs too much; empty if nothing does).
+    Returns (largest relative difference of a loss, a sentence on what differs too much; empty if nothing does). A
+    loss that is not finite is null in the rows.
     """
-    mine, theirs = (_losses(each) for each in (rows, baseline))
+    mine, theirs = (
+        {(row["split"], row["step"]): math.nan if row["loss"] is None else float(row["loss"]) for row in each}
+        for each in (rows, baseline)
+    )
     if mine.keys() != theirs.keys() or not theirs:
-        return float("inf"), f"its rows are {_names(mine)}, those of the unbroken run {_names(theirs)}"
-    worst, where = 0.0, next(iter(theirs))
-    for key, expected in theirs.items():
-        difference = abs(mine[key] - expected) / max(abs(expected), 1e-12)
-        if not difference <= worst:  # also a nan
-            worst, where = difference, key
+        names = [", ".join(f"{split} {step}" for split, step in losses) or "none" for losses in (mine, theirs)]
+        return math.inf, f"its rows are {names[0]}, those of the unbroken run {names[1]}"
+    differences = {key: abs(mine[key] - loss) / max(abs(loss), 1e-12) for key, loss in theirs.items()}
+    where = max(differences, key=lambda key: math.inf if math.isnan(differences[key]) else differences[key])
+    worst = differences[where]
     if worst <= TOLERANCE:
         return worst, ""
     return worst, (
@@ -116,23 +227,8 @@ def compare_losses(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping
     )
 
 
-def _losses(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
-    """Return the losses by split and step; a loss that is not finite is written as null."""
-    return {
-        (str(row["split"]), int(row["step"])): float("nan") if row["loss"] is None else float(row["loss"])
-        for row in rows
-    }
-
-
-def _names(losses: Mapping[tuple[str, int], float]) -> str:
-    return ", ".join(f"{split} {step}" for split, step in losses) or "none"
-
-
-# Importing torch and DeepSpeed takes longer than a run, so a launch is shared by all presets. An exception ends the
-# launch, since the other ranks wait in a collective; the next launch continues behind the preset that failed.
-
-
-RECIPE = "demo-rm"
+# Importing torch and DeepSpeed takes longer than a run, so a launch is shared by all presets. Any other exception than
+# those of a check ends the launch, since the other ranks wait in a collective.
 
 
 @dataclass(frozen=True)
@@ -159,14 +255,14 @@ class SelftestJob:
         return [*words, *(word for preset in self.presets for word in ("--preset", preset))]
 
     def check_recipe(self) -> RunConfig:
-        return resolve_recipe(self._request(None, "unused")).config
+        return resolve_recipe(self.make_request(None, "unused")).config
 
-    def _request(self, preset: str | None, run: str) -> TrainRequest:
-        data = {split: str(self.folder / f"{split}.jsonl") for split in ("train", "eval")}
+    def make_request(self, preset: str | None, run: str) -> TrainRequest:
+        data = {split: str(self.folder / f"{split}.jsonl") for split in SAMPLES}
         return TrainRequest(
             recipe=RECIPE,
             ds_config=preset,
-            run_dir=self.folder / run,
+            run_dir=self.folder / f"{run_name(preset or '')}-{run}",
             overrides=[
                 f"data={json.dumps({**data, 'max_length': 96, 'workers': 0})}",
                 "model.config.num_hidden_layers=2", "model.config.hidden_size=64", f"steps={STEPS}", "precision=fp32",
@@ -183,255 +279,41 @@ class SelftestJob:
 
     def run(self, prepared: PreparedSelftest, world: World) -> int:
         for preset in self.presets:
-            try:
-                results = self._check_preset(preset, world)
-            except Exception as error:
-                self._record_error(preset, world.rank, error)
+            results = list(self._check_preset(PresetRuns(preset, self, world)))
             if world.rank == 0:
-                write_results(result_path(self.folder, self.phase, preset), results)
+                append_results(self.folder, self.phase, results)
             world.barrier()
             gc.collect()  # engines are in reference cycles
         return len(self.presets)
 
-    def _record_error(self, preset: str, rank: int, error: Exception) -> NoReturn:
-        if not isinstance(error, PeerFailureError):  # which only follows from another rank's error
-            path = error_path(self.folder, self.phase, preset, rank)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(str(error) or type(error).__name__, encoding="utf-8")
-        raise error
-
-    def _check_preset(self, preset: str, world: World) -> list[CheckResult]:
-        """Run the checks of this launch for a preset, until one fails. Collective."""
-        checks = {
-            "train": self._check_train, "stop": self._check_stop, "resume": self._check_resume,
-            "losses": self._check_losses, "export": self._check_export, "evaluate": self._check_evaluate,
-        }  # fmt: skip
-        results: list[CheckResult] = []
-        names = CHECKS[self.phase]
-        for index, name in enumerate(names):
+    def _check_preset(self, runs: PresetRuns) -> Iterator[CheckResult]:
+        """Yield the results of this launch for a preset, up to the first failure. Collective."""
+        for name, (check, _) in CHECKS[self.phase].items():
             start = time.perf_counter()
             try:
-                detail = checks[name](preset, world)
-                failure: UsageError | SelftestError | None = None
+                detail = check(runs)
             except (UsageError, SelftestError) as error:  # found alike by all ranks
-                detail, failure = str(error), error
-            fix = "" if failure is None else suggest_fix(name, preset)
-            results.append(
-                CheckResult(
-                    preset=preset, check=name, state="failed" if failure else "ok", detail=detail, fix=fix,
-                    seconds=time.perf_counter() - start,
-                )
-            )  # fmt: skip
-            if failure is not None:
-                return [*results, *skip(preset, names[index + 1 :], f"{name} failed")]
-        return results
-
-    def _check_train(self, preset: str, world: World) -> str:
-        _expect(self._train(preset, "unbroken", world), EXIT_DONE)
-        return ""
-
-    def _check_stop(self, preset: str, world: World) -> str:
-        _expect(self._train(preset, "stopped", world, stop_after=STOP_AFTER), EXIT_STOPPED)
-        return ""
-
-    def _check_resume(self, preset: str, world: World) -> str:
-        _expect(self._train(preset, "stopped", world), EXIT_DONE)
-        return ""
-
-    def _check_losses(self, preset: str, world: World) -> str:
-        rows = [read_rows(self._run_dir(preset, run) / "metrics.jsonl") for run in ("stopped", "unbroken")]
-        difference, problem = compare_losses(*rows)
-        _raise_on_all_ranks(world, problem)
-        return f"{difference:.1e}"
-
-    def _check_export(self, preset: str, world: World) -> str:
-        from dstrain.commands.export import export_model
-
-        problem = ""
-        if world.rank == 0:
-            try:
-                export_model(self._run_dir(preset, "stopped"), "last", self._run_dir(preset, "export"))
-            except Exception as error:
-                problem = str(error)
-        _raise_on_all_ranks(world, problem)
-        return ""
-
-    def _check_evaluate(self, preset: str, world: World) -> str:
-        """Evaluate the export, whose loss must be the one that the run has measured last. Collective."""
-        selector = ModelSelector(folder=self._run_dir(preset, "export"))
-        job = EvaluateJob(selector=selector, data=str(self.folder / "eval.jsonl"))
-        loss = job.run(job.prepare(world.size, _device(world)), world)["loss"]
-        rows = read_rows(self._run_dir(preset, "stopped") / "metrics.jsonl")
-        expected = [row["loss"] for row in rows if row["split"] == "eval"][-1]
-        difference = abs(loss - expected) / abs(expected)
-        problem = f"the export's loss is {loss:.8g}, the run has measured {expected:.8g} with the same weights"
-        _raise_on_all_ranks(world, "" if difference <= TOLERANCE else problem)
-        return f"{difference:.1e}"
-
-    def _run_dir(self, preset: str, run: str) -> Path:
-        return self.folder / f"{run_name(preset)}-{run}"
-
-    def _train(self, preset: str, run: str, world: World, stop_after: int | None = None) -> int:
-        """Train or resume one run; return its exit code. Collective."""
-        from dstrain.train.build_run import build_run
-        from dstrain.train.health.signals import SignalHandler
-        from dstrain.train.plan import make_plan
-        from dstrain.train.run import train
-        from dstrain.train.start import ResumeOptions
-        from dstrain.train.startup import finish_run
-
-        recipe = resolve_recipe(self._request(preset, self._run_dir(preset, run).name))
-        worker = worker_from_env(os.environ) or SINGLE_WORKER
-        plan = _on_all_ranks(
-            world, lambda: make_plan(recipe, self._run_dir(preset, run), ResumeOptions("auto"), worker)
-        )
-        with SignalHandler() as signal_handler:
-            made = build_run(plan, world, None, signal_handler)
-            if stop_after is not None and world.rank == 0:
-                made = replace(made, sinks=[*made.sinks, StopSink(stop_after)])
-            try:
-                return finish_run(made, train(made).step)
-            finally:
-                for sink in made.sinks:
-                    sink.close()
-                made.run_log.close()
+                yield fail(self.phase, name, runs.preset, str(error), time.perf_counter() - start)
+                return
+            seconds = time.perf_counter() - start
+            yield CheckResult(preset=runs.preset, check=name, state="ok", detail=detail, seconds=seconds)
 
 
-class StopSink:
-    """Sink that sends SIGTERM to its own process, as a scheduler does, after the row of a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        if row["split"] == "train" and row["step"] == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def close(self, exit_code: int = 0) -> None:
-        """Do nothing: there is nothing to flush."""
+def append_results(folder: Path, phase: Phase, results: Iterable[CheckResult]) -> None:
+    """Append the results of a preset to the file of a launch."""
+    with (folder / f"{phase}.jsonl").open("a", encoding="utf-8") as file:
+        # Each on a new line, also behind half a line of a process that was killed.
+        file.writelines(f"\n{json.dumps(asdict(result))}" for result in results)
 
 
-def _on_all_ranks(world: World, make: Callable[[], Any]) -> Any:
-    """Return what `make` returns; it has no collective. Raises UsageError on all ranks if one raised it. Collective."""
-    made, problem = None, ""
-    try:
-        made = make()
-    except UsageError as error:
-        problem = str(error)
-    _raise_on_all_ranks(world, problem, UsageError)
-    return made
-
-
-def _raise_on_all_ranks(world: World, problem: str, error: type[UsageError | SelftestError] = SelftestError) -> None:
-    """Raise the error on every rank if any rank has a problem. Collective."""
-    if found := next(filter(None, world.gather(problem)), ""):
-        raise error(found)
-
-
-def _expect(code: int, expected: int) -> None:
-    """Raise SelftestError for another exit code; it is the same on all ranks."""
-    if code != expected:
-        raise SelftestError(f"the run ended with exit code {code} instead of {expected}")
-
-
-def _device(world: World) -> Device:
-    from dstrain.train.plan import get_preset_device
-
-    return get_preset_device(world.device)
-
-
-_LOGS = "run the selftest again with --keep DIR and read DIR/logs"
-FIXES: Mapping[str, str] = {
-    "train": f"`dstrain train {RECIPE} --ds-config PRESET` shows this preset alone; {_LOGS}",
-    "stop": f"a job that is stopped here would lose its last steps: check the disk and its free space; {_LOGS}",
-    "resume": f"do not rely on checkpoints of this machine before this is solved: check disk and memory; {_LOGS}",
-    "losses": "check the devices for memory errors (nvidia-smi -q); if there are none, report it with the files of --keep",
-    "export": f"check free disk space and the version of transformers; {_LOGS}",
-    "evaluate": f"do not use exports of this machine before this is solved; {_LOGS}",
-}
-"""What to do for a check that failed, beside what its own message says."""
-
-
-def suggest_fix(check: str, preset: str) -> str:
-    """Return what to do for a failed check of a preset."""
-    return FIXES[check].replace("PRESET", preset)
-
-
-WIDTH = 100
-COLUMNS = tuple(check for checks in CHECKS.values() for check in checks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelftestReport:
-    """Everything that a selftest has found."""
-
-    environment: Sequence[EnvironmentLine]
-    processes: tuple[str, str]
-    """The processes of both launches, such as `2 processes on the CPU`."""
-    results: Sequence[CheckResult]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        """True if every check passed."""
-        return bool(self.results) and all(result.state == "ok" for result in self.results)
-
-
-def show_report(report: SelftestReport) -> str:
-    """Return the table, a paragraph per failure, and a summary. The environment is not in it."""
-    presets = list(dict.fromkeys(result.preset for result in report.results))
-    found = {(result.preset, result.check): result for result in report.results}
-    width = max(map(len, [*presets, "preset"]))
-    lines = ["  ".join([f"{'preset':{width}}", *(f"{column:8}" for column in COLUMNS)]).rstrip()]
-    for preset in presets:
-        cells = [_cell(found.get((preset, column))) for column in COLUMNS]
-        lines.append("  ".join([f"{preset:{width}}", *(f"{cell:8}" for cell in cells)]).rstrip())
-    failures = [result for result in report.results if result.state == "failed"]
-    for failure in failures:
-        lines += ["", *_describe_failure(failure)]
-    return "\n".join([*lines, "", _summary(report, len(failures))])
-
-
-def _cell(result: CheckResult | None) -> str:
-    """Return a check as a cell: the difference that was measured, ok, FAILED, or - where it was not made."""
-    if result is None or result.state == "skipped":
-        return "-"
-    return "FAILED" if result.state == "failed" else result.detail or "ok"
-
-
-def _describe_failure(failure: CheckResult) -> list[str]:
-    text = [f"{failure.preset}, {failure.check}:", *failure.detail.splitlines()]
-    reason = textwrap.wrap(" ".join(text), WIDTH, subsequent_indent="  ", break_long_words=False)
-    fix = textwrap.wrap(f"what to do: {failure.fix}", WIDTH - 2, subsequent_indent="  ", break_long_words=False)
-    return [*reason, *(f"  {line}" for line in fix)]
-
-
-def _summary(report: SelftestReport, failures: int) -> str:
-    first, second = report.processes
-    how = f"trained with {first}, resumed with {second}; losses may differ by {TOLERANCE:g}, relatively"
-    verdict = "passed" if report.passed else f"{failures} check{'s' * (failures != 1)} failed"
-    return "\n".join([f"{how}", f"selftest: {verdict} in {report.seconds:.0f} s"])
-
-
-def report_as_json(report: SelftestReport) -> str:
-    """Return all results and the environment as JSON."""
-    values = {
-        "passed": report.passed,
-        "environment": [asdict(line) for line in report.environment],
-        "processes": list(report.processes),
-        "tolerance": TOLERANCE,
-        "results": [asdict(result) for result in report.results],
-        "seconds": round(report.seconds, 1),
-    }
-    return json.dumps(values, indent=2)
+def read_results(folder: Path, phase: Phase) -> list[CheckResult]:
+    """Return the results in the file of a launch."""
+    return [CheckResult(**row) for row in read_rows(folder / f"{phase}.jsonl")]
 
 
 # Both launches are children of this process, so that a rank that crashes or hangs costs the checks of one preset: the
 # launch is then repeated with the presets behind it. All that they write lies in one folder: runs, cache, logs.
 
-
-SAMPLES = {"train": 48, "eval": 16}
-"""Records of the demo's files that are used: the tokenizer is trained on them, too."""
 LAUNCH_TIMEOUT_SECONDS = 900.0
 """Longest time of a launch; a rank that hangs is found earlier, by `timeout_minutes`."""
 KILL_GRACE_SECONDS = 10.0
@@ -484,32 +366,50 @@ def work_folder(keep: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelftestReport:
+    """Everything that a selftest has found."""
+
+    environment: Sequence[EnvironmentLine]
+    processes: tuple[str, str]
+    """The processes of both launches, such as `2 processes on the CPU`."""
+    results: Sequence[CheckResult]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if every check passed."""
+        return bool(self.results) and all(result.state == "ok" for result in self.results)
+
+
 def run_selftest(presets: Sequence[str], folder: Path, report_line: Callable[[str], None]) -> SelftestReport:
     """Run all checks of the presets; `report_line` gets a sentence before each launch. Raises UsageError."""
     _check_request(presets)
     start = time.monotonic()
     first, second = plan_processes(visible_gpus(os.environ))
-    _write_data(folder)
+    for split, count in SAMPLES.items():
+        lines = (RECIPES_DIR / RECIPE / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     batch = max(8, 2 * first.count)
-    results: list[CheckResult] = []
-    left = list(presets)
-    for phase, processes in zip(CHECKS, (first, second), strict=True):
-        found = LaunchSequence(phase, processes, folder, batch).run(left, report_line)
-        results += found
-        left = [preset for preset in left if all(row.state == "ok" for row in found if row.preset == preset)]
-    done = {(row.preset, row.check) for row in results}
-    for checks in CHECKS.values():
-        for preset in presets:
-            results += skip(
-                preset, [check for check in checks if (preset, check) not in done], "an earlier check failed"
-            )
-    order = {preset: index for index, preset in enumerate(presets)}
+    results = run_phase(SelftestJob("stop", folder, presets, batch), first, report_line)
+    failed = {result.preset for result in results if result.state == "failed"}
+    intact = [preset for preset in presets if preset not in failed]
+    results += run_phase(SelftestJob("resume", folder, intact, batch), second, report_line)
     return SelftestReport(
         environment=(),
         processes=(str(first), str(second)),
-        results=sorted(results, key=lambda row: order[row.preset]),
+        results=[result for preset in presets for result in with_skipped(preset, results)],
         seconds=time.monotonic() - start,
     )
+
+
+def with_skipped(preset: str, results: Iterable[CheckResult]) -> Iterator[CheckResult]:
+    """Yield a preset's result of every check: behind a failed one the others are skipped."""
+    found = {result.check: result for result in results if result.preset == preset}
+    failed = next((check for check, result in found.items() if result.state == "failed"), "an earlier check")
+    for check in COLUMNS:
+        skipped = CheckResult(preset=preset, check=check, state="skipped", detail=f"{failed} failed")
+        yield found.get(check, skipped)
 
 
 def _check_request(presets: Sequence[str]) -> None:
@@ -525,68 +425,38 @@ def _check_request(presets: Sequence[str]) -> None:
             read_preset(preset)  # says which names there are; a file that is wrong fails alone
 
 
-def _write_data(folder: Path) -> None:
-    for split, count in SAMPLES.items():
-        lines = (RECIPES_DIR / RECIPE / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
-        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def run_phase(job: SelftestJob, processes: Processes, report_line: Callable[[str], None]) -> list[CheckResult]:
+    """Launch the job once, and once more behind each preset that ended a launch. Returns the results."""
+    left, results = list(job.presets), list[CheckResult]()
+    while left:
+        action = "train and stop" if job.phase == "stop" else "resume, export and evaluate"
+        report_line(f"{processes}: {action} with {', '.join(left)}")
+        problem = launch(replace(job, presets=left), processes)
+        done = {result.preset for result in read_results(job.folder, job.phase)}
+        left = [preset for preset in left if preset not in done]
+        if left:
+            detail = problem or "the processes ended without a result"
+            append_results(job.folder, job.phase, [fail(job.phase, next(iter(CHECKS[job.phase])), left.pop(0), detail)])
+        results = read_results(job.folder, job.phase)
+    return results
 
 
-@dataclass(frozen=True)
-class LaunchSequence:
-    """The launches of one phase: one if all goes well, and one more after each preset that ended it."""
-
-    phase: Phase
-    processes: Processes
-    folder: Path
-    batch: int
-
-    def run(self, presets: Sequence[str], report_line: Callable[[str], None]) -> list[CheckResult]:
-        """Return the results of the presets."""
-        results: list[CheckResult] = []
-        left = list(presets)
-        while left:
-            action = "train and stop" if self.phase == "stop" else "resume, export and evaluate"
-            report_line(f"{self.processes}: {action} with {', '.join(left)}")
-            problem = self._launch(left)
-            while left and (found := read_results(result_path(self.folder, self.phase, left[0]))):
-                results += found
-                del left[0]
-            if left:
-                results += self._explain(left.pop(0), problem)
-        return results
-
-    def _launch(self, presets: Sequence[str]) -> str:
-        """Run a launch to its end; return what is known of a failure."""
-        command = [sys.executable, "-P", "-m", "dstrain.cli", "selftest", "--phase", self.phase]
-        command += ["--keep", str(self.folder), "--batch", str(self.batch), "--processes", str(self.processes.count)]
-        command += [word for preset in presets for word in ("--preset", preset)]
-        logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        log = logs / f"{self.phase}-{len([*logs.iterdir()])}.log"
-        with log.open("wb") as opened:
-            code = run_child(command, self._environment(), opened.fileno())
-        if code == 0:
-            return ""
-        reason = find_reason(log.read_text(encoding="utf-8", errors="replace"))
-        how = f"exit code {code}" if code is not None else f"no end within {LAUNCH_TIMEOUT_SECONDS / 60:g} minutes"
-        return f"the processes ended with {how}: {reason}"
-
-    def _environment(self) -> Mapping[str, str]:
-        (self.folder / "tmp").mkdir(exist_ok=True)
-        env = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "DSTRAIN_CACHE": str(self.folder / "cache")}
-        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        return env | ({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if self.processes.use_cpu else {})
-
-    def _explain(self, preset: str, problem: str) -> list[CheckResult]:
-        """Return the results of a preset that ended its launch: by the error of the lowest rank that wrote one."""
-        paths = (error_path(self.folder, self.phase, preset, rank) for rank in range(self.processes.count))
-        error = next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
-        checks = CHECKS[self.phase]
-        detail = error or problem or "the processes ended without a result"
-        failed = CheckResult(
-            preset=preset, check=checks[0], state="failed", detail=detail, fix=suggest_fix(checks[0], preset)
-        )
-        return [failed, *skip(preset, checks[1:], f"{checks[0]} failed")]
+def launch(job: SelftestJob, processes: Processes) -> str:
+    """Run a launch to its end; return what is known of a failure."""
+    command = [sys.executable, "-P", "-m", "dstrain.cli", *job.to_argv(), "--processes", str(processes.count)]
+    for name in ("tmp", "logs"):
+        (job.folder / name).mkdir(exist_ok=True)
+    env = {**os.environ, "TMPDIR": str(job.folder / "tmp"), "DSTRAIN_CACHE": str(job.folder / "cache")}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if processes.use_cpu:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    log = job.folder / "logs" / f"{job.phase}-{len([*(job.folder / 'logs').iterdir()])}.log"
+    with log.open("wb") as opened:
+        code = run_child(command, env, opened.fileno())
+    if code == 0:
+        return ""
+    how = f"exit code {code}" if code is not None else f"no end within {LAUNCH_TIMEOUT_SECONDS / 60:g} minutes"
+    return f"the processes ended with {how}: {find_reason(log.read_text(encoding='utf-8', errors='replace'))}"
 
 
 def find_reason(log: str) -> str:
@@ -599,43 +469,61 @@ def find_reason(log: str) -> str:
 def run_child(command: Sequence[str], env: Mapping[str, str], output: int) -> int | None:
     """Run a command to its end; return its exit code, None if it took too long.
 
-    A signal that ends this process ends the child first: SIGTERM and SIGHUP raise KeyboardInterrupt inside.
+    A signal that ends this process ends the child first: SIGTERM and SIGHUP raise KeyboardInterrupt inside. An ignored
+    signal stays ignored, for nohup.
     """
-    with _handle_signals():
-        child = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-        try:
-            return child.wait(LAUNCH_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a child that still runs: by SIGTERM, on which it ends its workers, then by SIGKILL."""
-    if child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(KILL_GRACE_SECONDS)
-    if child.poll() is None:
-        child.kill()
-        child.wait()
-
-
-@contextlib.contextmanager
-def _handle_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP inside, too. An ignored signal stays ignored, for nohup."""
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, on_signal)
+            signal.signal(number, signal.default_int_handler)
+    child = None
     try:
-        yield
+        child = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        return child.wait(LAUNCH_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
+        if child is not None and child.poll() is None:
+            child.terminate()  # on which it ends its workers
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(KILL_GRACE_SECONDS)
+            child.kill()  # does nothing to a child that has ended
+            child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+WIDTH = 100
+
+
+def show_report(report: SelftestReport) -> str:
+    """Return the table, a paragraph per failure, and a summary. The environment is not in it."""
+    presets = list(dict.fromkeys(result.preset for result in report.results))
+    cells = {(result.preset, result.check): _cell(result) for result in report.results}
+    width = max(map(len, [*presets, "preset"]))
+    rows = [("preset", COLUMNS), *((preset, [cells[preset, column] for column in COLUMNS]) for preset in presets)]
+    lines = ["  ".join([f"{name:{width}}", *(f"{cell:8}" for cell in row)]).rstrip() for name, row in rows]
+    failures = [result for result in report.results if result.state == "failed"]
+    for failure in failures:
+        reason = " ".join([f"{failure.preset}, {failure.check}:", *failure.detail.splitlines()])
+        lines += ["", *textwrap.wrap(reason, WIDTH, subsequent_indent="  ", break_long_words=False)]
+        fix = f"what to do: {failure.fix}"
+        lines += textwrap.wrap(fix, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    first, second = report.processes
+    verdict = "passed" if report.passed else f"{len(failures)} check{'s' * (len(failures) != 1)} failed"
+    return "\n".join([
+        *lines, "",
+        f"trained with {first}, resumed with {second}; losses may differ by {TOLERANCE:g}, relatively",
+        f"selftest: {verdict} in {report.seconds:.0f} s",
+    ])  # fmt: skip
+
+
+def _cell(result: CheckResult) -> str:
+    """Return a check as a cell: the difference that was measured, ok, FAILED, or - where it was not made."""
+    return {"ok": result.detail or "ok", "failed": "FAILED", "skipped": "-"}[result.state]
+
+
+def report_as_json(report: SelftestReport) -> str:
+    """Return all results and the environment as JSON."""
+    values = {"passed": report.passed, **asdict(report), "tolerance": TOLERANCE, "seconds": round(report.seconds, 1)}
+    return json.dumps(values, indent=2)

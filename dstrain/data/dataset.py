@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import numpy as np
 
-LengthFunction = Callable[["np.ndarray"], "np.ndarray"]
-"""(N,) sample ids -> (N,) their lengths in tokens."""
-
 
 @dataclass(frozen=True)
 class SequenceLengths:
@@ -49,12 +46,8 @@ class Dataset(Samples, Protocol):
         """Times that an epoch uses each source; None: once each."""
 
     @property
-    def lengths(self) -> LengthFunction | None:
-        """The lengths of samples, so that those of like length share a micro-batch; None: unknown."""
-
-    @property
     def sequence_lengths(self) -> SequenceLengthsFunction | None:
-        """The lengths of all sequences of samples, to predict the tokens of a micro-batch; None: unknown."""
+        """The lengths of all sequences of samples, which micro-batches are divided by; None: unknown."""
 
     @property
     def report(self) -> Mapping[str, Any] | None:
@@ -75,7 +68,6 @@ class SequenceDataset:
     samples: Samples
     sizes: tuple[int, ...]
     weights: tuple[float, ...] | None = None
-    lengths: LengthFunction | None = None
     sequence_lengths: SequenceLengthsFunction | None = None
     report: Mapping[str, Any] | None = None
     image_digest: str | None = None
@@ -102,19 +94,28 @@ def count_selected(keep: np.ndarray, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_dataset(samples: Samples) -> Dataset:
-    """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count."""
+    """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count.
+
+    A method `lengths` returns the tokens of samples of one sequence each: (N,) ids -> (N,).
+    """
     if isinstance(samples, Dataset):
         return samples
     lengths, report = getattr(samples, "lengths", None), getattr(samples, "report", None)
     sequence_lengths = getattr(samples, "sequence_lengths", None)
+    if not callable(sequence_lengths):
+        sequence_lengths = of_one_sequence(lengths) if callable(lengths) else None
     return SequenceDataset(
         samples,
         sizes=tuple(getattr(samples, "sizes", (len(samples),))),
         weights=getattr(samples, "weights", None),
-        lengths=lengths if callable(lengths) else None,
-        sequence_lengths=sequence_lengths if callable(sequence_lengths) else None,
+        sequence_lengths=sequence_lengths,
         report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
     )
+
+
+def of_one_sequence(lengths: Callable[[np.ndarray], np.ndarray]) -> SequenceLengthsFunction:
+    """Return the sequence lengths of samples of one sequence each."""
+    return lambda ids: SequenceLengths(sequences=lengths(ids)[:, None], prefixes=0 * ids)
 
 
 def takes_positions(collate: Callable[..., Any]) -> bool:

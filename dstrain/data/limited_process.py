@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -16,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from dstrain.process_setup import set_parent_death_signal
 from dstrain.units import format_bytes
 
-_PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY_CODE = 3
 """Exit code of a process that ran out of memory."""
 
@@ -59,14 +57,12 @@ class SubprocessResult:
 
 
 def run_limited(func: Callable[[], Any], limits: ResourceLimits, attempts: int = 1) -> SubprocessResult:
-    """Run `func` in a forked process on Linux; on other systems in this one, without limits.
+    """Run `func` in a forked process.
 
     A process, because nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes,
     and a thread cannot be killed. What `func` returns or raises is in the result. `attempts`: how often it is run
     while the result is "lost": the fork may copy a lock that another thread holds.
     """
-    if sys.platform != "linux":
-        return _parse_result(_serialize_result(func)) or SubprocessResult("lost")
     for _ in range(attempts):
         result = _run_in_child(func, limits)
         if result.status != "lost":
@@ -141,8 +137,7 @@ def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> 
 
     code = 1
     try:
-        # The child must not outlive a parent that is killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_parent_death_signal()
         # Handlers of the parent would run Python code in the child.
         for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)

@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
-from dstrain.data.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
+from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
 from dstrain.data.sources.base import ConcatSource, DerivedSource, Source
 from dstrain.data.sources.open import open_source
@@ -80,36 +80,16 @@ GetGroup = Callable[[dict[str, Any]], Any]
 """Record -> what it has in common with others, such as its prompt: values of JSON, or None for nothing."""
 
 
-@runtime_checkable
-class SequentialEncoder(Protocol):
-    """An encoder whose examples depend on records of earlier chunks."""
-
-    def __call__(self, items: list[Any], /) -> Sequence[EncodeResult | list[EncodeResult]]: ...
-
-    def restore_context(self, previous: Iterable[Any]) -> None:
-        """Continue as if the parsed records in `previous`, the last one first, had been encoded."""
-
-
 @dataclass(frozen=True)
 class RecordEncode:
     """An `Encode` that parses records and encodes the valid ones of a chunk together."""
 
     parse: Callable[[dict[str, Any]], Any]
     """Raises BadRecord."""
-    encode: EncodeItems | SequentialEncoder
+    encode: EncodeItems
 
     def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
         return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
-
-    def restore_context(self, source: Source, index: int) -> None:
-        """Continue as if the records of `source` before `index` had been encoded, if the encoder depends on them."""
-        if isinstance(self.encode, SequentialEncoder):
-            # Backwards and lazily: an encoder reads only as many records as it needs.
-            records = (try_parse(self._parse_at, source, at) for at in reversed(range(index)))
-            self.encode.restore_context(record for record in records if not isinstance(record, BadRecord))
-
-    def _parse_at(self, source: Source, index: int) -> Any:
-        return self.parse(source[index])
 
 
 @dataclass(frozen=True)
@@ -198,7 +178,7 @@ class PreparePolicy:
     """Task name, for the command in the error message."""
     on_error: str | None = None
     """skip: leave bad records out; fail: accept none; None: accept up to 1 %."""
-    processes: ProcessPoolConfig = SINGLE_PROCESS
+    processes: int = 1
     code: str | None = None
     """Digest of the code of a user's task, part of the key of its examples; None for a packaged task."""
 
@@ -258,7 +238,7 @@ def iter_encoded(
     encode: Encode,
     report: BuildReport,
     chunk_size: int = CHUNK_SIZE,
-    processes: ProcessPoolConfig = SINGLE_PROCESS,
+    processes: int = 1,
     settings: ExampleSettings = PLAIN_COLUMNS,
 ) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the examples of all valid records, in chunks, with the record's index as `sample`.
@@ -268,14 +248,13 @@ def iter_encoded(
     report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
-    count = processes.num_processes_for(len(source))
-    is_sequential = isinstance(encode, RecordEncode) and isinstance(encode.encode, SequentialEncoder)
-    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not is_sequential else chunk_size
+    count = limit_processes(processes, len(source))
+    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
-        pieces = map_chunks(partial(_encode_range, source, encode, settings, True), spans, processes)
+        pieces = map_chunks(partial(_encode_range, source, encode, settings), spans, processes)
     else:
-        pieces = (_encode_range(source, encode, settings, False, *span) for span in spans)
+        pieces = (_encode_range(source, encode, settings, *span) for span in spans)
     columns: dict[str, ColumnReport] = {}
     for piece in pieces:
         report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
@@ -289,12 +268,7 @@ def iter_encoded(
         report.notes = source.summarize()
 
 
-def _encode_range(
-    source: Source, encode: Encode, settings: ExampleSettings, is_parallel: bool, start: int, stop: int
-) -> EncodedChunk:
-    """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
-    if is_parallel and isinstance(encode, RecordEncode):
-        encode.restore_context(source, start)
+def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, start: int, stop: int) -> EncodedChunk:
     indices = range(start, stop)
     found = [try_parse(source.__getitem__, index) for index in indices]
     records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]
@@ -426,17 +400,6 @@ def get_source_sizes(store: TokenStore, source: ConcatSource) -> tuple[int, ...]
     return tuple(store.report.sizes) or source.sizes
 
 
-def split_examples(
-    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], eval_fraction: float, seed: int
-) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-    """Return (training, held-out) examples; the seed chooses `eval_fraction` of each source's records."""
-    sizes = store.count_per_source(source_sizes)
-    dataset = TokenizedDataset(store, np.arange(len(store)), sizes, weights)
-    if not eval_fraction:
-        return dataset, None
-    return split_dataset(dataset, choose_held_out(store.record_indices, store.groups, sizes, eval_fraction, seed))
-
-
 def load_into_memory(source: ConcatSource, policy: PreparePolicy) -> SequenceDataset:
     """Return the records of a source as they are. Raises DataError for too many bad ones."""
     report = BuildReport(read=len(source) + len(source.bad_rows), bad=[*source.bad_rows])
@@ -466,13 +429,19 @@ def split_dataset(dataset: DatasetT, is_held_out: np.ndarray) -> tuple[DatasetT,
 
 
 def choose_held_out(
-    records: np.ndarray, groups: np.ndarray | None, sizes: Sequence[int], fraction: float, seed: int
+    records: np.ndarray,
+    groups: np.ndarray | None,
+    sizes: Sequence[int],
+    fraction: float,
+    seed: int,
+    relation: str = "equal prompts",
 ) -> np.ndarray:
     """Return which rows are held out, (N,) bool: a fraction of each source's records, in an order that the seed chooses.
 
     `records`: (N,) the record of each row, ascending; `groups`: (N,) the group of each row's record. All rows of a
     record, and all records of a group, in whatever sources, are on one side. A group that would exceed the fraction is
-    left to training, except that each source has a record held out. Raises DataError where a source would have none left.
+    left to training, except that each source has a record held out. Raises DataError, which says by their `relation` why
+    records belong together, where a source would have none left.
     """
     names, first, record_of_row = np.unique(records, return_index=True, return_inverse=True)
     group_names, group_of = np.unique(names if groups is None else groups[first], return_inverse=True)
@@ -493,7 +462,7 @@ def choose_held_out(
             side[min(undecided, key=lambda group: int(num_records[group]))] = 1
         side[own] = np.where(side[own] < 0, 0, side[own])
         if len(own) and (side[own] == 1).all():
-            same = "" if len(set(own.tolist())) > 1 or len(own) == 1 else ", which belong together (equal prompts)"
+            same = "" if len(set(own.tolist())) > 1 or len(own) == 1 else f", which belong together ({relation})"
             problem = f"holds out all {len(own)} records of source {source + 1} of data.train{same}, and none is left to train on"
             raise DataError(Fault(f"data.eval_fraction {fraction:g}", problem, "lower it, or give data.eval a file"))
     return np.asarray(side[group_of[record_of_row]] == 1)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from dstrain.data.formats.columns import ColumnReport
 from dstrain.data.records import Example
 from dstrain.data.token_store import to_stored
 from dstrain.errors import DstrainError, RunError, find_user_frame
+from dstrain.process_setup import set_parent_death_signal
 
 MIN_PARALLEL_RECORDS = 4000
 """Number of records below which one process is as fast as several."""
@@ -38,26 +38,17 @@ class EncodedChunk:
     """File -> its columns, counted over these records."""
 
 
-@dataclass(frozen=True)
-class ProcessPoolConfig:
-    """Number of encoding processes, and a function that each of them calls first."""
-
-    num_processes: int = 1
-    initializer: Callable[[], None] | None = None
-    """For example one that asks the kernel to kill the process with its parent."""
-
-    def num_processes_for(self, num_records: int) -> int:
-        """Return how many processes to use: one where there are few records, or where forking is not safe."""
-        can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # a daemon may not have children
-        return self.num_processes if can and num_records >= MIN_PARALLEL_RECORDS else 1
-
-
-SINGLE_PROCESS = ProcessPoolConfig()
 RecordRanges = Sequence[tuple[int, int]]
 
 
+def limit_processes(most: int, num_records: int) -> int:
+    """Return how many processes to use: one where there are few records, and in a daemon, which has no children."""
+    is_daemon = multiprocessing.current_process().daemon
+    return most if num_records >= MIN_PARALLEL_RECORDS and not is_daemon else 1
+
+
 def map_chunks(
-    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, processes: ProcessPoolConfig
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, processes: int
 ) -> Iterator[EncodedChunk]:
     """Yield `encode(start, stop)` of each range, in order; process k of n takes ranges k, k + n, k + 2n, ...
 
@@ -65,12 +56,12 @@ def map_chunks(
     is noticed even while it writes; with one queue for all, as in concurrent.futures, an incomplete message blocks
     the reader forever. Raises what `encode` raises, and RunError where a process is killed.
     """
-    count = min(processes.num_processes, len(ranges))
+    count = min(processes, len(ranges))
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
         with _disable_tokenizer_threads():
             for which in range(count):
-                workers.append(_start_worker(encode, ranges[which::count], processes.initializer))
+                workers.append(_start_worker(encode, ranges[which::count]))
         for at in range(len(ranges)):
             worker, results = workers[at % count]
             try:
@@ -89,14 +80,12 @@ def map_chunks(
             worker.join(10.0)
 
 
-def _start_worker(
-    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, initializer: Callable[[], None] | None
-) -> tuple[BaseProcess, Connection]:
+def _start_worker(encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges) -> tuple[BaseProcess, Connection]:
     """Fork a worker. Returns it with the read end of its pipe; only the worker holds the write end."""
     # Closures and open readers reach the worker by the fork; spawn would have to pickle them.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    worker = context.Process(target=_worker_main, args=(encode, ranges, initializer, writer, os.getpid()), daemon=True)
+    worker = context.Process(target=_worker_main, args=(encode, ranges, writer, os.getpid()), daemon=True)
     worker.start()
     # With a write end open here too, the reader would never see the end of the pipe.
     writer.close()
@@ -121,19 +110,13 @@ def _disable_tokenizer_threads() -> Iterator[None]:
 
 
 def _worker_main(
-    encode: Callable[[int, int], EncodedChunk],
-    ranges: RecordRanges,
-    initializer: Callable[[], None] | None,
-    results: Connection,
-    parent: int,
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, results: Connection, parent: int
 ) -> None:
     """Encode ranges in a forked process, without the parent's signal handlers: SIGINT is ignored, the parent kills it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if initializer is not None:
-        initializer()
-    # The parent may have ended before the initializer asked to be killed with it.
-    if os.getppid() != parent:
+    set_parent_death_signal()
+    if os.getppid() != parent:  # it ended before that
         os._exit(1)
     try:
         for span in ranges:

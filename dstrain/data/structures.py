@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from dstrain.cache import get_or_build
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.records import BadRecord
-from dstrain.errors import DataError, Fault, one_line
+from dstrain.errors import DataError, one_line
 
 # Shapes: L residues, 4 backbone atoms, 3 coordinates in Å.
 
@@ -99,14 +98,6 @@ LIMITS = ResourceLimits(4 << 30, cpu_seconds=120, wall_seconds=600)
 """Limits of reading one file. The largest entry of the PDB has 2.4 million atoms in 350 MB of text."""
 _RARE_PARENTS = {"U": "C", "O": "K"}
 """Selenocysteine and pyrrolysine -> the types that they are read as."""
-
-
-def gemmi_version() -> str | None:
-    """Return the version of gemmi; None if it is not installed."""
-    try:
-        return version("gemmi")
-    except PackageNotFoundError:
-        return None
 
 
 def read_chains(path: Path) -> list[Chain]:
@@ -306,8 +297,6 @@ WORD_LENGTH = 4
 """Residues of a word; there are 20^4 words, so that unrelated chains share few."""
 MIN_SHARED_WORDS = 3
 """Shared words below this count as chance."""
-HOLD_OUT_STREAM = 3
-"""Stream of random numbers of held-out records, as for text tasks."""
 
 
 def cluster_sequences(sequences: Sequence[np.ndarray], identity: float) -> np.ndarray:
@@ -374,21 +363,3 @@ def _root(parents: list[int], at: int) -> int:
         parents[at] = parents[parents[at]]
         at = parents[at]
     return at
-
-
-def choose_eval_chains(clusters: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Return which sequences are held out, (N,) bool: whole clusters, in an order that the seed chooses.
-
-    A cluster that would exceed the fraction is left to training, except that at least the smallest one is held out.
-    Raises DataError where none would be left to train on.
-    """
-    names, sizes = np.unique(clusters, return_counts=True)
-    if len(names) < 2:
-        problem = f"all {len(clusters)} chains are similar, and none would be left to train on"
-        raise DataError(Fault(f"data.eval_fraction {fraction:g}", problem, "give data.eval a folder"))
-    wanted, chosen, taken = max(1, round(fraction * len(clusters))), list[int](), 0
-    for at in np.random.RandomState([seed, HOLD_OUT_STREAM]).permutation(len(names)):
-        if taken + sizes[at] <= wanted and len(chosen) < len(names) - 1:
-            chosen.append(int(names[at]))
-            taken += int(sizes[at])
-    return np.isin(clusters, chosen or [names[np.argmin(sizes)]])

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dstrain.cache import get_or_build, read_manifest
-from dstrain.data.dataset import LengthFunction, SequenceLengths, SequenceLengthsFunction, count_selected
+from dstrain.data.dataset import SequenceLengths, SequenceLengthsFunction, count_selected
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
@@ -342,11 +342,6 @@ class TokenizedDataset:
         return self.store[row] | {
             name: value if isinstance(value, np.ndarray) else float(value) for name, value in outputs.items()
         }
-
-    @property
-    def lengths(self) -> LengthFunction | None:
-        """The tokens of the longest sequence of examples, (N,) -> (N,)."""
-        return (lambda ids: self.store.max_lengths(self.rows[ids])) if self.store.token_columns.names else None
 
     @property
     def sequence_lengths(self) -> SequenceLengthsFunction | None:

@@ -320,6 +320,22 @@ def replay_bias_correction(adam: Any) -> None:
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *dummies)
 
 
+def unite_partial_offload(zero_optimizer: Any) -> None:
+    """Let both optimizers of a partial offload (`offload_optimizer.ratio` below 1) have one state and one set of groups.
+
+    DeepSpeed (runtime/zero/stage3.py of 0.19, `backup_optimizer`) updates the subgroups that stay on the GPU with an
+    optimizer of its own: it keeps the learning rate of the construction, and its moments are in no checkpoint.
+    """
+    backup = getattr(zero_optimizer, "backup_optimizer", None)
+    if backup is None:
+        return
+    own = zero_optimizer.optimizer
+    for group in own.param_groups:
+        for name, value in backup.defaults.items():
+            group.setdefault(name, value)
+    backup.param_groups, backup.state = own.param_groups, own.state
+
+
 class Zero3Subgroups:
     """Subgroups of DeepSpeed's stage-3 optimizer, each in memory or on a disk.
 
@@ -346,6 +362,11 @@ class Zero3Subgroups:
 
     def __len__(self) -> int:
         return len(self._zero.fp16_groups)
+
+    def optimizer(self, index: int) -> Any:
+        """Return the optimizer that updates a subgroup."""
+        stays = getattr(self._zero, "backup_optimizer", None) and self._zero.subgroup_to_device[index] != "cpu"
+        return self._zero.backup_optimizer if stays else self._zero.optimizer
 
     def is_on_nvme(self, index: int) -> bool:
         return bool(self._zero._swappable_optimizer_subgroup(index))

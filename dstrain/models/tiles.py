@@ -133,7 +133,7 @@ class TiledForward:
         # The input is saved before the tiles run: where the layer is recomputed, torch's checkpoint stops as soon as it
         # has the layer's last saved tensor, and an MLP at the end of the layer does not run a third time. A Function
         # packs its saved tensors after its forward pass.
-        kept = _KeptInput.apply(hidden)
+        kept = _CheckpointedInput.apply(hidden)
         # Views: autograd runs their nodes in the reverse order of their making. Gradients that one node hands to several
         # weights would come in an order that depends on what else waits.
         return _Tiles.apply(self.forward, size, kept, trained, *(one.view_as(one) for one in trained))
@@ -158,7 +158,7 @@ def _run(forward: Callable[..., torch.Tensor], size: int, hidden: torch.Tensor) 
     return output
 
 
-class _KeptInput(torch.autograd.Function):
+class _CheckpointedInput(torch.autograd.Function):
     """The identity, which saves its input."""
 
     @staticmethod

@@ -29,7 +29,16 @@ from dstrain.tasks import fill_learning_rate, find_task
 from dstrain.tasks.common.text import TextTask
 from dstrain.units import format_bytes
 
-PRESETS_BY_SPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
+PRESETS_BY_SPEED = (
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_partial_offload",
+    "zero2_offload",
+    "zero3_offload",
+    "zero3_nvme",
+)
 """Fastest first: weights that stay whole need no gathering, and states on a device no copies over PCIe."""
 LORA = {"rank": 16}
 LEARNING_KEYS = ("model.lora", "data.max_length")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -198,6 +198,13 @@ class PlanInputs:
         return self._offload("offload_optimizer")
 
     @property
+    def offloaded_share(self) -> float:
+        """Share of the offloaded optimizer's subgroups that is off the GPU, rounded as `offload_optimizer.ratio` is."""
+        ratio = float((self.zero.get("offload_optimizer") or {}).get("ratio", 1.0))
+        subgroups = max(1, ceil(self.sharded / max(self.sub_group, 1))) if self.stage == 3 else 1
+        return 1 - int((1 - ratio) * subgroups) / subgroups if self.device == "cuda" else 1.0
+
+    @property
     def weights_device(self) -> str | None:
         """cpu or nvme where the weights are offloaded, or None."""
         return self._offload("offload_param") if self.stage == 3 else None
@@ -367,11 +374,11 @@ class Row(NamedTuple):
     formula: str | Callable[[PlanInputs], str]
     source: str | Callable[[PlanInputs], str]
 
-    def line(self, run: PlanInputs) -> MemoryLine | None:
-        """Return the line of a run; None where it needs nothing."""
+    def lines(self, run: PlanInputs) -> Iterator[MemoryLine]:
+        """Yield the line of a run, two for an optimizer that is offloaded in part; none where it needs nothing."""
         size = round(self.size(run))
         if not size:
-            return None
+            return
         kind, when = self.moment
         place = self.place
         if place == "inputs":
@@ -380,7 +387,11 @@ class Row(NamedTuple):
             device = run.optimizer_device if place == "optimizer" else run.weights_device
             place = "nvme" if device == "nvme" and run.stage == 3 else "host" if device else "gpu"
         formula, source = (text if isinstance(text, str) else text(run) for text in (self.formula, self.source))
-        return MemoryLine(self.name, size, place, kind, formula, source, when)
+        if place == "host" and self.place == "optimizer" and run.offloaded_share < 1:
+            stays = round(size * (1 - run.offloaded_share))
+            yield MemoryLine(self.name, stays, "gpu", kind, f"(1 - ratio) x ({formula})", TWIN_FLOW, when)
+            size, formula = size - stays, f"ratio x ({formula})"
+        yield MemoryLine(self.name, size, place, kind, formula, source, when)
 
 
 STATE: tuple[Kind, When] = ("state", "always")
@@ -396,6 +407,7 @@ ZERO_PAPER = "Rajbhandari et al., arXiv 1910.02054, section 5"
 ENGINE = "DeepSpeed runtime/engine.py"
 STAGE_1_2 = "DeepSpeed runtime/zero/stage_1_and_2.py"
 STAGE_3 = "DeepSpeed runtime/zero/stage3.py"
+TWIN_FLOW = f"{STAGE_3}, subgroup_to_device"
 BF16_OPTIMIZER = "DeepSpeed runtime/bf16_optimizer.py"
 ALLREDUCE_NUMEL = 500_000_000
 """Gradients that stage 0 copies into one message (DeepSpeed runtime/engine.py, allreduce_no_retain)."""
@@ -1047,7 +1059,7 @@ CPU_RESERVE_ROWS = (
 
 def plan_lines(run: PlanInputs, rows: Iterable[Row]) -> list[MemoryLine]:
     """Return the lines of some rows, without those that need nothing."""
-    return [line for row in rows if (line := row.line(run)) is not None]
+    return [line for row in rows for line in row.lines(run)]
 
 
 def all_lines(run: PlanInputs) -> tuple[MemoryLine, ...]:

@@ -106,8 +106,10 @@ class KTO(ReferenceTask):
     def build_store(self, source: ConcatSource) -> TokenStore:
         # Also for a vision-language model: the records have no images.
         key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        encode = RecordEncode(self._parse_text_only, self._make_encoder())
-        return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
+        encode, policy = RecordEncode(self._parse_text_only, self._make_encoder()), policy_of(self.recipe)
+        if self.needs_step_stats:  # one process: the last answer of a chunk may answer a prompt of the next
+            policy = replace(policy, processes=1)
+        return prepare(source, encode, key, policy, settings=self.example_settings)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         for item in self.parse(record):

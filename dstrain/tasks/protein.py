@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
 from dstrain.data.dataset import Samples
-from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, prepare
+from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import ConcatSource
@@ -29,14 +29,13 @@ from dstrain.data.structures import (
     READER_VERSION,
     Chain,
     chain_from_columns,
-    choose_eval_chains,
-    gemmi_version,
     load_or_cluster,
     read_chains,
     require_gemmi,
 )
 from dstrain.data.token_store import TokenizedDataset, TokenStore
 from dstrain.errors import Fault, RecipeError
+from dstrain.patching import installed_version
 from dstrain.tasks.common.record_task import RecordTask, policy_of
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Loss
 
@@ -166,11 +165,13 @@ class Protein(RecordTask):
         store = dataset.store
         sequences = [store[row]["residues"] for row in range(len(store))]
         clusters = load_or_cluster(store.digest, sequences, self.split_identity)
-        return choose_eval_chains(clusters, self.recipe.data.eval_fraction, self.recipe.seed)
+        fraction, seed = self.recipe.data.eval_fraction, self.recipe.seed
+        # Each chain by itself: those of one file may be in several clusters.
+        return choose_held_out(np.arange(len(store)), clusters, dataset.sizes, fraction, seed, "similar sequences")
 
     def build_store(self, source: ConcatSource) -> TokenStore:
         key = {"what": "structures", "version": READER_VERSION, "min_residues": self.min_residues}
-        key["gemmi"] = gemmi_version()
+        key["gemmi"] = installed_version("gemmi")
         encode = RecordEncode(self.parse, _encode_chains)
         return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
 

@@ -569,7 +569,6 @@ _CERTAIN_PATTERNS = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for na
 _LESS_CERTAIN_PATTERNS = {
     name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in _LESS_CERTAIN_WORDS.items()
 }
-PATTERNS = tuple(PATTERN_WORDS)
 
 
 def find_patterns(caption: str) -> frozenset[str]:

@@ -30,7 +30,7 @@ from dstrain.train.engine.base import seed_step
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of tokens, and the batch size of prompts."""
+    """Sampling of tokens, and the number of answers that are generated at once."""
 
     max_new_tokens: int = 256
     """Limit of tokens per answer."""
@@ -43,7 +43,7 @@ class SamplingParams:
     num_samples: int = 1
     """Answers to each prompt."""
     batch: int = 8
-    """Rows per batch."""
+    """Answers per batch."""
 
 
 class GenerationEngine(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dstrain.train.inputs import dump_training_recipe
 from dstrain.train.run_dir import write_run_config
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import write_hashed_file
+from tests.contract.wrong_inputs import ALL, PLAIN, RANK
 
 Folder = Path
 RECIPE = "recipe.yaml"
@@ -37,6 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     values = find_task("rm").tiny(tmp_path)
     (tmp_path / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False))
     monkeypatch.chdir(tmp_path)
+    for name in (*RANK, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DSTRAIN_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
 
     def never(*arguments: Any) -> int:
         raise AssertionError("something was launched")
@@ -319,6 +323,23 @@ def test_bad_input_is_named_with_its_mend(wrong: str, folder: Path, monkeypatch:
         assert part in output, output
     assert "; " in output or "Usage: " in output, output
     assert files_in(folder) == before
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_wrong_input_is_refused_with_a_sentence(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any command."""
+    wrong = ALL[name]
+    wrong.write_files(folder)
+    for variable, value in wrong.env.items():
+        monkeypatch.setenv(variable, value)
+    before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+    result = CliRunner().invoke(main, wrong.words)
+    said = PLAIN.sub(" ", result.output)
+    assert result.exit_code == 2, said[-1000:]
+    assert "Traceback" not in said
+    assert "unexpected" not in said.replace("unexpected end", "")
+    assert re.search(wrong.message, said), said[-1000:]
+    assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before, "nothing was written"
 
 
 def test_all_faults_are_told_at_once(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_commands_say_what_is_wrong(command: str, wanted: str, tmp_path: Path, m
     assert result.exit_code == 2, result.output
     assert wanted in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_threads_that_wait_leave_the_core_unless_asked_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert invoke("tasks").exit_code == 0
+    assert os.environ["OMP_WAIT_POLICY"] == found
 
 
 def test_deepspeed_may_put_its_rank_before_the_command() -> None:

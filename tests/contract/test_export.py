@@ -107,7 +107,7 @@ def test_an_export_of_other_families_is_checked(
         assert torch.equal(model.state_dict()[name], value.bfloat16()), name
 
 
-@pytest.mark.parametrize("task", ["sft", "rm"])
+@pytest.mark.parametrize("task", [SLOW("sft"), "rm"])
 def test_no_weights_of_the_base_are_read(task: str, tmp_path: Path) -> None:
     save_base(str(tmp_path / "base"), find_task("sft").tiny(tmp_path))
     (tmp_path / "base/generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
@@ -192,7 +192,7 @@ def test_the_umask_says_who_may_read_an_export(umask: int, mode: int, run: Path,
     assert "model.safetensors" in modes
 
 
-@pytest.mark.parametrize("task", ["sft", "vlm"])
+@pytest.mark.parametrize("task", [SLOW("sft"), "vlm"])  # vlm saves a processor with its tokenizer
 def test_a_saved_tokenizer_does_not_say_where_it_was_loaded_from(task: str, tmp_path: Path) -> None:
     export_model(make_run(tmp_path / "first", task), "last", tmp_path / "exported")
     base = {"path": str(tmp_path / "exported"), "config": None}

@@ -34,7 +34,9 @@ def run_from_base(folder: Path, task: str, **model: Any) -> tuple[Path, Path]:
     return make_run(folder / "it", task, {"model": {"path": str(base), "config": None, **model}}), base
 
 
-@pytest.mark.parametrize("task", [SLOW("sft"), "rm", "dpo"])  # dpo has the same kind of model
+@pytest.mark.parametrize(
+    "task", [SLOW("sft"), SLOW("rm"), "dpo"]
+)  # dpo has the same kind of model; a head: contract/test_export
 def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path: Path) -> None:
     run, base = run_from_base(tmp_path, task)
     before = export_model(run, "last", tmp_path / "with")

@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mark_slow(KINDS, ["rm, a new head"]))  # the head in bf16; fp32 by sft
+@pytest.mark.parametrize("kind", mark_slow(KINDS, ["rm, a new head", "sft, tied"]))  # the head in bf16; fp32 by sft
 def test_a_stranger_reads_the_adapters_and_the_merged_model(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

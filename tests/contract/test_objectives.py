@@ -14,6 +14,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.records import BadRecord
 from dstrain.errors import TaskError
 from dstrain.tasks import find_task, make_task
+from tests.cells import SLOW
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -44,7 +45,7 @@ def recipe_of(folder: Path, **options: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("loss_type", ["bradley_terry", "mse", "cross_entropy"])
+@pytest.mark.parametrize("loss_type", ["bradley_terry", SLOW("mse"), "cross_entropy"])  # both of one function
 def test_a_run_is_scored_and_exported_with_a_score_per_objective(
     loss_type: str, tmp_path: Path, two: Workers, one: Workers
 ) -> None:

@@ -61,7 +61,7 @@ def test_a_preset_that_does_not_fit_gets_its_cheapest_fixes(big: str) -> None:
     fixes = output.partition("zero2 does not fit. Cheapest fixes:\n")[2].split("\n\n")[0].splitlines()
     assert 1 <= len(fixes) <= 3
     assert all(" saves " in fix for fix in fixes)
-    assert fixes[0].strip().startswith(("ds_config zero2 -> zero3_offload saves ", "batch.micro 4 -> "))
+    assert fixes[0].strip().startswith(("ds_config zero2 -> zero3_partial_offload saves ", "batch.micro 4 -> "))
 
 
 def test_without_a_gpu_common_sizes_are_compared(big: str, monkeypatch: pytest.MonkeyPatch) -> None:

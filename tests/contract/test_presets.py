@@ -42,14 +42,12 @@ GPU_ONLY = {"zero3_zeropp": "quantized collectives need a GPU", "zero2_fp16": "f
 
 
 FAST = (
-    ("zero1", "bf16"),
     ("zero2_cpu_checkpointing", "fp32"),
     ("zero2_offload", "fp32"),
-    ("zero3_bf16", "bf16"),
     ("zero3_hpz", "fp32"),
     ("zero3_offload", "bf16"),
 )
-"""Presets that each set something the others do not; the plain stages in fp32: parity/test_step."""
+"""Presets that each set something the others do not; the plain stages: parity/test_step and test_precision."""
 
 
 @pytest.mark.parametrize("name", GPU_ONLY)

@@ -203,6 +203,8 @@ ENVIRONMENT: dict[str, Wrong] = {
     "processes of letters": environment(r"WORLD_SIZE is 'abc', which is not a number; ", **RANK | {"WORLD_SIZE": "abc"}),
     "a rank below 0": environment(r"RANK is '-1', which is not a number; ", **RANK | {"RANK": "-1"}),
     "a rank above the last": environment(r"rank 2 of 2 .*impossible; ", **RANK | {"RANK": "2"}),
+    "a local rank below 0": environment(r"LOCAL_RANK is '-1', which is not a number; ", **RANK | {"LOCAL_RANK": "-1"}),
+    "a local rank above the last": environment(r"local rank 2 of 2, .*impossible; ", **RANK | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}),
     "no local rank": environment(r"LOCAL_RANK is not, .*; set LOCAL_RANK", RANK="0", WORLD_SIZE="2"),
     "a local size of letters": environment(r"LOCAL_WORLD_SIZE is 'x'.*; ", **RANK | {"LOCAL_WORLD_SIZE": "x"}),
     "a rank of mpirun": environment(r"OMPI_COMM_WORLD_LOCAL_RANK is ''.*; ", OMPI_COMM_WORLD_RANK="0"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from itertools import pairwise
 
 import pytest
 
 from dstrain.commands.plan import PlanRequest, make_report, report_as_json
+from dstrain.config import RunConfig
 from dstrain.tasks import builtin_tasks
 from tests.workers import ROOT
 from tools.make_tree import PACKAGE, PAGE, iter_entries, render_page
@@ -44,32 +46,61 @@ def test_every_extra_is_named() -> None:
     assert {name for name in extras if f"`.[{name}]`" in README} == extras
 
 
-CARDS = [
-    [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in README.partition("\n## Memory of one GPU by model and method\n")[2].partition("```")[0].splitlines()
-    if re.match(r"\| (Qwen|Llama)", line)
-]
-"""Rows of the table of predicted memory: the model, then six columns."""
+def cells(page: str, section: str, first: str) -> list[list[str]]:
+    """Return the cells of the table rows of a section whose first cell matches."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(f"# {section}\n")[2].partition("```")[0]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if re.match(rf"\| ({first})", line)
+    ]
+
+
+def plan(shape: str, preset: str, gpus: int, *sets: str) -> str:
+    """Return the predicted memory of a GPU in GiB, and of the host where the preset keeps states there."""
+    request = PlanRequest(
+        recipe=None, task="sft", ds_config=None, overrides=("data.train=train.jsonl", *sets), gpu_memory=None,
+        gpus=gpus, nodes=1, model_shape=shape.lower(),
+    )  # fmt: skip
+    plans = {plan["preset"]: plan for plan in json.loads(report_as_json(make_report(request)))["presets"]}
+    host = f" ({plans[preset]['host_bytes_per_node'] / 2**30:.0f})" if "offload" in preset else ""
+    return f"{plans[preset]['gpu_bytes'] / 2**30:.1f} GiB{host}"
+
+
+CARDS = cells("README.md", "Memory of one GPU by model and method", "Qwen|Llama")
+"""The model, then six columns."""
 LORA, QLORA = ("model.lora={}",), ("model.lora={}", "model.quantize=nf4", "optim.name=paged_adamw_8bit")
 COLUMNS = (
     ((), 1, "zero2"), ((), 1, "zero2_offload"), ((), 8, "zero3"), (LORA, 1, "zero2"), (LORA, 8, "zero3"), (QLORA, 1, "zero2"),
 )  # fmt: skip
 """--set values, GPUs and preset of each column."""
+LARGEST = cells("docs/memory.md", "What fits which card", "QLoRA|LoRA|full")
+"""Training, GPUs and preset, then the largest model and its memory for each card."""
 
 
 @pytest.mark.parametrize("row", CARDS, ids=lambda row: row[0])
 def test_the_table_of_cards_is_what_the_planner_predicts(row: list[str]) -> None:
     for cell, (sets, gpus, preset) in zip(row[1:], COLUMNS, strict=True):
-        request = PlanRequest(
-            recipe=None, task="sft", ds_config=None, overrides=("data.train=train.jsonl", "batch.micro=1", *sets),
-            gpu_memory=None, gpus=gpus, nodes=1, model_shape=row[0].lower(),
-        )  # fmt: skip
-        plans = {plan["preset"]: plan for plan in json.loads(report_as_json(make_report(request)))["presets"]}
-        found = f"{plans[preset]['gpu_bytes'] / 2**30:.1f} GiB"
-        if "offload" in preset:
-            found += f" ({plans[preset]['host_bytes_per_node'] / 2**30:.0f})"
-        assert cell == found, (preset, gpus, sets)
+        assert cell == plan(row[0], preset, gpus, "batch.micro=1", *sets), (preset, gpus, sets)
 
 
-def test_the_table_of_cards_has_models_of_all_sizes() -> None:
-    assert len(CARDS) == 7
+@pytest.mark.parametrize("row", LARGEST, ids=lambda row: row[0])
+def test_the_largest_models_need_what_the_planner_predicts(row: list[str]) -> None:
+    training, count, preset = re.fullmatch(r"(\w+), (\d) GPUs?, `(\w+)`", row[0]).groups()  # type: ignore[union-attr]
+    sets = {"QLoRA": QLORA, "LoRA": LORA, "full": ()}[training]
+    for cell in {*row[1:]} - {"-"}:
+        shape, _, memory = cell.partition(" ")
+        assert memory == plan(shape, preset, int(count), "batch.micro=1", *sets).replace(" GiB", ""), cell
+
+
+def test_the_first_results_need_the_memory_that_the_planner_predicts() -> None:
+    lines = README.partition("\n## First results\n")[2].splitlines()
+    predicted = re.search(r"by the plan ([\d.]+ GiB)", lines[1])
+    words = next(line for line in lines if line.startswith("dstrain train")).split()
+    sets = [word for flag, word in pairwise(words) if flag == "--set" and not word.startswith("model.path")]
+    assert predicted is not None
+    assert predicted[1] == plan("qwen2.5-0.5b", RunConfig().ds_config, 1, *sets, "data.train=train.jsonl")
+
+
+def test_the_tables_have_models_of_all_sizes() -> None:
+    assert (len(CARDS), len(LARGEST)) == (7, 5)

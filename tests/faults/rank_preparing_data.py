@@ -6,7 +6,6 @@ python -m tests.faults.rank_preparing_data FOLDER FAULT    with RANK, WORLD_SIZE
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -27,8 +26,6 @@ TIMEOUT = timedelta(seconds=float(os.environ.get("RANK_FAULT_TIMEOUT", "4")))
 
 def act(fault: str, rank: int, folder: Path) -> None:
     """What goes wrong, on rank 1 where a name does not say otherwise."""
-    if fault == "bad on all":
-        raise DataError("train.jsonl:7: is bad; mend it")
     if fault == "bad on 0" and rank == 0:
         raise DataError("train.jsonl:7: is bad; mend it")
     if rank != 1:
@@ -37,14 +34,6 @@ def act(fault: str, rank: int, folder: Path) -> None:
         time.sleep(2.5 * TIMEOUT.total_seconds())
     elif fault == "bad":
         raise DataError("train.jsonl:7: is bad; mend it")
-    elif fault == "broken":
-        raise ValueError("of its own")
-    elif fault == "early":
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(600)
-    elif fault.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, fault))
-        time.sleep(0.1)
     elif fault == "fork":
         if os.fork() == 0:
             os._exit(0)
@@ -60,7 +49,6 @@ def main(folder: Path, fault: str) -> int:
         with together, together.local_main_process_first():
             (folder / f"began-{rank}").write_text(str(time.time()))
             act(fault, rank, folder)
-            (folder / f"ended-{rank}").write_text(str(time.time()))
         with (
             joined_world(torch.device("cpu"), TIMEOUT, together.store) as world,
             peer_watchdog(together.liveness, folder, world, TIMEOUT),

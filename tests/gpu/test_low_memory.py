@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dstrain.preset import read_preset
 from tests.gpu.test_run import RUN, written
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.vocabulary import metric_rows, read_events, read_jsonl
@@ -45,6 +46,21 @@ def test_a_quantized_run_in_shards_is_that_of_whole_weights(preset: str, gpus: G
     rows = {run: metric_rows(tmp_path / run) for run in ("whole", "parts", "broken")}
     assert rows["broken"] == rows["parts"], "bit for bit"
     assert [row["loss"] for row in rows["parts"]] == pytest.approx([row["loss"] for row in rows["whole"]], rel=1e-3)
+
+
+def test_a_run_with_half_of_its_optimizer_on_the_host_is_that_of_the_gpu(gpus: GpuWorkers, tmp_path: Path) -> None:
+    block = json.loads(read_preset("zero3_partial_offload").path.read_text(encoding="utf-8"))
+    block["zero_optimization"]["sub_group_size"] = 100_000  # the model of this run has 700,000 values
+    (tmp_path / "half.json").write_text(json.dumps(block))
+    recipe = written(tmp_path, deterministic=True, **STEPS)
+    half = ["precision=fp32", f"ds_config={tmp_path / 'half.json'}"]
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=["precision=fp32", "ds_config=zero3"])
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "half"), sets=half)
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=half, crash_at=7)
+    gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=half)
+    rows = {run: metric_rows(tmp_path / run) for run in ("whole", "half", "broken")}
+    assert rows["broken"] == rows["half"], "bit for bit"
+    assert [row["loss"] for row in rows["half"]] == pytest.approx([row["loss"] for row in rows["whole"]], rel=1e-3)
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])

@@ -76,6 +76,20 @@ def test_steps_are_the_same_at_every_stage(
         assert distance(found, wanted) <= allowed
 
 
+def test_a_part_of_the_optimizer_on_the_gpu_learns_and_is_resumed(
+    two: Workers, definition: Any, tmp_path: Path
+) -> None:
+    """Its rates were 0 in all steps, and no checkpoint held its moments (DeepSpeed's backup_optimizer)."""
+    offload = {"device": "cpu", "pin_memory": False, "ratio": 0.4}
+    part = {
+        "kind": "zero3", "optim": OPTIMIZERS["adamw"],
+        "more": {"zero_optimization": {"offload_optimizer": offload, "sub_group_size": 200}},
+    }  # fmt: skip
+    for found in two(f"{CASES}:partly_offloaded", what="steps", **part):
+        assert distance(found, definition("adamw")) <= 1e-5
+    assert two(f"{CASES}:partly_offloaded", what="resumed", folder=str(tmp_path), **part) == [0.0, 0.0]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not ctypes.util.find_library("aio"), reason="offloading to NVMe needs libaio")
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])

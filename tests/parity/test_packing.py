@@ -45,23 +45,6 @@ PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
 
 
-@pytest.fixture(scope="module")
-def definition(one: Workers) -> Any:
-    """What plain PyTorch does with all samples in one padded batch."""
-    found: dict[str, Any] = {}
-
-    def of(case: str) -> Any:
-        if case not in found:
-            task, changes = CASES[case]
-            found[case] = one(
-                "tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES, accumulate=1,
-                changes=changes | SGD | PADDED,
-            )[0]  # fmt: skip
-        return found[case]
-
-    return of
-
-
 def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert distance(found, wanted, "before") == 0, "the weights to begin with"
     assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)

@@ -46,8 +46,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("odd sizes", "experts", "dpo, adapters switched off", "images")
-"""Cases that stand for the others: dpo for rm and kto, odd sizes for llama and biases; DoRA: resume/test_quantized."""
+QUICK = ("odd sizes", "experts", "dpo, adapters switched off")
+"""Cases that stand for the others: dpo for rm and kto, odd sizes for llama, biases and images; DoRA: resume/test_quantized."""
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,9 @@ def test_a_run_goes_on_where_processes_share_tokens_or_not(
     for workers, preset, sequence, crash in places:
         sets = [f"ds_config={preset}", f"parallel.sequence={sequence}"]
         workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
-    close(metric_rows(tmp_path / "run"), whole)
+    rows = metric_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [row["step"] for row in whole]
+    close(rows, whole)
 
 
 CHAINS = {

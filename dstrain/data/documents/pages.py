@@ -9,12 +9,9 @@ import io
 import json
 import math
 import re
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import decode_image, read_content
 from dstrain.errors import DataError
 from dstrain.files import atomic_write, display_path, open_regular_file
+from dstrain.patching import installed_version
 
 MAX_PAGE_PIXELS = 20_000_000
 """Pixels of a rendered page; a larger one is rendered at a lower resolution. A4 at 300 dpi has 8.7 million."""
@@ -34,16 +32,6 @@ LIMITS = ResourceLimits(2 << 30, cpu_seconds=60, wall_seconds=300)
 POINTS_PER_INCH = 72
 EOF_MARK, EOF_SEARCH_BYTES = b"%%EOF", 1024
 """Mark at the end of a PDF, and where it is looked for, as Acrobat does."""
-_IN_PROCESS_LOCK = threading.Lock()
-"""Where no process is forked: PDFium must not be called from two threads at once."""
-
-
-def pdfium_version() -> str | None:
-    """Return the version of pypdfium2; None if it is not installed."""
-    try:
-        return version("pypdfium2")
-    except PackageNotFoundError:
-        return None
 
 
 def count_pages(path: Path) -> int:
@@ -67,8 +55,7 @@ def call_pdfium(function: Callable[[], Any], path: Path, operation: str) -> Any:
     A damaged or hostile file may take any time or memory, or end the process, and PDFium is not thread-safe.
     """
     _import_pdfium(path)
-    with contextlib.nullcontext() if sys.platform == "linux" else _IN_PROCESS_LOCK:
-        result = run_limited(function, LIMITS)
+    result = run_limited(function, LIMITS)
     if result.status == "done":
         return result.value
     raise _to_error(result, display_path(path), operation)
@@ -232,14 +219,6 @@ _SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\
 _TOKEN = re.compile(rf"[{_SCRIPTS_WITHOUT_SPACES}]|[^\W_{_SCRIPTS_WITHOUT_SPACES}]+")
 
 
-def bm25_version() -> str | None:
-    """Return the version of bm25s; None if it is not installed."""
-    try:
-        return version("bm25s")
-    except PackageNotFoundError:
-        return None
-
-
 def tokenize_words(text: str) -> list[str]:
     """Return the words and numbers of a text in lower case."""
     return _TOKEN.findall(text.casefold())
@@ -371,7 +350,7 @@ class PdfDocument(Document):
 
     def __init__(self, path: Path, name: str, dpi: int) -> None:
         """Count the pages. Raises BadRecord if the file cannot be opened or has none."""
-        self._cache = DocumentCache.of_file(path, f"pypdfium2-{pdfium_version()}")
+        self._cache = DocumentCache.of_file(path, f"pypdfium2-{installed_version('pypdfium2')}")
         count = self._cache.load_json("pages.json", _write_page_count)
         pages = [
             CachedPage(self._cache, f"{dpi}dpi/{page:05}.png", partial(render_page, page=page, dpi=dpi))

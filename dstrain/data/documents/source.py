@@ -19,8 +19,6 @@ from dstrain.data.documents.pages import (
     Document,
     PdfDocument,
     TiffDocument,
-    bm25_version,
-    pdfium_version,
     sidecar_files,
 )
 from dstrain.data.formats.messages import json_type_name, read_system
@@ -28,6 +26,7 @@ from dstrain.data.records import BadRecord, as_record
 from dstrain.data.sources.base import Source, WrappedSource
 from dstrain.data.vision.image_io import UNKNOWN_CONTENT, count_frames, describe_content, read_content, resolve_image
 from dstrain.files import NOT_REGULAR, WatchedFile, display_path, open_regular_file
+from dstrain.patching import installed_version
 
 MIN_DPI, MAX_DPI = 18, 1200
 
@@ -398,7 +397,7 @@ class DocumentSource(WrappedSource):
     def __init__(self, source: Source, options: DocumentOptions) -> None:
         """Take a source of records as in docs/docqa.md; no record is read yet."""
         self._source, self.options = source, options
-        settings = [SOURCE_VERSION, asdict(options), pdfium_version(), bm25_version()]
+        settings = [SOURCE_VERSION, asdict(options), installed_version("pypdfium2"), installed_version("bm25s")]
         content = f"{source.digest} documents {json.dumps(settings)}"
         super().__init__([source], hashlib.sha256(content.encode()).hexdigest())
         self._reader = DocumentReader(options.dpi, self._watch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,19 +181,6 @@ class UnpairedEncoder:
             self.previous_answers = [items[at] for at in good[-1:]] or self.previous_answers
         following = iter(examples)
         return [[next(following) for _ in record] for record in records]
-
-    def restore_context(self, previous_records: Iterable[list[UnpairedPreference]]) -> None:
-        """Set the state as if the records before a chunk had been encoded, given the last one first."""
-        self.previous_answers = []
-        if not self.with_mismatched:
-            return
-        # Only as many records are read and encoded as it takes to find one good answer.
-        for items in previous_records:
-            examples = _encode_matched(self.tokenizer, items, self.config)
-            good = [item for item, example in zip(items, examples, strict=True) if not isinstance(example, BadRecord)]
-            if good:
-                self.previous_answers = good[-1:]
-                return
 
 
 def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config: EncodingConfig) -> list[EncodeResult]:

@@ -80,7 +80,7 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
     if has(found, "response_1", "response_2"):
         return _from_responses(found, ("response_1", "response_2"), "overall_response", (1, 2))
     if has(found, "response1", "response2"):
-        return _from_signed_preference(found)
+        return _from_overall_preference(found)
     if has(found, "preferred_output", "non_preferred_output"):
         value = maybe_parse_json(found.get("input"))
         if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
@@ -131,7 +131,7 @@ def _from_responses(record: Record, keys: tuple[str, str], better_key: str, name
     return record.derive({**{key: value for key, value in record.items() if key not in keys}, **values}, origins)
 
 
-def _from_signed_preference(record: Record) -> Record:
+def _from_overall_preference(record: Record) -> Record:
     """Return the pair of two responses; `overall_preference` is below 0 where the first is better. Raises BadRecord."""
     preference = record.get("overall_preference")
     if isinstance(preference, bool) or not isinstance(preference, int | float) or not preference:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dstrain.batch import PackingMode
 from dstrain.config.schema import BatchConfig
-from dstrain.data.dataset import Dataset, LengthFunction, SequenceLengths, SequenceLengthsFunction
+from dstrain.data.dataset import Dataset, SequenceLengthsFunction
 from dstrain.errors import Fault, RecipeError
 
 
@@ -53,9 +53,7 @@ CostFunction = Callable[[np.ndarray], SampleCosts]
 
 def make_cost_function(dataset: Dataset, packing: PackingMode) -> CostFunction | None:
     """Return the costs of a dataset's samples in the task's form of batches; None where their lengths are unknown."""
-    if dataset.sequence_lengths is not None:
-        return costs_of(dataset.sequence_lengths, packing)
-    return None if dataset.lengths is None else costs_of(of_one_sequence(dataset.lengths), packing)
+    return None if dataset.sequence_lengths is None else costs_of(dataset.sequence_lengths, packing)
 
 
 def costs_of(lengths: SequenceLengthsFunction, packing: PackingMode) -> CostFunction:
@@ -70,15 +68,6 @@ def costs_of(lengths: SequenceLengthsFunction, packing: PackingMode) -> CostFunc
         return SampleCosts(found.sequences.sum(1) - repeated, is_packed=True)
 
     return costs
-
-
-def of_one_sequence(lengths: LengthFunction) -> SequenceLengthsFunction:
-    """Return the sequence lengths of samples of one sequence each."""
-
-    def found(ids: np.ndarray) -> SequenceLengths:
-        return SequenceLengths(lengths(ids)[:, None], np.zeros(len(ids), dtype=np.int64))
-
-    return found
 
 
 def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) -> MicroBatchLimits:

@@ -233,16 +233,11 @@ def loss_mask_tail(loss_masks: Sequences) -> torch.Tensor:
     return table[:, int(columns[0]) if len(columns) else -1 :].contiguous()
 
 
-def answer_mask_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> torch.Tensor:
-    """Return `loss_mask_tail`, (B, K), of sequences given with the index where their answer starts.
+def answer_masks(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> list[np.ndarray]:
+    """Return the loss mask of each sequence given with the index where its answer starts: 1 from there to its end.
 
     The first token of a sequence is not a target, because there is nothing to predict it from.
     """
-    return loss_mask_tail(answer_masks(answers))
-
-
-def answer_masks(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> list[np.ndarray]:
-    """Return the loss mask of each sequence given with the index where its answer starts: 1 from there to its end."""
     return [(np.arange(len(ids)) >= max(begin, 1)).astype(np.int64) for ids, begin in answers]
 
 

@@ -151,7 +151,6 @@ class JsonLinesSource(BaseSource):
         # Arrays of int64 take 24 bytes per record; lists of Python integers would take about 100.
         self._offsets, self._sizes, self._line_numbers = array("q"), array("q"), array("q")
         self._file = open_maybe_gzip(path)
-        self._lock = threading.Lock()
         self._reject_utf16()
         self._set_digest(*self._build_index())
         if self.bad_rows:
@@ -200,20 +199,13 @@ class JsonLinesSource(BaseSource):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        offset, size = self._offsets[index], self._sizes[index]
         try:
-            return self._rename_columns(decode_record(self._read_bytes(offset, size)))
+            # pread does not move the position of the shared file, so threads need no lock.
+            line = os.pread(self._file.fileno(), self._sizes[index], self._offsets[index])
+            return self._rename_columns(decode_record(line))
         except ValueError as fault:
             problem = f"{self.location(index)}: the file was changed while it was in use ({fault}); start again"
             raise DataError(problem) from fault
-
-    def _read_bytes(self, offset: int, size: int) -> bytes:
-        # pread does not move the position of the shared file, so threads need no lock.
-        if hasattr(os, "pread"):
-            return os.pread(self._file.fileno(), size, offset)
-        with self._lock:
-            self._file.seek(offset)
-            return self._file.read(size)
 
     def location(self, index: int) -> str:
         return f"{self.name}:{self._line_numbers[index]}"
@@ -245,9 +237,9 @@ class RowsSource(BaseSource):
     def _decode(self, content: bytes) -> str:
         """Return the text of the file. Raises DataError."""
         try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError as fault:
-            raise DataError(f"{self.name} is not valid UTF-8 (byte {fault.start + 1}); re-save it as UTF-8") from fault
+            return decode_text(content)
+        except ValueError as fault:
+            raise DataError(f"{self.name} {fault}") from fault
 
 
 class JsonListSource(RowsSource):
@@ -268,10 +260,7 @@ class JsonListSource(RowsSource):
         self._set_digest(hashlib.sha256(content).hexdigest(), names)
 
     def _parse(self, content: bytes) -> tuple[list[Any], bool]:
-        try:
-            text = decode_text(content)
-        except ValueError as fault:
-            raise DataError(f"{self.name} {fault}") from fault
+        text = self._decode(content)
         try:
             value = parse_json(text)
         except (ValueError, RecursionError) as fault:

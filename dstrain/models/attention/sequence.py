@@ -40,13 +40,13 @@ def heads_for_tokens(
     if shared % sequence.size:
         repeats = (queries if sequence.size % shared else sequence.size) // shared
         key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-    query, key, value = (_HeadsForTokens.apply(one, sequence) for one in (query, key, value))
+    query, key, value = (_Exchange.apply(one, sequence) for one in (query, key, value))
     return query, key, value
 
 
 def tokens_for_heads(out: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
     """Return all heads of this process's tokens: (1, T, H/N, D) -> (1, t, H, D)."""
-    found: torch.Tensor = _TokensForHeads.apply(out, sequence)
+    found: torch.Tensor = _Exchange.apply(out, sequence)
     return found
 
 
@@ -81,30 +81,25 @@ def share_decoder_inputs(
     return args, kwargs
 
 
-class _HeadsForTokens(torch.autograd.Function):
-    """(1, H, t, D) -> (1, H/N, T, D)."""
+class _Exchange(torch.autograd.Function):
+    """(1, A, b, D) -> (1, A/N, B, D): heads A for tokens b, or tokens A for heads b; backwards the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
         ctx.sequence = sequence
-        return _exchange_tokens(tokens, sequence)
+        return _exchange(tensor, sequence)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange_heads(grad.transpose(1, 2), ctx.sequence).transpose(1, 2), None
+        return _exchange(grad.transpose(1, 2), ctx.sequence).transpose(1, 2), None
 
 
-class _TokensForHeads(torch.autograd.Function):
-    """(1, T, H/N, D) -> (1, t, H, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
-        ctx.sequence = sequence
-        return _exchange_heads(heads, sequence)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange_tokens(grad.transpose(1, 2), ctx.sequence).transpose(1, 2), None
+def _exchange(tensor: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
+    """Send each process its part of dimension 1, and receive all of dimension 2: (1, A, b, D) -> (1, A/N, B, D)."""
+    sent = tensor[0].unflatten(0, (sequence.size, -1)).contiguous()  # (N, A/N, b, D), by receiver
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=sequence.process_group)  # by sender, whose parts are consecutive
+    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 class _SumOverSequence(torch.autograd.Function):
@@ -118,25 +113,3 @@ class _SumOverSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.size, None
-
-
-def _exchange_tokens(tokens: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
-    """Send each process its heads of these tokens: (1, H, t, D) -> (1, H/N, T, D)."""
-    sent = tokens[0].unflatten(0, (sequence.size, -1))  # (N, H/N, t, D), by receiver
-    received = _all_to_all(sent, sequence)  # by sender, whose tokens are consecutive
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _exchange_heads(heads: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
-    """Send each process its tokens of these heads: (1, T, H/N, D) -> (1, t, H, D)."""
-    sent = heads[0].unflatten(0, (sequence.size, -1))  # (N, t, H/N, D), by receiver
-    received = _all_to_all(sent, sequence)  # by sender, whose heads are consecutive
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _all_to_all(sent: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
-    """Return what the processes sent to this one, (N, …), by sender; `sent` is (N, …) by receiver."""
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=sequence.process_group)
-    return received

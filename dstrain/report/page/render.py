@@ -28,7 +28,7 @@ from dstrain.report.page.sections import (
     render_time_use,
     render_verdict_list,
 )
-from dstrain.report.page.verdicts import LEARNING_RULES, OUTCOME_RULES, RESOURCE_RULES, RunSummary, Verdict
+from dstrain.report.page.verdicts import LEARNING_RULES, RESOURCE_RULES, RunSummary, Verdict, outcome
 from dstrain.report.progress import last_start
 
 GENERATOR = '<meta name="generator" content="dstrain report">'
@@ -201,7 +201,4 @@ _LEVEL_ORDER = {"bad": 0, "warning": 1, "good": 2, "info": 2}
 def evaluate_rules(run: RunSummary) -> list[Verdict]:
     """Return the verdicts: first how the run ended, then the others, the worst first."""
     found = [verdict for rule in (*LEARNING_RULES, *RESOURCE_RULES) for verdict in rule(run)]
-    return [
-        *(verdict for rule in OUTCOME_RULES for verdict in rule(run)),
-        *sorted(found, key=lambda one: _LEVEL_ORDER[one.level]),
-    ]
+    return [outcome(run), *sorted(found, key=lambda one: _LEVEL_ORDER[one.level])]

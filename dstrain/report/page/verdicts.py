@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -238,72 +238,85 @@ LEARNING_RULES: tuple[Rule, ...] = (training_loss, evaluation, overfitting, grad
 
 
 GIB = 2**30
-DATA_WAIT_SHARE, SAVE_SHARE, EVALUATION_SHARE, PADDING_SHARE = 0.05, 0.05, 0.25, 0.25
-"""Shares from which a rule speaks."""
 SLOWER = 0.75
 """Tokens per second of the last quarter over those of the best quarter."""
-LOW_UTILIZATION = 60.0
 MIN_TIMED_SECONDS = 10.0
 """Runs with less time in steps are too short for shares."""
 GROWTH_GIB = 1.0
 """Growth of the host memory of a process, in GiB, that counts as a leak."""
+CONTINUE = "The same command continues from the last checkpoint."
+
+OUTCOMES: Mapping[State, tuple[Level, str, str]] = {
+    "starting": ("info", "Running: {position}{left}.", ""),
+    "running": ("info", "Running: {position}{left}.", ""),
+    "finished": ("good", "Finished{early}: {position}{took}.", ""),
+    "stopped": ("info", "Stopped{by} at {position}.", CONTINUE),
+    "failed": ("bad", "Failed at {position}{why}", "See logs/rank-*.log in the run folder."),
+    "killed": ("bad", "Ended without a word at {position}: killed, or the host went down.", CONTINUE),
+    "unknown": (
+        "info",
+        "At {position}; whether the run goes on is not known.",
+        "`dstrain status` looks for its processes.",
+    ),
+}
+"""State of a run -> (level, text, advice)."""
 
 
-def outcome(run: RunSummary) -> Iterator[Verdict]:
+def outcome(run: RunSummary) -> Verdict:
     """Say how the run ended, or how far it is."""
-    progress = run.progress
-    position = f"step {progress.step}" + (f" of {progress.total_steps}" if progress.total_steps else "")
-    took = f" in {format_duration(run.time_use.total)}" if run.time_use.total else ""
-    if run.state == "finished":
-        is_early = progress.total_steps is not None and progress.step < progress.total_steps
-        by = " by early stopping" if is_early and run.history.find_events("early_stopping") else ""
-        yield Verdict("good", f"Finished{by}: {position}{took}.")
-    elif run.state in ("running", "starting"):
-        left = progress.seconds_left
-        yield Verdict("info", f"Running: {position}" + (f", about {format_duration(left)} left." if left else "."))
-    elif run.state == "stopped":
-        signal = next((event.get("signal") for event in reversed(run.history.find_events("stopped"))), None)
-        by = f" by {signal}" if isinstance(signal, str) else ""
-        yield Verdict("info", f"Stopped{by} at {position}.", "The same command continues from the last checkpoint.")
-    elif run.state == "failed":
-        why = run.reason or next(
-            (str(event.get("what") or "") for event in reversed(run.history.find_events("failed", "out_of_memory"))), ""
-        )
-        yield Verdict(
-            "bad", f"Failed at {position}" + (f": {why}" if why else "."), "See logs/rank-*.log in the run folder."
-        )
-    elif run.state == "killed":
-        yield Verdict(
-            "bad",
-            f"Ended without a word at {position}: killed, or the host went down.",
-            "The same command continues from the last checkpoint.",
-        )
-    else:
-        yield Verdict(
-            "info", f"At {position}; whether the run goes on is not known.", "`dstrain status` looks for its processes."
-        )
+    progress, history = run.progress, run.history
+    signal = next((event.get("signal") for event in reversed(history.find_events("stopped"))), None)
+    failures = reversed(history.find_events("failed", "out_of_memory"))
+    why = run.reason or next((str(event.get("what") or "") for event in failures), "")
+    is_early = progress.total_steps is not None and progress.step < progress.total_steps
+    level, text, advice = OUTCOMES[run.state]
+    text = text.format(
+        position=f"step {progress.step}" + (f" of {progress.total_steps}" if progress.total_steps else ""),
+        left=f", about {format_duration(progress.seconds_left)} left" if progress.seconds_left else "",
+        took=f" in {format_duration(run.time_use.total)}" if run.time_use.total else "",
+        by=f" by {signal}" if isinstance(signal, str) else "",
+        early=" by early stopping" if history.find_events("early_stopping") and is_early else "",
+        why=f": {why}" if why else ".",
+    )
+    return Verdict(level, text, advice)
+
+
+def _share_of_steps(run: RunSummary) -> float:
+    return run.time_use.data_wait / (run.time_use.compute + run.time_use.data_wait)
+
+
+def _mean(run: RunSummary, name: str) -> float:
+    """Return the mean of a column of training, NaN if it has too few rows."""
+    _, values = run.column(name)
+    return float(values.mean()) if len(values) >= MIN_ROWS else math.nan
+
+
+TIME_LIMITS: tuple[tuple[Callable[[RunSummary], float], float, Level, str, str], ...] = (
+    (
+        _share_of_steps, 0.05, "warning", "{} of the time of the steps was spent waiting for data.",
+        "Raise data.workers (now {workers}) or data.prefetch, or run `dstrain prepare` first.",
+    ),
+    (
+        lambda run: run.time_use.save_stall / run.time_use.total, 0.05, "warning",
+        "{} of the time went into checkpoints.", "Raise save.every, or set save.background: true.",
+    ),
+    (
+        lambda run: run.time_use.evaluation / run.time_use.total, 0.25, "info",
+        "{} of the time went into evaluations.", "Raise eval.every, or evaluate fewer records.",
+    ),
+)  # fmt: skip
+"""(share of time, the share from which a rule speaks, level, text, advice)."""
+PADDING_LIMIT, UTILIZATION_LIMIT = 0.25, 60.0
 
 
 def time_shares(run: RunSummary) -> Iterator[Verdict]:
     """Say where time was lost: data, saves, evaluations."""
-    use, steps = run.time_use, run.time_use.compute + run.time_use.data_wait
-    if steps < MIN_TIMED_SECONDS:
+    if run.time_use.compute + run.time_use.data_wait < MIN_TIMED_SECONDS:
         return
-    if (share := use.data_wait / steps) > DATA_WAIT_SHARE:
-        workers = run.history.get_setting("data.workers", "unknown")
-        text = f"{format_share(share)} of the time of the steps was spent waiting for data."
-        yield Verdict(
-            "warning", text, f"Raise data.workers (now {workers}) or data.prefetch, or run `dstrain prepare` first."
-        )
-    if (share := use.save_stall / use.total) > SAVE_SHARE:
-        text = f"{format_share(share)} of the time went into checkpoints."
-        yield Verdict("warning", text, "Raise save.every, or set save.background: true.")
-    if (share := use.evaluation / use.total) > EVALUATION_SHARE:
-        yield Verdict(
-            "info",
-            f"{format_share(share)} of the time went into evaluations.",
-            "Raise eval.every, or evaluate fewer records.",
-        )
+    workers = run.history.get_setting("data.workers", "unknown")
+    for measure, limit, level, text, advice in TIME_LIMITS:
+        if (share := measure(run)) > limit:
+            yield Verdict(level, text.format(format_share(share)), advice.format(workers=workers))
 
 
 def speed(run: RunSummary) -> Iterator[Verdict]:
@@ -311,22 +324,16 @@ def speed(run: RunSummary) -> Iterator[Verdict]:
     _, tokens = run.column("tokens_per_second")
     if len(tokens) >= 2 * MIN_ROWS:
         quarters = [float(np.median(part)) for part in np.array_split(tokens, 4)]
-        if 0 < quarters[-1] < SLOWER * max(quarters):
-            text = (
-                f"The run became slower: {max(quarters):.0f} tokens/s at best, {quarters[-1]:.0f} in the last quarter."
-            )
+        best, last = max(quarters), quarters[-1]
+        if 0 < last < SLOWER * best:
+            text = f"The run became slower: {best:.0f} tokens/s at best, {last:.0f} in the last quarter."
             yield Verdict("warning", text, "Look for other work on the host, and at the time of a step below.")
-    _, padding = run.column("padding")
-    if len(padding) >= MIN_ROWS and (share := float(padding.mean())) > PADDING_SHARE:
-        text = f"{format_share(share)} of the computed tokens were padding."
+    if (padding := _mean(run, "padding")) > PADDING_LIMIT:
+        text = f"{format_share(padding)} of the computed tokens were padding."
         yield Verdict("info", text, "Set batch.packing, or batch.tokens_per_micro.")
-    _, busy = run.column("gpu_utilization")
-    if len(busy) >= MIN_ROWS and float(busy.mean()) < LOW_UTILIZATION:
-        yield Verdict(
-            "info",
-            f"The GPUs were busy {busy.mean():.0f} % of the time.",
-            "Raise batch.micro, or look at waiting for data.",
-        )
+    if (busy := _mean(run, "gpu_utilization")) < UTILIZATION_LIMIT:
+        text = f"The GPUs were busy {busy:.0f} % of the time."
+        yield Verdict("info", text, "Raise batch.micro, or look at waiting for data.")
 
 
 def memory(run: RunSummary) -> Iterator[Verdict]:
@@ -357,32 +364,34 @@ def memory(run: RunSummary) -> Iterator[Verdict]:
             yield Verdict("warning", text, "It may run out in a longer run: look for a leak in the task or the data.")
 
 
+COUNTED_EVENTS: Mapping[str, tuple[Level, str, str]] = {
+    "out_of_memory": (
+        "bad",
+        "Ran out of memory {times}.",
+        "`dstrain plan` lists presets that fit; batch.on_oom: shrink continues with less.",
+    ),
+    "micro_batch_reduced": ("warning", "The micro-batch was reduced, because memory ran out: {last[change]}.", ""),
+    "stalled": ("warning", "Processes stood still {times}.", "Event stalled names the ranks."),
+    "warning": ("info", "{count} warning{s}: see the events.", ""),
+}
+"""Event -> (level, text, advice)."""
+
+
 def event_counts(run: RunSummary) -> Iterator[Verdict]:
     """Count resumes, failed allocations, stalls, warnings and damaged lines."""
     history = run.history
     if resumes := len(history.find_events("resumed")):
-        sizes = [
-            event["world_size"] for event in history.find_events("started") if isinstance(event.get("world_size"), int)
-        ]
+        sizes = [size for event in history.find_events("started") if isinstance(size := event.get("world_size"), int)]
         ranks = f", with {', then '.join(map(str, sizes))} processes" if len(set(sizes)) > 1 else ""
         yield Verdict("info", f"Resumed {_times(resumes)}{ranks}.")
-    if count := len(history.find_events("out_of_memory")):
-        yield Verdict(
-            "bad",
-            f"Ran out of memory {_times(count)}.",
-            "`dstrain plan` lists presets that fit; batch.on_oom: shrink continues with less.",
-        )
-    reduced = [str(event.get("change")) for event in history.find_events("micro_batch_reduced")]
-    if reduced:
-        yield Verdict("warning", f"The micro-batch was reduced, because memory ran out: {reduced[-1]}.")
-    if count := len(history.find_events("stalled")):
-        yield Verdict("warning", f"Processes stood still {_times(count)}.", "Event stalled names the ranks.")
-    if count := len(history.find_events("warning")):
-        yield Verdict("info", f"{count} warning{'s' * (count > 1)}: see the events.")
+    for name, (level, text, advice) in COUNTED_EVENTS.items():
+        if events := history.find_events(name):
+            count, last = len(events), {"change": None} | events[-1]
+            text = text.format(count=count, times=_times(count), s="s" * (count > 1), last=last)
+            yield Verdict(level, text, advice)
     if history.damaged_lines:
-        yield Verdict(
-            "warning", f"{history.damaged_lines} damaged lines of metrics.jsonl or events.jsonl were left out."
-        )
+        text = f"{history.damaged_lines} damaged lines of metrics.jsonl or events.jsonl were left out."
+        yield Verdict("warning", text)
 
 
 def learning_rate(run: RunSummary) -> Iterator[Verdict]:
@@ -399,5 +408,4 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-OUTCOME_RULES: tuple[Rule, ...] = (outcome,)
 RESOURCE_RULES: tuple[Rule, ...] = (learning_rate, time_shares, speed, memory, event_counts)

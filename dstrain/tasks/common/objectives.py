@@ -14,7 +14,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.records import BadRecord, EncodeResult, as_record, has
-from dstrain.tasks.common.scoring import encode_answers
+from dstrain.tasks.common.scoring import collate_answers, encode_answers
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.rm import RewardModel, RewardModelSource, bradley_terry
 
@@ -167,21 +167,9 @@ class ObjectivesRewardModel(RewardModel):
             batch = super().collate(examples)
         else:
             known = ~labels.isnan()  # (R, O)
-            batch = self._collate_answers(examples)
+            batch = collate_answers(self, self, examples)
         weight = float((known * weights).sum())
         return replace(batch, tensors={**batch.tensors, "labels": labels}, weight=weight)
-
-    def _collate_answers(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        sequences = [example["answer"] for example in examples]
-        rows = self.make_rows(sequences)
-        batch = Batch(
-            tensors={**rows.input_tensors(), **self.output_tensors(examples, rows)},
-            groups=rows.groups,
-            weight=float(len(examples)),
-            samples=tuple(example["sample"] for example in examples),
-            tokens=sum(len(sequence) for sequence in sequences),
-        )
-        return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch

@@ -11,7 +11,7 @@ from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
 from dstrain.errors import DataError, Fault, TaskError
-from dstrain.process_setup import count_available_cores, set_parent_death_signal
+from dstrain.process_setup import count_available_cores
 from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
 
@@ -30,13 +30,12 @@ _TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template", 
 def policy_of(recipe: RunConfig) -> PreparePolicy:
     """Return the limit on bad records, the digest of the task's code, and one encoding process per available core."""
     from dstrain.data.prepare import PreparePolicy
-    from dstrain.data.process_pool import ProcessPoolConfig
 
     return PreparePolicy(
         task=recipe.task,
         code=digest_task_files(find_task(recipe.task)),
         on_error=recipe.data.on_error,
-        processes=ProcessPoolConfig(count_available_cores(), set_parent_death_signal),
+        processes=count_available_cores(),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.batch import Batch, PackingMode
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
 from dstrain.data.records import BadRecord, EncodeResult
+from dstrain.errors import TaskError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, Outputs
 from dstrain.tasks.common.text import TextTask
@@ -47,24 +48,14 @@ class AnswerScores(TextTask):
         return iter(())
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        sequences = [example["answer"] for example in examples]
-        rows = self.make_rows(sequences)
-        answers = [(example["answer"], int(example["prompt_length"])) for example in examples]
-        batch = Batch(
-            tensors={**rows.input_tensors(), **self.scored.answer_tensors(rows, answers)},
-            groups=rows.groups,
-            weight=float(len(examples)),
-            samples=tuple(example["sample"] for example in examples),
-            tokens=sum(len(sequence) for sequence in sequences),
-        )
-        return self.with_images(batch, examples)
+        return collate_answers(self, self.scored, examples)
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Outputs:
         """Return name -> value of each answer, (R,)."""
         return self.scored.score_answers(model, batch)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        raise NotImplementedError("nothing is trained")
+        raise TaskError(f"task {self.scored.recipe.task}: its answers are scored here, and no loss is computed")
 
     def build_model(self) -> torch.nn.Module:
         return self.scored.build_model()
@@ -100,6 +91,21 @@ def encode_answers(
             elif sample.form != "pair" and number < len(sample.answers):
                 examples.append(_take(example, "chosen", number))
     return found
+
+
+def collate_answers(task: TextTask, scored: TextTask, examples: Sequence[Mapping[str, Any]]) -> Batch:
+    """Return a batch of examples of `encode_answers`, a row for each, with what `scored` needs to score them."""
+    sequences = [example["answer"] for example in examples]
+    rows = task.make_rows(sequences)
+    answers = [(example["answer"], int(example["prompt_length"])) for example in examples]
+    batch = Batch(
+        tensors={**rows.input_tensors(), **scored.answer_tensors(rows, answers)},
+        groups=rows.groups,
+        weight=float(len(examples)),
+        samples=tuple(example["sample"] for example in examples),
+        tokens=sum(len(sequence) for sequence in sequences),
+    )
+    return task.with_images(batch, examples)
 
 
 def _take(example: dict[str, Any] | BadRecord, side: str, number: int) -> EncodeResult:

@@ -304,7 +304,7 @@ class TextTask(RecordTask):
         # Empty sources have no folder. `if one` does not open a source, as its length might.
         folders = [str(one.get_base_dir(0).resolve()) for one in source.sources if one]
         key = {**self.encode_key(), "processor": processor.fingerprint, "folders": folders}
-        encoder = ImageRecordEncoder.create(processor, policy.processes.num_processes)
+        encoder = ImageRecordEncoder.create(processor, policy.processes)
         encode_images, write_index = encoder.make_encode(source, self.parse, self.encode)
         return prepare(source, encode_images, key, policy, settings=settings, write_extra=write_index)
 

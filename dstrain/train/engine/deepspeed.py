@@ -17,6 +17,7 @@ from dstrain.distributed.patches import (
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
     replay_bias_correction,
+    unite_partial_offload,
 )
 from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
@@ -82,6 +83,7 @@ class DeepSpeedEngine:
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
+        unite_partial_offload(self.engine.optimizer)
         find_overflow_by_norm(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
         if zero["stage"] and world.device.type == "cpu":

@@ -269,7 +269,7 @@ class Zero3Layout:
             zero.invalidate_secondary_tensor()
 
     def _trained_slice(self, group_index: int) -> StateSlice:
-        zero, optimizer = self._zero_optimizer, self._zero_optimizer.optimizer
+        zero, optimizer = self._zero_optimizer, self._subgroups.optimizer(group_index)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         places, offset = [], 0
         for parameter in zero.fp16_groups[group_index]:

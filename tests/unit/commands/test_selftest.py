@@ -1,4 +1,4 @@
-"""LaunchSequence of the selftest: how many processes, what a dead launch costs, and what is left."""
+"""Launches of the selftest: how many processes, what a dead launch costs, and what is left."""
 
 from __future__ import annotations
 
@@ -21,32 +21,25 @@ from dstrain.commands.selftest import (
     COLUMNS,
     TOLERANCE,
     CheckResult,
-    LaunchSequence,
     Phase,
-    Processes,
     SelftestReport,
+    append_results,
     compare_losses,
-    error_path,
     plan_processes,
     read_results,
     report_as_json,
-    result_path,
     run_name,
     run_selftest,
     show_report,
-    skip,
+    with_skipped,
     work_folder,
-    write_results,
 )
 from dstrain.errors import UsageError
 from tests.vocabulary import invoke
 
-ALONE = Processes(1, True)
-
 
 def good(folder: Path, phase: Phase, preset: str) -> None:
-    results = [CheckResult(preset=preset, check=check, state="ok") for check in CHECKS[phase]]
-    write_results(result_path(folder, phase, preset), results)
+    append_results(folder, phase, [CheckResult(preset=preset, check=check, state="ok") for check in CHECKS[phase]])
 
 
 class FakeLaunch:
@@ -105,13 +98,6 @@ def test_the_reason_is_the_last_error_in_the_output() -> None:
     assert selftest.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
     assert selftest.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
     assert selftest.find_reason("") == "they have printed nothing"
-
-
-def test_the_error_of_a_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "run_child", FakeLaunch(tmp_path, "zero1"))
-    (path := error_path(tmp_path, "stop", "zero1", 0)).parent.mkdir()
-    path.write_text("the disk is full")
-    assert LaunchSequence("stop", ALONE, tmp_path, 8).run(["zero1"], lambda line: None)[0].detail == "the disk is full"
 
 
 def test_a_launch_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +207,14 @@ def test_losses_are_compared_and_the_step_that_differs_most_is_named(
     assert bool(told) == bool(problem)
 
 
-def test_results_are_read_as_written(tmp_path: Path) -> None:
-    results = [CheckResult(preset="zero2", check="train", state="ok", seconds=1.5), *skip("zero2", ["stop"], "why")]
-    write_results(tmp_path / "results" / "a.json", results)
-    assert read_results(tmp_path / "results" / "a.json") == results
-    assert read_results(tmp_path / "results" / "b.json") == []
+def test_results_are_read_as_written_without_those_of_a_killed_process(tmp_path: Path) -> None:
+    results = [CheckResult(preset="zero2", check="train", state="ok", seconds=1.5)]
+    append_results(tmp_path, "stop", results)
+    with (tmp_path / "stop.jsonl").open("a") as file:
+        file.write('\n{"preset": "zero3", "che')
+    append_results(tmp_path, "stop", results)
+    assert read_results(tmp_path, "stop") == [*results, *results]
+    assert read_results(tmp_path, "resume") == []
 
 
 def test_a_json_file_is_named_without_its_folder() -> None:
@@ -248,12 +237,10 @@ def report(*results: CheckResult) -> SelftestReport:
     )  # fmt: skip
 
 
-BROKEN = (
-    *passed("zero0", *COLUMNS),
-    *passed("zero2", "train"),
-    CheckResult(preset="zero2", check="stop", state="failed", detail="first line\nsecond line", fix="check the disk"),
-    *skip("zero2", CHECKS["resume"], "stop failed"),
+STOPPED = CheckResult(
+    preset="zero2", check="stop", state="failed", detail="first line\nsecond line", fix="check the disk"
 )
+BROKEN = (*passed("zero0", *COLUMNS), *with_skipped("zero2", [*passed("zero2", "train"), STOPPED]))
 
 
 def test_every_preset_is_a_row_and_every_check_a_column() -> None:
@@ -279,7 +266,7 @@ def test_nothing_tested_is_not_passed() -> None:
 def test_the_json_holds_all_that_the_table_shows() -> None:
     values = json.loads(report_as_json(report(*BROKEN)))
     assert values["passed"] is False
-    assert [row["state"] for row in values["results"]].count("skipped") == 4
+    assert [row["detail"] for row in values["results"] if row["state"] == "skipped"] == ["stop failed"] * 4
     assert {row["fix"] for row in values["results"] if row["state"] == "failed"} == {"check the disk"}
     assert values["environment"] == [
         {"name": "ports", "value": "unusable", "warning": "no loopback; fix it", "is_fault": False}

@@ -121,13 +121,6 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_aliases_of_aliases_are_not_followed_for_ever(tmp_path: Path) -> None:
-    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
-    path = write(tmp_path, "\n".join(["a0: &a0 [1]", *lines]))
-    with pytest.raises(RecipeError, match=r"r\.yaml: holds more than 10000 values.*; write fewer"):
-        read_recipe(path)
-
-
 def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
     with pytest.raises(RecipeError, match="batch is not a block of keys in --set; write it as --set batch=VALUE"):
         read_recipe(None, ["batch=true", "batch.micro=1"], "rm")

@@ -18,7 +18,14 @@ from PIL import Image
 from dstrain.config.schema import RunConfig
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import StepSampler
-from dstrain.data.prepare import ImageRecordEncoder, PreparePolicy, align_store, prepare, split_examples
+from dstrain.data.prepare import (
+    ImageRecordEncoder,
+    PreparePolicy,
+    align_store,
+    choose_held_out,
+    prepare,
+    split_dataset,
+)
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.vision import image_index
@@ -33,6 +40,17 @@ def store(folder: Path, count: int, bad: tuple[int, ...] = ()) -> TokenStore:
         yield [{"ids": [index] * (index % 3 + 1), "sample": index} for index in range(count) if index not in bad]
 
     return load_or_build_store(folder, {"count": count, "bad": list(bad)}, build)
+
+
+def split_examples(
+    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], eval_fraction: float, seed: int
+) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+    """(training, held-out) examples of a store."""
+    sizes = store.count_per_source(source_sizes)
+    dataset = TokenizedDataset(store, np.arange(len(store)), sizes, weights)
+    if not eval_fraction:
+        return dataset, None
+    return split_dataset(dataset, choose_held_out(store.record_indices, store.groups, sizes, eval_fraction, seed))
 
 
 def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
@@ -79,10 +97,10 @@ def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> 
         tmp_path, {"what": "lengths", "token_columns": {"names": ["chosen", "rejected"]}}, lambda report: [chunk]
     )
     examples = TokenizedDataset(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
-    assert examples.lengths is not None
-    assert examples.lengths(np.array([0, 1, 2, 3])).tolist() == [5, 5, 4, 3]
-    assert examples.lengths(np.array([1, 3])).tolist() == [5, 3]
-    assert examples.lengths(np.zeros(0, dtype=np.int64)).tolist() == []
+    assert examples.sequence_lengths is not None
+    assert examples.sequence_lengths(np.array([0, 1, 2, 3])).sequences.tolist() == [[5], [5], [4], [3]]
+    assert examples.sequence_lengths(np.array([1, 3])).sequences.tolist() == [[5], [3]]
+    assert examples.sequence_lengths(np.zeros(0, dtype=np.int64)).sequences.tolist() == []
 
 
 def test_the_rows_of_another_encoding_are_those_of_the_same_records(tmp_path: Path) -> None:

@@ -23,15 +23,12 @@ from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode
-from dstrain.data.process_pool import ProcessPoolConfig
 from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError, TaskError, describe_unexpected
-from dstrain.process_setup import set_parent_death_signal
 from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message
 
-THREE = ProcessPoolConfig(3, set_parent_death_signal)
 SETTINGS = EncodingConfig(max_length=60)
 COUNTED = ExampleSettings(counted=CUT_COLUMNS)
 
@@ -56,7 +53,7 @@ def record(at: int) -> dict[str, Any]:
 
 def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
-    kto = UnpairedEncoder(tokenizer, SETTINGS, True)
+    kto = UnpairedEncoder(tokenizer, SETTINGS, False)
 
     return {
         "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
@@ -82,7 +79,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     source = open_source(written(tmp_path))
     found = []
-    for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
+    for name, processes in (("one", 1), ("three", 3)):
         policy = PreparePolicy(task="rm", on_error="skip", processes=processes)
         store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name, COUNTED)
         found.append((files(store.folder), store.report))
@@ -93,7 +90,7 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     assert found[0][0] == found[1][0]
 
 
-def encode_all(source: Any, encode: Encode, processes: ProcessPoolConfig = THREE) -> list[Any]:
+def encode_all(source: Any, encode: Encode, processes: int = 3) -> list[Any]:
     chunks = prepare.iter_encoded(source, encode, prepare.BuildReport(), 7, processes, COUNTED)
     return [row for chunk in chunks for row in chunk]
 
@@ -102,7 +99,7 @@ def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n" * 20)
     source, report = open_source(tmp_path / "x.jsonl"), prepare.BuildReport()
     none = lambda rows: [BadRecord("odd") for _ in rows]  # noqa: E731
-    assert [*prepare.iter_encoded(source, none, report, 7, THREE)] == [[]] * 7
+    assert [*prepare.iter_encoded(source, none, report, 7, 3)] == [[]] * 7
     assert [row.location[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
 
 
@@ -159,7 +156,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.02 if rows[0][0] < 6 else 60)
         return [{"ids": [index]} for index, _ in rows]
 
-    chunks = prepare.iter_encoded(open_source(written(tmp_path)), slow, prepare.BuildReport(), 7, THREE)
+    chunks = prepare.iter_encoded(open_source(written(tmp_path)), slow, prepare.BuildReport(), 7, 3)
     before = psutil.Process().children()
     next(chunks)
     children = [child for child in psutil.Process().children() if child not in before]
@@ -171,7 +168,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
 def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(written(tmp_path))
     mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
-    assert {row["ids"][0] for row in encode_all(source, mine, ProcessPoolConfig())} == {os.getpid()}
+    assert {row["ids"][0] for row in encode_all(source, mine, 1)} == {os.getpid()}
     assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
     monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", len(source) + 1)
     assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}
@@ -182,16 +179,13 @@ import sys, time
 from pathlib import Path
 from dstrain.data import prepare, process_pool
 from dstrain.data.sources.open import open_source
-from dstrain.process_setup import set_parent_death_signal
 process_pool.MIN_PARALLEL_RECORDS = 1
 prepare.PARALLEL_CHUNK_SIZE = 3
 def slow(rows):
     with (Path(sys.argv[1]).parent / "began").open("a") as file:
         file.write("x")
     time.sleep(60)
-policy = prepare.PreparePolicy(
-    task="rm", processes=process_pool.ProcessPoolConfig(3, set_parent_death_signal)
-)
+policy = prepare.PreparePolicy(task="rm", processes=3)
 prepare.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
 """
 
@@ -225,7 +219,7 @@ def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp
         return [{"y": values[r["n"] % 4], "x": r["n"] or 0.5, "ids": [r["n"]] * (r["n"] % 3)} for _, r in rows]
 
     stores = []
-    for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
+    for name, processes in (("one", 1), ("three", 3)):
         policy = PreparePolicy(task="own", processes=processes)
         settings = ExampleSettings(get_group=group)
         stores.append(prepare.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / name, settings))
@@ -239,7 +233,7 @@ def test_an_error_of_the_encoder_names_its_line_from_another_process_too(tmp_pat
         return [1 / 0 for _ in rows]
 
     (tmp_path / "r.jsonl").write_text('{"n": 1}\n' * 40)
-    policy = PreparePolicy(task="own.py", processes=THREE)
+    policy = PreparePolicy(task="own.py", processes=3)
     with pytest.raises(ZeroDivisionError) as caught:
         prepare.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy, tmp_path / "cache")
     line = broken.__code__.co_firstlineno + 1
@@ -248,7 +242,7 @@ def test_an_error_of_the_encoder_names_its_line_from_another_process_too(tmp_pat
 
 def test_a_refused_value_is_named_from_another_process_too(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
-    policy = PreparePolicy(task="own.py", processes=THREE)
+    policy = PreparePolicy(task="own.py", processes=3)
     with pytest.raises(TaskError, match=r"^task own.py: column 'x' of .*r.jsonl:31 is a str; a column holds numbers"):
         prepare.prepare(
             open_source(tmp_path / "r.jsonl"),

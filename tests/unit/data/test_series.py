@@ -24,7 +24,7 @@ from dstrain.data.series import (
     stack_patches,
     to_columns,
 )
-from dstrain.tasks.temporal import PATTERNS, find_patterns, names_right_pattern
+from dstrain.tasks.temporal import PATTERN_WORDS, find_patterns, names_right_pattern
 
 
 def test_a_list_of_numbers_is_one_channel() -> None:
@@ -234,7 +234,7 @@ def test_options_out_of_range_are_refused(values: dict[str, float]) -> None:
 )
 def test_patterns_are_found_by_whole_words(caption: str, patterns: set[str]) -> None:
     assert find_patterns(caption) == patterns
-    assert patterns <= {*PATTERNS}
+    assert patterns <= {*PATTERN_WORDS}
 
 
 def test_a_caption_is_right_if_references_name_all_that_it_names() -> None:

@@ -18,12 +18,10 @@ from dstrain.data.structures import (
     AMINO_ACIDS,
     Chain,
     chain_from_columns,
-    choose_eval_chains,
     cluster_sequences,
     load_or_cluster,
     read_chains,
 )
-from dstrain.errors import DataError
 from tests.unit.data.pdb_files import Atom, helix, pdb_text
 
 gemmi = pytest.importorskip("gemmi", reason='needs gemmi: pip install "dstrain[protein]"')
@@ -254,25 +252,6 @@ def test_similarity_is_followed_from_chain_to_chain() -> None:
 def test_copies_too_short_for_words_are_one_cluster() -> None:
     short = np.array([1, 2, 3], dtype=np.int32)
     assert list(cluster_sequences([short, short.copy(), np.array([1, 2], np.int32)], 0.4)) == [0, 0, 2]
-
-
-def test_whole_clusters_are_held_out_and_the_seed_chooses_them() -> None:
-    clusters = np.repeat(np.arange(40), 3)
-    first, again, other = (choose_eval_chains(clusters, 0.25, seed) for seed in (0, 0, 1))
-    assert first.sum() == 30
-    assert (first == again).all()
-    assert (first != other).any()
-    assert not {*clusters[first]} & {*clusters[~first]}
-
-
-def test_a_cluster_that_exceeds_the_fraction_is_trained_on() -> None:
-    clusters = np.array([0] * 50 + [50, 51])
-    assert list(np.flatnonzero(choose_eval_chains(clusters, 0.02, 0))) in ([50], [51])
-
-
-def test_chains_that_are_all_similar_cannot_be_split() -> None:
-    with pytest.raises(DataError, match=r"all 7 chains are similar"):
-        choose_eval_chains(np.zeros(7, dtype=np.int64), 0.1, 0)
 
 
 def test_clusters_are_cached_by_tokens_and_identity(monkeypatch: pytest.MonkeyPatch) -> None:

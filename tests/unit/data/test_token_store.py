@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +57,6 @@ def test_a_store_gives_back_what_was_built(tmp_path):
         store[7]
 
 
-def test_a_store_is_built_once_for_a_key(tmp_path):
-    built = []
-    for key in (KEY, dict(reversed(KEY.items())), {**KEY, "n": 2}):
-        load_or_build_store(tmp_path, key, lambda report: built.append(1) or build(report))
-    assert len(built) == 2
-
-
 def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
     store = load_or_build_store(tmp_path, KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
     with pytest.raises(ValueError, match="read-only"):
@@ -76,18 +68,6 @@ def test_an_empty_store_is_a_store(tmp_path):
     for _ in range(2):
         assert len(load_or_build_store(tmp_path, KEY, lambda report: built.append(1) or [])) == 0
     assert built == [1]
-
-
-@pytest.mark.parametrize("harm", ["cut", "remove", "meta"])
-def test_a_damaged_store_is_built_again(tmp_path, harm):
-    place = load_or_build_store(tmp_path, KEY, build).folder
-    if harm == "cut":
-        os.truncate(place / "ids.npy", 130)
-    elif harm == "remove":
-        (place / "score.npy").unlink()
-    else:
-        (place / "meta.json").write_text('{"count": 7')
-    assert [row["score"] for row in load_or_build_store(tmp_path, KEY, build)] == [i / 2 for i in range(7)]
 
 
 def encode(pairs):

@@ -103,21 +103,6 @@ def test_mpirun_over_hosts_needs_an_address():
 
 
 @pytest.mark.parametrize(
-    "env",
-    [
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        {**TORCH, "RANK": "4"},
-        {**TORCH, "RANK": "x"},
-        {**TORCH, "LOCAL_RANK": "-1"},
-        {**TORCH, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-    ],
-)
-def test_a_place_that_cannot_be_is_refused(env):
-    with pytest.raises(UsageError):
-        worker_from_env(env)
-
-
-@pytest.mark.parametrize(
     ("text", "hosts"),
     [
         ("node1", ["node1"]),

@@ -318,6 +318,21 @@ MIXTRAL = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14
            "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
 
 
+def test_half_of_a_partial_offload_stays_on_the_gpu() -> None:
+    half, whole, none = (
+        made_plan(preset, made_config("sft", "llama-3.1-8b"))
+        for preset in ("zero3_partial_offload", "zero3_offload", "zero3")
+    )
+
+    def states(plan: MemoryPlan) -> dict[str, int]:
+        lines = [line for line in plan.lines if line.name in ("master weights", "optimizer states")]
+        return {place: sum(line.num_bytes for line in lines if line.place == place) for place in ("gpu", "host")}
+
+    assert states(none)["gpu"] == states(whole)["host"] == sum(states(half).values())
+    # A billion values of a process are 7 sub-groups of 100 million and the tensor that fills each: 3 stay.
+    assert states(half)["gpu"] == pytest.approx(sum(states(half).values()) * 3 / 7)
+
+
 def test_the_experts_of_a_layer_are_gathered_at_once_and_a_token_passes_several() -> None:
     config = made_config(model={"config": MIXTRAL}, data={"train": "nowhere.jsonl"}, batch={"total": 8, "micro": 1})
     plan = made_plan("zero3", config)

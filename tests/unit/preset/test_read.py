@@ -22,6 +22,7 @@ from dstrain.preset import (
     read_preset,
     resolve_precision,
 )
+from tests.unit.preset.presets import write, zero
 
 GPU, OLD_GPU, CPU = Device("cuda", bf16=True), Device("cuda", bf16=False), Device("cpu", bf16=True)
 SETTINGS: dict[str, Any] = {
@@ -34,24 +35,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _write(folder: Path, content: Any) -> Path:
-    path = folder / "mine.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2), encoding="utf-8")
-    return path
-
-
-def _zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **keys}}
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "csv_monitor", "hybrid_engine", "data_efficiency"])
 def test_a_block_that_is_switched_off_does_no_harm(tmp_path: Path, name: str) -> None:
-    assert read_preset(str(_write(tmp_path, {name: {"enabled": False}}))).stage == 0
+    assert read_preset(str(write(tmp_path, {name: {"enabled": False}}))).stage == 0
 
 
 def test_values_that_dstrain_sets_anyway_may_be_written(tmp_path: Path) -> None:
     own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_allreduce_op": "mean"}
-    assert read_preset(str(_write(tmp_path, own))).block == own
+    assert read_preset(str(write(tmp_path, own))).block == own
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -67,11 +58,13 @@ def test_every_shipped_preset_reads_clean_and_speaks_of_memory_only(name: str) -
 def test_the_shipped_presets_go_from_no_sharding_to_all_of_it() -> None:
     names = preset_names()
     assert names == ["zero0", "zero1", "zero2", "zero2_bf16", "zero2_cpu_checkpointing", "zero2_fp16", "zero2_offload",
-                     "zero3", "zero3_bf16", "zero3_hpz", "zero3_offload", "zero3_zeropp", "zero3_nvme"]  # fmt: skip
+                     "zero3", "zero3_bf16", "zero3_hpz", "zero3_offload",
+                     "zero3_partial_offload", "zero3_zeropp", "zero3_nvme"]  # fmt: skip
     offloaded = {name: (read_preset(name).offload_optimizer, read_preset(name).offload_param) for name in names}
     assert {name: devices for name, devices in offloaded.items() if any(devices)} == {
         "zero2_offload": ("cpu", None),
         "zero3_offload": ("cpu", "cpu"),
+        "zero3_partial_offload": ("cpu", None),
         "zero3_nvme": ("nvme", "nvme"),
     }
 
@@ -101,12 +94,12 @@ def test_every_key_of_a_shipped_preset_is_documented(name: str) -> None:
         ({"bf16": {"enabled": False}}, None),
         ({"fp16": {"loss_scale": 128}}, None),
         ({"bf16": {"enabled": True}}, "bf16"),
-        ({"fp16": {"enabled": True}, **_zero(1)}, "fp16"),
+        ({"fp16": {"enabled": True}, **zero(1)}, "fp16"),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32"),
     ],
 )
 def test_a_json_speaks_of_precision_only_where_it_decides_one(tmp_path: Path, block: Any, spoken: str | None) -> None:
-    assert read_preset(str(_write(tmp_path, block))).precision == spoken
+    assert read_preset(str(write(tmp_path, block))).precision == spoken
 
 
 @pytest.mark.parametrize(
@@ -125,14 +118,20 @@ def test_precision_follows_the_recipe_and_then_the_device(wanted: str, device: D
 
 
 def test_a_json_that_speaks_wins_over_auto(tmp_path: Path) -> None:
-    preset = read_preset(str(_write(tmp_path, {"fp16": {"enabled": True}, **_zero(2)})))
+    preset = read_preset(str(write(tmp_path, {"fp16": {"enabled": True}, **zero(2)})))
     assert resolve_precision(preset, "auto", GPU) == "fp16"
 
 
 def test_a_clash_of_precisions_names_both(tmp_path: Path) -> None:
-    preset = read_preset(str(_write(tmp_path, {"bf16": {"enabled": True}})))
+    preset = read_preset(str(write(tmp_path, {"bf16": {"enabled": True}})))
     with pytest.raises(PresetError, match=r"precision: fp16, but this file enables bf16"):
         resolve_precision(preset, "fp16", GPU)
+
+
+def test_a_recipe_in_16_bits_contradicts_a_json_that_disables_them(tmp_path: Path) -> None:
+    preset = read_preset(str(write(tmp_path, {"fp16": {"enabled": False}, "bf16": {"enabled": False}})))
+    with pytest.raises(PresetError, match=r"precision: bf16, but this file disables fp16 and bf16"):
+        resolve_precision(preset, "bf16", GPU)
 
 
 def test_bf16_is_refused_on_a_device_without_it() -> None:
@@ -161,9 +160,9 @@ def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
         "fp16": {"enabled": True, "loss_scale": 128},
         "aio": {"block_size": 1e6},
         "wall_clock_breakdown": True,
-        **_zero(3, offload_param={"device": "nvme", "nvme_path": "/fast"}),
+        **zero(3, offload_param={"device": "nvme", "nvme_path": "/fast"}),
     }
-    preset = read_preset(str(_write(tmp_path, block)))
+    preset = read_preset(str(write(tmp_path, block)))
     full = complete_preset(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp16"}))
     assert full["fp16"] == {"enabled": True, "loss_scale": 128}
     assert repr(full["aio"]["block_size"]) == "1000000"
@@ -184,8 +183,17 @@ def test_a_run_that_cannot_be_had_is_refused(name: str, change: dict[str, Any], 
         complete_preset(read_preset(name), settings=RunSettings(**{**SETTINGS, **change}))
 
 
+def test_quantized_collectives_need_a_gpu_and_their_groups_divide_the_processes() -> None:
+    with pytest.raises(PresetError) as caught:
+        complete_preset(
+            read_preset("zero3_zeropp"), settings=RunSettings(**SETTINGS | {"device_kind": "cpu", "world_size": 12})
+        )
+    assert "zero_quantized_weights: DeepSpeed's quantized collectives need a GPU" in str(caught.value)
+    assert "zero_hpz_partition_size: is 8, which does not divide the 12 processes" in str(caught.value)
+
+
 def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
-    preset = read_preset(str(_write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
+    preset = read_preset(str(write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
     with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while training in bf16"):
         complete_preset(preset, settings=RunSettings(**SETTINGS))
     complete_preset(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
@@ -219,7 +227,7 @@ def test_what_needs_no_sum_in_fp32_gets_none(change: dict[str, Any]) -> None:
     ],
 )
 def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any]) -> None:
-    preset = read_preset(str(_write(tmp_path, _zero(1) | given)))
+    preset = read_preset(str(write(tmp_path, zero(1) | given)))
     made = complete_preset(preset, settings=RunSettings(**SETTINGS))
     for key, value in given.items():
         assert made[key] == (made[key] | value if isinstance(value, dict) else value)
@@ -227,7 +235,7 @@ def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any])
 
 
 def test_partial_offloading_needs_deepspeeds_own_adam(tmp_path: Path) -> None:
-    preset = read_preset(str(_write(tmp_path, _zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
+    preset = read_preset(str(write(tmp_path, zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
     complete_preset(preset, settings=RunSettings(**SETTINGS))
     with pytest.raises(
         PresetError, match=r"offload_optimizer\.ratio: DeepSpeed supports this only with its own CPU Adam"

@@ -95,7 +95,7 @@ def test_accepted_answers_are_not_tokens(tmp_path: Path) -> None:
     record = {**read_jsonl(tmp_path / "eval.jsonl")[0], "answers": ["red", "x" * 5000]}
     (tmp_path / "eval.jsonl").write_text(json.dumps(record) + "\n")
     examples: Any = load_dataset(make_task(RunConfig.model_validate(values)), "eval")
-    assert examples.lengths(torch.tensor([0]).numpy())[0] == len(examples[0]["input_ids"])
+    assert examples.sequence_lengths(torch.tensor([0]).numpy()).sequences.item() == len(examples[0]["input_ids"])
     assert examples.summarize()["longest"] == len(examples[0]["input_ids"])
 
 

@@ -50,7 +50,7 @@ def test_each_chain_is_a_sample(tmp_path: Path) -> None:
     assert examples is not None
     assert [len(examples[index]["residues"]) for index in range(len(examples))] == [9, 7, 7]
     assert examples.summarize()["tokens"] == 23, "residues, not coordinates"
-    assert list(examples.lengths(np.arange(3))) == [9, 7, 7]
+    assert examples.sequence_lengths(np.arange(3)).sequences.tolist() == [[9], [7], [7]]
 
 
 def test_a_hidden_type_is_not_in_the_input_and_a_shown_one_is_no_target(tmp_path: Path) -> None:
@@ -144,6 +144,14 @@ def test_similar_chains_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     assert (len(train), len(held_out)) == (12, 4)
     numbers = [{int(dataset[index]["sample"]) // 2 for index in range(len(dataset))} for dataset in (train, held_out)]
     assert not numbers[0] & numbers[1]
+
+
+def test_chains_that_are_all_similar_cannot_be_split(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / "pdb", f"{number}", "ACDEFGHIKLMNPQRSTVWY" * 2)
+    task = made(tmp_path, {"train": str(tmp_path / "pdb"), "eval": None, "eval_fraction": 0.25})
+    with pytest.raises(DataError, match=r"holds out all 3 records .*which belong together \(similar sequences\)"):
+        task.examples("train")
 
 
 def test_baselines_know_the_frequencies_only(tmp_path: Path) -> None:

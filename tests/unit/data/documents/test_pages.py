@@ -203,7 +203,7 @@ def test_pages_are_kept_by_content_resolution_and_version(tmp_path: Path, monkey
     assert open_pdf(tmp_path / "c.pdf").get_image(1).get_file() == file
     assert open_pdf(other).get_image(1).get_file() != file
     assert open_pdf(first, 100).get_image(1).get_file() != file
-    monkeypatch.setattr(pages, "pdfium_version", lambda: "5.99")
+    monkeypatch.setattr(pages, "installed_version", lambda package: "5.99")
     assert open_pdf(first).get_image(1).get_file() != file
 
 

@@ -95,7 +95,7 @@ def test_the_digest_changes_with_the_options(folder: Path, monkeypatch: pytest.M
     made.append(open_questions(folder, [RENT | {"answer": "900"}]))
     assert len({source.digest for source in made}) == 4
     assert open_questions(folder, [RENT]).digest == made[0].digest
-    monkeypatch.setattr("dstrain.data.documents.source.pdfium_version", lambda: "5.99")
+    monkeypatch.setattr("dstrain.data.documents.source.installed_version", lambda package: "5.99")
     assert open_questions(folder, [RENT]).digest != made[0].digest
 
 

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.batch import PADDED, Batch
-from dstrain.data.dataset import as_dataset
+from dstrain.data.dataset import as_dataset, of_one_sequence
 from dstrain.data.loading.loader import Loader, StepSampler, eval_micro_batches, iter_batches, make_batch
 from dstrain.data.loading.micro_batches import (
     CostFunction,
     MicroBatchLimits,
     SampleCosts,
     costs_of,
-    of_one_sequence,
 )
 from dstrain.data.loading.rows import pad
 from dstrain.data.records import BadRecord
@@ -341,8 +340,8 @@ def test_only_a_method_tells_lengths():
         def __len__(self):
             return 2
 
-    assert as_dataset([1, 2]).lengths is None
-    assert as_dataset(WithColumn()).lengths is None, "a column of that name, as data sets have"
+    assert as_dataset([1, 2]).sequence_lengths is None
+    assert as_dataset(WithColumn()).sequence_lengths is None, "a column of that name, as data sets have"
 
 
 def test_sorting_leaves_little_padding():

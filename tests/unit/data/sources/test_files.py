@@ -20,9 +20,8 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources import files
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
-from dstrain.data.vision.image_io import read_content, read_image
+from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError, RecipeError
-from dstrain.files import open_regular_file
 
 RECORD = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A thing."}]}
 
@@ -63,17 +62,6 @@ def test_nothing_but_a_file_with_bytes_is_read_as_an_image(name: str, tmp_path: 
     reader.join(10)
     assert told, "it hangs"
     assert any(word in told[0] for word in ("is not a regular file", "is empty", "Permission denied", "not permitted"))
-
-
-def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at it and its opening."""
-    (tmp_path / "a.png").write_bytes(b"x")
-    regular = os.stat(tmp_path / "a.png")
-    (tmp_path / "a.png").unlink()
-    os.mkfifo(tmp_path / "a.png")
-    monkeypatch.setattr("dstrain.files.os.stat", lambda path: regular)
-    with pytest.raises(OSError, match="is not a regular file"):
-        open_regular_file(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(
@@ -224,14 +212,6 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_decoded(form: s
             pytest.raises(BadRecord, match="pixels, more than the 1000 that are decoded"),
         ):
             read_image(bytes(content))
-
-
-def test_an_image_is_read_as_before(tmp_path: Path) -> None:
-    from PIL import Image
-
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    (tmp_path / "link.png").symlink_to("a.png")
-    assert read_content(tmp_path / "link.png")[0] == (tmp_path / "a.png").read_bytes()
 
 
 # Files of series: .ts and .csv are read strictly, and every fault has its line.

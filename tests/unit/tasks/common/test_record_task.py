@@ -230,7 +230,7 @@ def test_what_no_column_holds_is_refused_with_task_column_and_record(tmp_path: P
 def test_lengths_are_those_of_the_columns_that_the_task_names(tmp_path: Path) -> None:
     data = {"train": write(tmp_path / "a.jsonl", 1, 2)}
     dataset = make(tmp_path, ENCODED, data=data).examples("train")
-    assert dataset.lengths(np.arange(2)).tolist() == [1, 2]
+    assert dataset.sequence_lengths(np.arange(2)).sequences.tolist() == [[1], [2]]
     named = ENCODED.replace("bias:", 'token_columns = ("ids",)\n    bias:')
     with pytest.raises(
         TaskError, match=r"token_columns names 'ids', which no example has; its columns are input_ids, n"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from dstrain import train as _package
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+    from dstrain.commands.notebook import Policy, Run
 
 __version__ = "0.1.0"
 
@@ -23,3 +29,52 @@ def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> P
     from dstrain.models.reward_model import load_reward_model as load
 
     return load(folder, dtype)
+
+
+def load(
+    run_or_export: str | Path,
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> Policy:
+    """Load the model of a run folder, at `step`, or of an exported folder, in evaluation mode.
+
+    `device`: default the first GPU, else the CPU. Raises UsageError.
+    """
+    from dstrain.commands.notebook import load as read
+
+    return read(run_or_export, step, task, overrides or {}, device)
+
+
+class _TrainPackage(ModuleType):
+    """The package `dstrain.train`, which can be called as a function."""
+
+    def __call__(
+        self,
+        recipe: str | Path | Mapping[str, Any],
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        run_dir: str | Path | None = None,
+        resume: str = "auto",
+        allow_change: Sequence[str] = (),
+        in_process: bool = False,
+        **launch: Any,
+    ) -> Run:
+        """Train as `dstrain train` does, with its checks, and return the run.
+
+        `recipe`: a YAML file, the name of a packaged recipe, or a dict with the keys of a recipe. `overrides`: key -> value,
+        such as {"optim.lr": 2e-5}. `run_dir`: default runs/NAME of the recipe, runs/TASK for a dict. `launch`: `num_gpus`,
+        `hostfile` and the other launch options. The ranks are processes of their own, whose output is printed; with
+        `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it. Ctrl-C, or Jupyter's
+        interrupt, stops the run after a checkpoint. Raises UsageError for a recipe or data that are refused, RunError for a
+        run that fails.
+        """
+        from dstrain.commands.notebook import train as start
+
+        return start(recipe, overrides or {}, run_dir, resume, allow_change, in_process, launch)
+
+
+# A function of this name would be replaced by the package of this name as soon as a module of it is imported.
+_package.__class__ = _TrainPackage

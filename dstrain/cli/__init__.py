@@ -16,6 +16,7 @@ import click
 from dstrain import __version__
 from dstrain.cli.command_group import CommandGroup, SubcommandGroup, echo
 from dstrain.cli.options import (
+    CHECKPOINT_OPTIONS,
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
     MACHINE_OPTIONS,
@@ -26,6 +27,7 @@ from dstrain.cli.options import (
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
+    TOKEN_OPTIONS,
     TRAIN_OPTIONS,
     PathArgument,
     complete_names,
@@ -159,6 +161,34 @@ def generate(
         selector=selector, texts=texts, images=images, data=data, sampling=pop_options(options, SAMPLING_OPTION_NAMES)
     )
     run_and_exit(job, options, scratch, lambda rows: show_answers(rows, as_json))
+
+
+@main.command()
+@click.argument(
+    "models", nargs=-1, required=True, metavar="RUN_OR_MODEL [OTHER]", type=PathArgument(exists=True, path_type=Path)
+)
+@with_options(CHECKPOINT_OPTIONS)
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@with_options(TOKEN_OPTIONS)
+def chat(
+    models: tuple[Path, ...],
+    task: str | None,
+    step: str,
+    overrides: tuple[str, ...],
+    system: str | None,
+    **sampling: Any,
+) -> None:
+    """Talk with a trained policy in the terminal.
+
+    The arguments are run folders or exported folders; with two of them both answer each message. A
+    line that begins with / is a command: /image PATH, /system TEXT, /temperature X, /reset, /help,
+    /exit. Lines of a pipe are messages too.
+    """
+    from dstrain.commands.chat import open_chat, run_chat
+
+    if len(models) > 2:
+        raise UsageError(f"{len(models)} models: at most two answer side by side")
+    run_chat(open_chat(models, task, step, overrides, system, sampling))
 
 
 @main.command()
@@ -298,7 +328,7 @@ def pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs: boo
 
 @main.group(cls=SubcommandGroup)
 def data() -> None:
-    """Check data files."""
+    """Check data files, and show records as the model sees them."""
 
 
 @data.command()
@@ -323,6 +353,39 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
         echo(lines)
     echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))
     sys.exit(EXIT_USAGE if report.bad else EXIT_DONE)
+
+
+@data.command()
+@click.argument("file", type=PathArgument())
+@click.option(
+    "--task",
+    shell_complete=complete_names(task_names, or_file=True),
+    help="Task that reads the file; default: that of --recipe.",
+)
+@click.option(
+    "--recipe",
+    type=PathArgument(),
+    shell_complete=complete_names(recipe_names, or_file=True),
+    help="YAML file or packaged recipe with model, columns and limits.",
+)
+@set_option("Override a recipe key, such as model.path=FOLDER.")
+@click.option("--limit", default=3, type=click.IntRange(1), help="Number of records.")
+@click.option("--color/--no-color", default=None, help="Color or mark the learnt tokens; default: color on a terminal.")
+def show(
+    file: str, task: str | None, recipe: str | None, overrides: tuple[str, ...], limit: int, color: bool | None
+) -> None:
+    """Show records of FILE as the model sees them.
+
+    The text is that of the tokens, special ones included; learnt tokens are green, or between \u27e6 and \u27e7 in a
+    pipe. Images are named with their size. The last line tells how the records are packed.
+    """
+    from dstrain.commands.data import show_file
+
+    use_color = (is_terminal() and "NO_COLOR" not in os.environ) if color is None else color
+    if task is None and recipe is None:
+        raise UsageError("name the task that reads the file with --task, or a recipe with --recipe")
+    for text in show_file(file, recipe, task, overrides, limit, use_color):
+        click.echo(text, color=use_color)
 
 
 @main.command()

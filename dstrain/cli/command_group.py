@@ -154,6 +154,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dstrain generate runs/sft --data prompts.jsonl --temperature 0.7 --json",
         "dstrain generate runs/sft --data prompts.jsonl --num-samples 8 --temperature 1 --json > answers.jsonl",
     ),
+    "dstrain chat": (
+        "dstrain chat runs/sft --temperature 0.7",
+        "dstrain chat runs/sft runs/dpo --system 'Answer in one sentence.'",
+        "dstrain chat exported/ --max-new-tokens 64 < questions.txt",
+    ),
     "dstrain score": (
         "dstrain score runs/rm --data answers.jsonl --out scored.jsonl",
         "dstrain score runs/sft --data pairs.jsonl --out scored.jsonl --num-gpus 8 --ds-config zero3",
@@ -172,7 +177,14 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dstrain init dpo --to dpo.yaml",
         "dstrain init sft --gpus 8 --gpu-memory 80GiB --to sft.yaml",
     ),
-    "dstrain data": ("dstrain data check pairs.jsonl --task rm",),
+    "dstrain data": (
+        "dstrain data check pairs.jsonl --task rm",
+        "dstrain data show pairs.jsonl --task rm --set model.path=MODEL",
+    ),
+    "dstrain data show": (
+        "dstrain data show pairs.jsonl --task dpo --set model.path=MODEL --limit 5",
+        "dstrain data show chats.jsonl --recipe sft.yaml > shown.txt",
+    ),
     "dstrain data check": (
         "dstrain data check pairs.jsonl --task rm",
         "dstrain data check answers.jsonl --task sft --set data.columns.text=completion",

@@ -227,11 +227,14 @@ FOLDER_TASK_OPTION = click.option(
     help="Packaged task, or the task file of the run: code in the folder is not run by itself.",
     shell_complete=complete_names(task_names, or_file=True),
 )
-MODEL_OPTIONS = (
-    click.argument("run_or_model", type=PathArgument(exists=True, path_type=Path)),
+CHECKPOINT_OPTIONS = (
     FOLDER_TASK_OPTION,
     click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(step_names), help="Checkpoint of a run; last if there is no best."),
     set_option("Override a recipe key, such as batch.micro=8; repeatable."),
+)  # fmt: skip
+MODEL_OPTIONS = (
+    click.argument("run_or_model", type=PathArgument(exists=True, path_type=Path)),
+    *CHECKPOINT_OPTIONS,
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
         shell_complete=complete_names(preset_names, or_file=True),
@@ -240,7 +243,7 @@ MODEL_OPTIONS = (
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
 MODEL_OPTION_NAMES = ("task", "step", "overrides", "ds_config")
-SAMPLING_OPTIONS = (
+TOKEN_OPTIONS = (
     click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), help="Maximum number of tokens per answer."),
     click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0 decodes greedily."),
     click.option(
@@ -248,6 +251,9 @@ SAMPLING_OPTIONS = (
         help="Nucleus sampling: sample from the most likely tokens with this total probability.",
     ),
     click.option("--seed", default=0, type=click.IntRange(0), help="Random seed for sampling."),
+)  # fmt: skip
+SAMPLING_OPTIONS = (
+    *TOKEN_OPTIONS,
     click.option("--num-samples", "--num_samples", default=1, type=click.IntRange(1), help="Answers to each prompt; several need a temperature above 0."),
     click.option("--batch", default=8, type=click.IntRange(1), help="Answers per batch."),
 )  # fmt: skip

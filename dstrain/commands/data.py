@@ -1,11 +1,16 @@
-"""dstrain data check: every bad record of a file."""
+"""dstrain data: check, every bad record of a file; show, records as the model sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
+import click
+
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
-from dstrain.config.schema import DatasetConfig
+from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.conversations import describe_missing_end
 from dstrain.data.encoding.template_check import describe_lost
@@ -15,7 +20,7 @@ from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_so
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
-from dstrain.errors import TaskError
+from dstrain.errors import Fault, RecipeError, TaskError, escape_controls
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks import make_task
 from dstrain.tasks.common.record_task import RecordTask
@@ -88,3 +93,105 @@ def show_validation(validation: ValidationReport, show_all: bool = False, is_ter
     told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""
     total = f"{validation.num_valid} good records, {validation.read - validation.num_valid} bad{told}"
     return "\n".join(lines), "\n".join([total, *describe_columns(validation.columns)])
+
+
+def show_file(
+    file: str, recipe: str | None, task: str | None, overrides: Sequence[str], limit: int, use_color: bool
+) -> Iterator[str]:
+    """Yield the first `limit` records of a file as the model sees them, one text for each, then the packed row.
+
+    Learnt tokens are green with `use_color`, else between \u27e6 and \u27e7. Raises RecipeError without a tokenizer, TaskError.
+    """
+    if recipe is None:
+        config = read_recipe(None, overrides, task).config
+    else:
+        config = resolve_recipe(TrainRequest(recipe=recipe, task=task, overrides=overrides)).config
+    changes = {"train": [TrainDatasetConfig(path=file)], "eval": None, "eval_fraction": 0.0, "max_samples": limit}
+    data = config.data.model_copy(update=changes | {"on_error": "skip"})
+    made = make_task(config.model_copy(update={"data": data}))
+    if not isinstance(made, TextTask) or not made.reads_text:
+        raise TaskError(f"task {config.task}: its records are not texts; `dstrain data check` lists the bad ones")
+    if not made.model_source.is_named and not made.has_own_tokenizer:
+        raise RecipeError(
+            Fault("model.path", "is not set, and the tokens depend on the model", "add --set model.path=FOLDER")
+        )
+    source = made.open_sources(made.training_items)
+    store = made.build_store(source)
+    for row in store.report.bad:
+        yield f"--- {row.location}: cannot be used: {row.reason}"
+    examples = [store[index] for index in range(len(store))]
+    for example in examples:
+        yield _show_example(made, source.location(example["sample"]), example, use_color)
+    counts = {"kept": store.report.kept, "cuts": store.report.cuts}
+    yield from (f"--- {line}" for line in (describe_cuts(counts), *describe_lost(counts)) if line)
+    if examples:
+        yield _show_batch(made, examples)
+
+
+def _show_example(task: TextTask, location: str, example: Mapping[str, Any], use_color: bool) -> str:
+    lines, names = list[str](), [name for name in task.token_columns if name in example]
+    images = [f"{one.name}, {one.width} x {one.height}" for one in example.get("images", ())]
+    for name in names:
+        ids, mask = [int(token) for token in example[name]], _loss_mask(name, example)
+        counts = f"{len(ids)} tokens" + ("" if mask is None else f", {sum(mask)} of them learnt")
+        lines.append(f"--- {location}{f', {name}' * (len(names) > 1)}: {counts}")
+        lines.append(_show_tokens(task, ids, mask, images, use_color))
+    lines += [f"image {number}: {image}" for number, image in enumerate(images, 1)]
+    numbers = [f"{name} {example[name]:g}" for name in ("margin", "desirable", "label") if name in example]
+    return "\n".join([*lines, *([", ".join(numbers)] if numbers else [])])
+
+
+def _loss_mask(name: str, example: Mapping[str, Any]) -> list[bool] | None:
+    """Return which tokens of a column are learnt; None where the example does not say it."""
+    mask = example.get("loss_mask" if name == "input_ids" else f"{name}_loss_mask")
+    if mask is not None:
+        return [bool(value) for value in mask]
+    if "ends" in example:  # of a process reward model: the last token of each step
+        ends = {int(place) for place in example["ends"]}
+        return [place in ends for place in range(len(example[name]))]
+    if "prompt_length" in example:
+        return [place >= int(example["prompt_length"]) for place in range(len(example[name]))]
+    return None
+
+
+def _show_tokens(
+    task: TextTask, ids: Sequence[int], mask: Sequence[bool] | None, images: Sequence[str], use_color: bool
+) -> str:
+    """Return the text of the tokens, with those that are learnt marked, and each run of image tokens in short."""
+    processor, tokenizer = task.model_source.vision_processor, task.tokenizer
+    related = frozenset[int]() if processor is None else processor.image_related_ids
+    kinds = [(token in related, bool(mask is not None and mask[place])) for place, token in enumerate(ids)]
+    runs = [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), lambda one: one[1])]
+    num_images = sum(kind[0] for kind, _ in runs)
+    text, shown, start = "", 0, 0
+    for (is_image, is_learnt), places in runs:
+        # Of the whole beginning: a tokenizer may write no blank before the first token of a text.
+        end = places[-1] + 1
+        part = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:start])) :]
+        if is_image:
+            shown += 1
+            name = images[shown - 1] if num_images == len(images) else "a part of an image"
+            part = f"<{name}: {len(places)} tokens>"
+        part, start = escape_controls(part), end
+        if is_learnt:
+            part = click.style(part, fg="green") if use_color else f"\u27e6{part}\u27e7"
+        text += part
+    return text
+
+
+def _show_batch(task: TextTask, examples: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the records form a micro-batch."""
+    mode = task.packing
+    if not mode.is_packed:
+        return f"--- {mode.message or 'batches are padded, not packed: batch.packing is false'}"
+    size = min(task.recipe.batch.micro or len(examples), len(examples))
+    groups = task.collate(examples[:size]).groups
+    sizes = [
+        f"{group.prefix} + ({', '.join(map(str, group.branches))})"
+        if group.prefix
+        else " + ".join(map(str, group.branches))
+        for group in groups
+    ]
+    total = sum(group.tokens for group in groups)
+    shared = "; a prefix + (its answers) is computed once" * any(group.prefix for group in groups)
+    return f"--- packed row of {size} record{'s' * (size != 1)}: {total} tokens without padding: {', '.join(sizes)}{shared}"

@@ -227,7 +227,8 @@ def _check_exportable(loaded: LoadedModel, merge_lora: bool) -> None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
     base = recipe.model
     known = _is_transformers_model(loaded.model)
-    is_in_folder = base.path is not None and base.init is None and read_adapter(base.path) is None and known
+    is_merged = read_adapter(base.path) is not None and not (base.lora and not base.lora.create_new_adapter)
+    is_in_folder = base.path is not None and base.init is None and not is_merged and known
     if base.lora is not None and not merge_lora and not is_in_folder:
         raise UsageError(
             "the base weights of its adapters are in no folder (model.config, model.init, a custom module, or an adapter "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.trained_model import (
+    LoadedModel,
     ModelSelector,
     SavedModel,
     hash_weights,
@@ -83,12 +84,12 @@ class GenerateJob:
         if self.images and not self.texts:
             raise UsageError("--image needs a --prompt; give one, or write image and question into a --data file")
         found = self._find_model()
-        source = _get_text_task(found).model_source
+        source = get_text_task(found).model_source
         if self.images and not source.is_multimodal:
             kind = source.config.model_type
             raise UsageError(f"--image: {kind} is a text-only model; leave the option out")
         for text in self.texts:
-            self._parse_prompt(_get_text_task(found), text)
+            self._parse_prompt(get_text_task(found), text)
         return found.task.recipe
 
     def _find_model(self) -> SavedModel:
@@ -99,15 +100,15 @@ class GenerateJob:
             else [f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0"]
         )
         found = self.selector.find_model(*own)
-        _get_text_task(found)
+        get_text_task(found)
         return found
 
     def prepare(self, world_size: int, device: Device) -> PreparedGeneration:
         quiet_libraries()
         found = self._find_model()
-        task = _get_text_task(found)
+        task = get_text_task(found)
         found.check_loadable()
-        limit = self._max_prompt_tokens(task)
+        limit = max_prompt_tokens(task, self.sampling.get("max_new_tokens", 0))
         asked = [self._parse_prompt(task, text) for text in self.texts]
         encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
         prompts = [_check_prompt(item, "--prompt") for item in encoded]
@@ -124,7 +125,7 @@ class GenerateJob:
         from dstrain.train.engine.base import ForwardEngine
         from dstrain.train.generate import SamplingParams, generate_answers
 
-        task = _get_text_task(prepared.saved_model)
+        task = get_text_task(prepared.saved_model)
         model = load_saved_model(prepared.saved_model, prepared.ds_config, world)
         engine = ForwardEngine(unwrap_peft(model), prepared.ds_config, world)
         count = self.num_samples
@@ -149,26 +150,25 @@ class GenerateJob:
             for at, prompt in zip(range(0, len(texts), count), prepared.prompts, strict=True)
         ]
 
-    def _max_prompt_tokens(self, task: TextTask) -> int | None:
-        """Return the maximum number of tokens of a prompt. Raises UsageError where none is left."""
-        data, places = (
-            task.recipe.data,
-            getattr(task.model_source.config.get_text_config(), "max_position_embeddings", None),
-        )
-        if not isinstance(places, int):
-            return data.max_prompt_length
-        room = places - self.sampling.get("max_new_tokens", 0)
-        if room < 1:
-            asked = f"--max-new-tokens {self.sampling['max_new_tokens']}"
-            raise UsageError(f"{asked}: the model has {places} positions, prompt included; ask for fewer")
-        return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
-
     def _parse_prompt(self, task: TextTask, text: str) -> RecordWithImages[ParsedPrompt]:
         try:
             record = {"question": text, "images": [*self.images]} if self.images else {"prompt": text}
             return PromptReader(task).parse(record)
         except BadRecord as fault:
             raise UsageError(f"--prompt: {fault.reason}") from None
+
+
+def max_prompt_tokens(task: TextTask, max_new_tokens: int) -> int | None:
+    """Return the maximum number of tokens of a prompt; None: any. Raises UsageError where none is left."""
+    data = task.recipe.data
+    positions = getattr(task.model_source.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return data.max_prompt_length
+    room = positions - max_new_tokens
+    if room < 1:
+        asked = f"--max-new-tokens {max_new_tokens}"
+        raise UsageError(f"{asked}: the model has {positions} positions, prompt included; ask for fewer")
+    return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
@@ -185,12 +185,12 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
     return "\n".join(blocks)
 
 
-def _get_text_task(saved: SavedModel) -> TextTask:
-    """Return the model's task. Raises TaskError where it does not generate text."""
+def get_text_task(saved: SavedModel | LoadedModel, needs_generation: bool = True) -> TextTask:
+    """Return the model's task. Raises TaskError where it does not generate text, or without that need reads none."""
     task = saved.task
     if not isinstance(task, TextTask):
         raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
-    if not task.model_source.can_generate:
+    if needs_generation and not task.model_source.can_generate:
         raise TaskError(
             f"task {task.recipe.task}: a reward model does not generate text; `dstrain evaluate` shows its metrics"
         )

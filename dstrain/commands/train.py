@@ -45,13 +45,7 @@ def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dr
     launch = _plan_request(request, recipe, run_dir, launch_options)
     if not isinstance(launch, SlurmLaunch) and (line := cpu_overload_warning(launch)):
         log_stderr(f"warning: {line}")
-    # Before any process starts: a fault costs seconds here, minutes on a cluster.
-    task, device = make_task(recipe.config), detect_device(launch)
-    start = _guess_start(recipe.config, run_dir, resume, launch, device)
-    ds_config = check_launch(task, start, run_dir, launch.world_size, device)
-    check_data(task, start, resume.allowed_keys)
-    if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders
-        check_offload_folders(ds_config, run_dir)
+    task, device, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch)
     if dry_run:
         if start.auto:
             log_stderr(start.auto)
@@ -74,6 +68,61 @@ def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dr
     if code == EXIT_FAILED and 0 in launch.ranks and has_progress(run_dir):
         rewrite_report(run_dir)  # rank 0 may have been killed before it wrote the last page
     return code
+
+
+def _check_before_launch(
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch
+) -> tuple[Task, Device, Start, dict[str, Any]]:
+    """Check all that needs no torch; return what a run will probably start with, and its DeepSpeed JSON.
+
+    Before any process starts: a fault costs seconds here, minutes on a cluster.
+    """
+    task, device = make_task(recipe.config), detect_device(launch)
+    start = _guess_start(recipe.config, run_dir, resume, launch, device)
+    ds_config = check_launch(task, start, run_dir, launch.world_size, device)
+    check_data(task, start, resume.allowed_keys)
+    if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders
+        check_offload_folders(ds_config, run_dir)
+    return task, device, start, ds_config
+
+
+def train_in_process(request: TrainRequest) -> int:
+    """Train in this process, after the checks of `launch_training`. Returns the exit code; raises DstrainError.
+
+    Output stays where it is, so that there are no logs of ranks. The environment is restored.
+    """
+    from dstrain.train.health.signals import SignalHandler, run_with_signals
+
+    recipe = resolve_recipe(request)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    run_dir, worker = get_run_dir(request, recipe.name), Worker(0, 0, 1, "dstrain", 1, names)
+    resume = ResumeOptions(request.resume, request.allowed_changes)
+    _check_before_launch(recipe, run_dir, resume, _plan_request(request, recipe, run_dir, {"num_gpus": 1}))
+    is_new, environment = not run_dir.exists(), dict(os.environ)
+    check_run_dir_writable(run_dir)
+
+    def run(signal_handler: SignalHandler) -> int:
+        from dstrain.train.build_run import run_training
+        from dstrain.train.plan import make_plan
+        from dstrain.train.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
+        plan = make_plan(recipe, run_dir, resume, worker, rendezvous)
+        return run_training(replace(plan, launch_id=lease.launch_id), None, signal_handler, rendezvous)
+
+    try:
+        with Lease(run_dir) as lease, SignalHandler() as signal_handler:
+            lease.acquire()
+            lease.on_lost = lambda reason: setattr(signal_handler, "received_signal", "SIGTERM")
+            return run_with_signals(run, signal_handler, run_dir)
+    except UsageError:
+        if is_new and not has_progress(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    finally:
+        # Later commands must not take this process for a rank.
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, device: Device) -> Start:

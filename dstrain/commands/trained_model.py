@@ -41,8 +41,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 PROCESSOR_CONFIG = "processor_config.json"
 REPLICATED_DS_CONFIG = {"zero_optimization": {"stage": 0}}
 """DeepSpeed JSON of a model that is replicated on every process."""
-BASE_MODEL_KEYS = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
+BASE_MODEL_KEYS = ("revision", "config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """Keys of an exported model's recipe that describe its starting weights, not the exported ones."""
+NO_KWARGS = "model.chat_template_kwargs={}"
+"""The saved template has them."""
 MODULE_OVERRIDES = ["model.lora=null", "model.init=null", "model.freeze=[]"]
 """The same for the export of a module that is not a transformers model."""
 TIE_CONFLICT_ERROR = "has two values for weights that the config ties; name its base model: --set model.path=FOLDER"
@@ -134,13 +136,13 @@ class SavedModel:
         recorded = checkpoint.run_info.get("inputs", {})
         # Another path than the run's is the user's word.
         if model.path and model.path == checkpoint.run_info.get("recipe", {}).get("model", {}).get("path"):
-            digest = config_fingerprint(model.path)
+            digest = config_fingerprint(model.path, model.revision)
             for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
                 fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
                 raise UsageError(Fault(model.path, f"{what} (step {checkpoint.step})", fix))
         if not isinstance(self.task, TextTask) or str(own.resolve()) not in (model.tokenizer, model.processor):
             return
-        if self.task.has_own_tokenizer or model.chat_template is not None:
+        if self.task.has_own_tokenizer or model.chat_template is not None or model.chat_template_kwargs:
             return
         for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": self.task.tokenizer_digest}}):
             fix = f"copy the folder from the run again, or name a tokenizer: --set {key}=FOLDER"
@@ -224,7 +226,7 @@ def _make_export_task(folder: Path, overrides: Sequence[str], task: str | None) 
     if is_module_export(folder):
         own = MODULE_OVERRIDES
     elif not (folder / ADAPTER_CONFIG).is_file():
-        own = [f"model.path={here}", *(f"model.{key}=null" for key in BASE_MODEL_KEYS), "model.freeze=[]"]
+        own = [f"model.path={here}", *(f"model.{key}=null" for key in BASE_MODEL_KEYS), "model.freeze=[]", NO_KWARGS]
     elif recipe_file.is_file():
         own = _tokenizer_overrides(folder)
     else:
@@ -240,8 +242,8 @@ def _tokenizer_overrides(folder: Path) -> list[str]:
     """Return --set arguments for a folder's tokenizer and chat template, or for its processor."""
     here = json.dumps(str(folder.resolve()))
     if (folder / PROCESSOR_CONFIG).is_file():
-        return [f"model.processor={here}", "model.tokenizer=null", "model.chat_template=null"]
-    return [f"model.tokenizer={here}", "model.chat_template=null"]
+        return [f"model.processor={here}", "model.tokenizer=null", "model.chat_template=null", NO_KWARGS]
+    return [f"model.tokenizer={here}", "model.chat_template=null", NO_KWARGS]
 
 
 def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str | None) -> SavedModel:

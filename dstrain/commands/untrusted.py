@@ -358,7 +358,7 @@ def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]
         problem = f"'{base}' does not exist any more, and {reason}"
         raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
     check_folder(saved_config, run_dir=run_dir)
-    found = [f"model.path={json.dumps(str(saved_config.resolve()))}"]
+    found = [f"model.path={json.dumps(str(saved_config.resolve()))}", "model.revision=null"]
     task = find_task(config.task) if config.task in builtin_tasks() else None
     if task is not None and issubclass(task, ReferenceTask) and not config.options.get("ref_model"):
         found.append(f"options.ref_model={json.dumps(base)}")  # also gone: reported where it is needed

@@ -67,6 +67,10 @@ def _check_data(config: RunConfig) -> Iterator[Violation]:
     if config.eval.generate is not None and data.eval is None and not data.eval_fraction:
         yield ("eval", "generate"), "is set, but no data is held out", "set data.eval or data.eval_fraction"
 
+    if config.eval.patience and not (data.eval or data.eval_fraction):
+        problem = "needs evaluations, but there is no held-out data"
+        yield ("eval", "patience"), problem, "set data.eval or data.eval_fraction, or remove it"
+
 
 def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     if config.steps is not None and config.epochs is not None:
@@ -83,6 +87,15 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
             f"is {optim.warmup:g} of only {config.steps} steps",
             "lower it, or give a fraction below 1",
         )
+    if optim.loraplus_lr_ratio is None and optim.loraplus_lr_embedding != 1.0e-6:
+        yield (
+            ("optim", "loraplus_lr_embedding"),
+            "has no effect without optim.loraplus_lr_ratio",
+            "set that, or remove it",
+        )
+    if config.model.neftune_noise_alpha is not None and config.parallel.sequence > 1:
+        problem = f"is set while parallel.sequence is {config.parallel.sequence}: each process would draw other noise"
+        yield ("model", "neftune_noise_alpha"), problem, "remove one of them"
     if optim.lr == 0 and any(group.lr for group in optim.groups.values()):
         yield (
             ("optim", "lr"),

@@ -123,6 +123,10 @@ class LoraConfig(Section):
     """Names of the modules that get an adapter."""
     dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
+    use_rslora: bool = False
+    """Rank-stabilized LoRA: the update is multiplied by alpha / sqrt(rank) (arXiv 2312.03732)."""
+    create_new_adapter: bool = True
+    """Where `path` is an adapter folder. true: its adapter is merged into the base, and a new one is trained; false: its adapter is trained on, with the folder's rank, alpha and targets."""
 
 
 class TokenizerConfig(Section):
@@ -148,6 +152,8 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Local folder or Hub id of a transformers model."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a Hub id in `path`; of its config, weights, tokenizer and processor. Empty: main."""
     config: dict[str, Any] | None = None
     """Instead of `path`: a transformers config (with `model_type`) to build a model from scratch."""
     tokenizer: str | TokenizerConfig | None = None
@@ -156,6 +162,8 @@ class ModelConfig(Section):
     """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as {enable_thinking: false}, in training, generation, scoring and chats. The exported template has them as defaults, which a server may override."""
     init: str | None = None
     """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -166,6 +174,8 @@ class ModelConfig(Section):
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None
     """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize]; int8 also a ZeRO stage below 3."""
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
+    """NEFTune: uniform noise on the token embeddings in training, of at most this over sqrt(tokens of the sequence x hidden size) (arXiv 2310.05914)."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
     router_aux_loss_coef: NonNegativeFloat | None = None
@@ -325,6 +335,10 @@ class OptimConfig(Section):
     """Multiply lr by (batch.total / scale_lr_base), or by its square root."""
     scale_lr_base: PositiveInt = 256
     """Samples of a step that lr was tuned for."""
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = None
+    """LoRA+: the learning rate of the adapters' B matrices is this many times lr (arXiv 2402.12354)."""
+    loraplus_lr_embedding: NonNegativeFloat = 1.0e-6
+    """With loraplus_lr_ratio: learning rate of adapters on embeddings."""
     groups: dict[str, GroupConfig] = {}
     """Name, glob, or vision, projector, language -> lr and weight_decay of these parameters: {"*.embed_tokens": {lr: 1e-6}}."""
 
@@ -391,6 +405,8 @@ class EvalConfig(Section):
     """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
     """min: lower values of the metric are better; max: higher values."""
+    patience: PositiveInt | None = None
+    """Early stopping: end the run after this many evaluations in a row without a better metric. Empty: never."""
     generate: GenerateConfig | None = None
     """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal do without it."""
 

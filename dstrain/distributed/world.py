@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -234,10 +235,15 @@ def joined_world(device: torch.device, timeout: timedelta, store: Any = None) ->
 
 
 def destroy_process_groups() -> None:
-    """Destroy all process groups of this process, if there are any."""
+    """Destroy all process groups of this process, if there are any, with DeepSpeed's references to them."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    comm = sys.modules.get("deepspeed.comm")
+    if comm is not None and comm.is_initialized():  # a later run in this process would use its groups
+        comm.destroy_process_group()
+    else:
         dist.destroy_process_group()
 
 

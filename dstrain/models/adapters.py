@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str], seed: int) -> PeftModel:
+def add_adapters(
+    model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str], seed: int, revision: str | None = None
+) -> PeftModel:
     """Wrap the model with adapters initialized from the seed. All but them and the new `heads` is frozen.
 
-    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero. DoRA (Liu et
-    al., arXiv 2402.09353, eq. 5) also trains the norm of W's columns. Raises RecipeError where no module has a name in
-    `lora.targets`. Collective under ZeRO-3.
+    `revision`: of a base model on the Hub, which the saved adapter names.
+
+    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero; rsLoRA
+    (Kalajdzievski, arXiv 2312.03732): alpha / sqrt(rank). DoRA (Liu et al., arXiv 2402.09353, eq. 5) also trains
+    the norm of W's columns. Raises RecipeError where a name in `lora.targets` is no module's. Collective under ZeRO-3.
     """
     import torch
 
@@ -44,6 +48,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
+    check_targets(model, lora)
     module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     settings = PeftConfig(
         r=lora.rank,
@@ -51,6 +56,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
         use_dora=lora.dora,
+        use_rslora=lora.use_rslora,
         modules_to_save=[name for name in heads if name in module_names] or None,
     )
     # Right before peft draws the A matrices: nothing drawn earlier changes them.
@@ -58,14 +64,80 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
     try:
         with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
             warnings.simplefilter("ignore", FutureWarning)
-            wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
+            wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False, revision=revision)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
-        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
+        raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model))) from error
     _cast_as_shards(wrapped)
     limit_input_grads(model)
     return wrapped
+
+
+def check_targets(model: torch.nn.Module, lora: LoraConfig) -> None:
+    """Raise RecipeError with each name in `lora.targets` that is no module's. The model may be on the meta device.
+
+    peft takes a list in which one of the names matches.
+    """
+    if isinstance(lora.targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
+        return
+    names = [name for name, _ in model.named_modules()]
+    unknown = [
+        target for target in lora.targets if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if unknown:
+        problem = f"{first_names(unknown)} {'is' if len(unknown) == 1 else 'are'} not in the model"
+        raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model)))
+
+
+def _suggest_targets(model: torch.nn.Module) -> str:
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = torch.nn.Linear | torch.nn.Embedding | Conv1D
+    names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
+    return f"these would match: {', '.join(sorted(names))}"
+
+
+def continue_adapter(
+    model: torch.nn.Module, adapter: Adapter, heads: Sequence[str], dropout: float, seed: int
+) -> PeftModel:
+    """Wrap the model with the adapter of a folder, to train it on. All but it and the `heads` is frozen.
+
+    Heads that the adapter's file does not hold are those of the model. `seed`: of the values that peft draws before
+    they are replaced. Raises RecipeError where the adapter does not fit. Collective under ZeRO-3.
+    """
+    import torch
+
+    module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    saved = [*adapter.modules_to_save, *(name for name in heads if name in module_names)]
+    more = {"lora_dropout": dropout, "modules_to_save": [*dict.fromkeys(saved)] or None}
+    torch.manual_seed(seed)
+    wrapped, targets = _match_tensors(model, adapter, more, heads)
+    _cast_as_shards(wrapped)
+    stored = open_tensors([adapter.weights_file])
+    for name, target in targets.items():  # sorted: the same order on every rank, as assign is collective
+        assign(target, stored[name].read)
+    limit_input_grads(model)
+    return cast("PeftModel", wrapped)
+
+
+def add_reference_adapter(model: Any, adapter: Adapter) -> None:
+    """Add the adapter of a folder to a PeftModel once more, frozen: the initial policy. Collective under ZeRO-3.
+
+    `use_reference` computes with it.
+    """
+    from peft import get_peft_model_state_dict
+
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    model.add_adapter(REFERENCE_ADAPTER, model.peft_config["default"], autocast_adapter_dtype=False)
+    _cast_as_shards(model)
+    state = model.state_dict(keep_vars=True)
+    targets = get_peft_model_state_dict(model, state, REFERENCE_ADAPTER, save_embedding_layers=False)
+    stored = open_tensors([adapter.weights_file])
+    for name, target in sorted(targets.items()):
+        assign(target, stored[name].read if name in stored else None)
+    for name, parameter in model.named_parameters():  # add_adapter makes the new one trainable
+        parameter.requires_grad_(requires_grad.get(name, False))
 
 
 def _cast_as_shards(model: torch.nn.Module) -> None:
@@ -81,16 +153,25 @@ def _cast_as_shards(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.to(sharded.dtype)
 
 
-@contextmanager
-def adapters_disabled(model: Any) -> Iterator[None]:
-    """Run the model (a PeftModel) without its adapters inside the context. Leaves `requires_grad` unchanged.
+REFERENCE_ADAPTER = "reference"
+"""Name of the adapter of `add_reference_adapter` in a PeftModel."""
 
-    peft's own `disable_adapter` makes every adapter trainable on exit, also those that `model.freeze` froze
+
+@contextmanager
+def use_reference(model: Any) -> Iterator[None]:
+    """Run the model (a PeftModel) as it was before training: without adapters, or with REFERENCE_ADAPTER.
+
+    Leaves `requires_grad` unchanged. peft's own `disable_adapter` makes every adapter trainable on exit, also those that `model.freeze` froze
     (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
     """
     saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with model.disable_adapter():
+    if REFERENCE_ADAPTER in model.peft_config:
+        model.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
         yield
+        model.set_adapter("default")
+    else:
+        with model.disable_adapter():
+            yield
     for parameter, requires_grad in saved:
         parameter.requires_grad_(requires_grad)
 
@@ -141,8 +222,13 @@ def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
     return merged
 
 
-def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError."""
+def _match_tensors(
+    model: Any, adapter: Adapter, more: Mapping[str, Any] | None = None, heads: Sequence[str] = ()
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError.
+
+    `more`: settings for peft besides the folder's. `heads`: modules that the file need not hold.
+    """
     preload_bitsandbytes()
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model, get_peft_model_state_dict
@@ -152,13 +238,20 @@ def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.T
     try:
         with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
             warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, PeftConfig(**_without_saved_modules(adapter)))
+            settings = PeftConfig(**_without_saved_modules(adapter), **(more or {}))
+            autocast = more is None  # to merge in fp32
+            wrapped = get_peft_model(
+                model, settings, autocast_adapter_dtype=autocast, revision=None if autocast else adapter.revision
+            )
     except (ValueError, TypeError) as error:
         no_targets = "Target modules" in str(error)
         reason = "the model has none of the modules that it adapts" if no_targets else str(error)
         raise _mismatch_error(adapter, reason) from error
-    targets = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    state = wrapped.state_dict(keep_vars=True)  # parameters: ZeRO-3 gathers them
+    targets = get_peft_model_state_dict(wrapped, state, save_embedding_layers=False)
     saved = {name: named.get(_model_key(name)) for name in stored if name not in targets}  # modules_to_save
+    new = {name for name in targets if name not in stored and {*_model_key(name).split(".")} & {*heads}}
+    targets = {name: target for name, target in targets.items() if name not in new}
     missing = sorted(targets.keys() - stored.keys())
     unexpected = sorted(_model_key(name) for name, target in saved.items() if target is None)
     if missing or unexpected:

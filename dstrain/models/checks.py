@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
-from dstrain.models.adapters import check_adapter
+from dstrain.models.adapters import check_adapter, check_targets
 from dstrain.models.attention.model_types import attends_both_ways, length_limit
 from dstrain.models.folder import (
     ADAPTER_CONFIG,
@@ -21,7 +21,7 @@ from dstrain.models.folder import (
     Adapter,
     check_hub_code,
     find_tokenizer_files,
-    find_tokenizer_folder,
+    find_tokenizer_place,
     is_bidirectional,
     is_local_path,
     max_learned_positions,
@@ -29,6 +29,7 @@ from dstrain.models.folder import (
     missing_folder_fault,
     quantized_fault,
     read_adapter,
+    revision_faults,
     wrong_size_fault,
 )
 from dstrain.models.init_weights import check_init
@@ -64,6 +65,8 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
     rejected when transformers loads it.
     """
     model = config.model
+    if faults := revision_faults(model):
+        return faults
     if model.path is None:
         return (
             []
@@ -234,7 +237,7 @@ def _check_tokenizer(model: ModelConfig) -> list[Fault]:
         return _check_tokenizer_files(model.processor, "model.processor")
     if model.tokenizer is not None:
         return _check_tokenizer_files(model.tokenizer, "model.tokenizer") if isinstance(model.tokenizer, str) else []
-    return _check_tokenizer_files(find_tokenizer_folder(model.path) or "", "model.path")
+    return _check_tokenizer_files(find_tokenizer_place(model)[0] or "", "model.path")
 
 
 def _check_tokenizer_files(name: str, key: str) -> list[Fault]:
@@ -387,6 +390,9 @@ class ModelValidator:
         self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
+        lora = self._model.lora
+        if lora is not None and lora.create_new_adapter:
+            check_targets(meta_model, lora)
         if adapter is not None:  # last: it makes the meta model unusable
             check_adapter(meta_model, adapter)
 
@@ -417,7 +423,17 @@ class ModelValidator:
     def _iter_info_messages(self, adapter: Adapter | None) -> Iterator[str]:
         path = self._model.path
         if adapter is not None:
-            yield f"{path} is a LoRA adapter of {adapter.base_model}: it is merged into these weights on loading"
+            lora = self._model.lora
+            line = f"{path} is a LoRA adapter of {adapter.base_model}: it is "
+            if lora is not None and not lora.create_new_adapter:
+                yield f"{line}trained on (rank {lora.rank}, alpha {lora.alpha:g}), since model.lora.create_new_adapter is false"
+                return
+            line += "merged into these weights on loading"
+            yield (
+                line
+                if lora is None
+                else (f"{line}, and a new adapter is trained; model.lora.create_new_adapter: false trains this one on")
+            )
         if self.newly_initialized:
             keys = f"{first_names(self.newly_initialized)} (the files of {path} have no such head)"
             yield f"newly initialized from seed {self.recipe.seed}: {keys}"

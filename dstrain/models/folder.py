@@ -42,6 +42,15 @@ def missing_folder_fault(name: str, key: str) -> Fault:
     return Fault(key, problem, f"give an existing folder or a hub id (working directory: {Path.cwd()})")
 
 
+def revision_faults(model: ModelConfig) -> list[Fault]:
+    """Return the fault of a revision of something that has none: a local folder, or a model from scratch."""
+    path = model.path
+    if model.revision is None or (path and not is_local_path(path) and not os.path.isdir(os.path.expanduser(path))):
+        return []
+    what = "model.path is not set" if path is None else f"'{path}' is a local folder"
+    return [Fault("model.revision", f"is '{model.revision}', but {what}", "remove it: only Hub ids have revisions")]
+
+
 SIZE_LIMITS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 10_000) | dict.fromkeys(
     ("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "d_ff", "num_attention_heads", "n_head",
      "num_heads", "num_key_value_heads", "head_dim", "vocab_size", "patch_size", "image_size"), 10**9,
@@ -240,6 +249,8 @@ class Adapter:
     """Values of LORA_SETTINGS, for peft's LoraConfig."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that its file holds completely."""
+    revision: str | None = None
+    """Branch, tag or commit of `base_model` on the Hub."""
 
     @property
     def weights_file(self) -> Path:
@@ -260,13 +271,22 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
     if fault := _find_merge_problem(folder, values):
         raise RecipeError(Fault(key, f"{about}, {fault[0]}", fault[1]))
     settings = {name: values[name] for name in LORA_SETTINGS if values.get(name) is not None}
-    return Adapter(folder, str(base), settings, tuple(map(str, values.get("modules_to_save") or ())))
+    revision = values.get("revision")
+    return Adapter(
+        folder=folder,
+        base_model=str(base),
+        settings=settings,
+        modules_to_save=tuple(map(str, values.get("modules_to_save") or ())),
+        revision=revision if isinstance(revision, str) and revision and not is_local_path(str(base)) else None,
+    )
 
 
 def resolve_base_model(model: ModelConfig) -> ModelConfig:
     """Return the config with its base model as path if `model.path` is an adapter folder, else the config itself."""
     adapter = read_adapter(model.path)
-    return model if adapter is None else model.model_copy(update={"path": adapter.base_model})
+    if adapter is None:
+        return model
+    return model.model_copy(update={"path": adapter.base_model, "revision": adapter.revision})
 
 
 def _peft_type(values: Mapping[str, Any]) -> str:
@@ -368,10 +388,12 @@ def find_tokenizer_files(folder: Path) -> list[Path]:
     return named + [file for pattern in ("*.tiktoken", "*.spm", "tokenizer.model.v*") for file in folder.glob(pattern)]
 
 
-def find_tokenizer_folder(path: str | None) -> str | None:
-    """Return the folder or hub id with the tokenizer of `model.path`.
+def find_tokenizer_place(model: ModelConfig) -> tuple[str | None, str | None]:
+    """Return the folder or hub id with the tokenizer of `model.path`, and its revision.
 
     For an adapter, that is its own folder if it holds a tokenizer, else its base model's.
     """
-    adapter = read_adapter(path)
-    return path if adapter is None or find_tokenizer_files(adapter.folder) else adapter.base_model
+    adapter = read_adapter(model.path)
+    if adapter is None or find_tokenizer_files(adapter.folder):
+        return model.path, model.revision
+    return adapter.base_model, adapter.revision

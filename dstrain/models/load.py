@@ -105,8 +105,9 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if model.path is not None:
-        base = resolve_base_model(model).path or ""
-        config = load_pretrained(AutoConfig, base, "model.path", model.trust_remote_code)
+        found = resolve_base_model(model)
+        base = found.path or ""
+        config = load_pretrained(AutoConfig, base, "model.path", model.trust_remote_code, found.revision)
         if faults := check_hub_code(config, base, "model.path", model.trust_remote_code):
             raise RecipeError(faults)
         if fault := quantized_fault(config.to_dict(), "model.path"):  # also of a Hub id, which preflight has not seen
@@ -153,12 +154,12 @@ def _undeclared_settings(config_class: type) -> set[str]:
     return {*re.findall(r'getattr\(\s*(?:self\.)?config, "(\w+)"', Path(spec.origin).read_text(encoding="utf-8"))}
 
 
-def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
+def read_tokenizer(name: str, key: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """Return the tokenizer in a folder or on the Hub. Raises RecipeError where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
-        return load_pretrained(AutoTokenizer, name, key, trust_remote_code)
+        return load_pretrained(AutoTokenizer, name, key, trust_remote_code, revision)
     except RecipeError as error:
         if not Path(name).expanduser().is_dir() or "trust_remote_code" in str(error):
             raise
@@ -171,18 +172,24 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
         raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", fix)) from error
 
 
-def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: bool) -> Any:
-    """Load a folder or Hub id with one of transformers' Auto classes. Raises RecipeError for the recipe's `key`."""
+def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: bool, revision: str | None = None) -> Any:
+    """Load a folder or Hub id with one of transformers' Auto classes. Raises RecipeError for the recipe's `key`.
+
+    `revision`: of a Hub id; None: main.
+    """
     is_local = check_local_folder(name, key)
     if not is_local:
-        check_hub_reachable(name, key)
+        check_hub_reachable(name, key, revision)
     place = str(Path(name).expanduser()) if is_local else name
     try:
         # Without a network huggingface_hub tries again for over a minute.
         with log_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
-            return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code)
+            return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code, **_revision(revision))
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
         reason = _error_reason(error)
+        if revision is not None and "not a valid git identifier" in str(error):
+            problem, fix = f"is '{revision}', which '{name}' does not have", "name a branch, tag or commit of it"
+            raise RecipeError(Fault("model.revision", problem, fix)) from error
         if "trust_remote_code" in str(error):
             fix = "add --set model.trust_remote_code=true if you trust the Python code that comes with it"
         elif "torchvision" in str(error).lower():
@@ -193,7 +200,12 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", fix)) from error
 
 
-def check_hub_reachable(name: str, key: str) -> None:
+def _revision(revision: str | None) -> dict[str, str]:
+    """Return the argument `revision` of `from_pretrained`; nothing for the default branch."""
+    return {} if revision is None else {"revision": revision}
+
+
+def check_hub_reachable(name: str, key: str, revision: str | None = None) -> None:
     """Raise RecipeError where a Hub id is not in the cache and the Hub does not answer one request in time.
 
     transformers repeats its request for each file several times, which takes minutes behind a silent firewall.
@@ -202,9 +214,13 @@ def check_hub_reachable(name: str, key: str) -> None:
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import get_session
 
-    if (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots").is_dir():
+    cached = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    if revision is None and (cached / "snapshots").is_dir():
         return
-    problem = f"'{name}' is not a local folder, and is not in the cache {constants.HF_HUB_CACHE}"
+    if revision is not None and any((cached / part / revision).exists() for part in ("snapshots", "refs")):
+        return
+    what = "it" if revision is None else f"its revision {revision}"
+    problem = f"'{name}' is not a local folder, and {what} is not in the cache {constants.HF_HUB_CACHE}"
     if constants.HF_HUB_OFFLINE:
         fix = "unset HF_HUB_OFFLINE, or give a local folder"
         raise RecipeError(Fault(key, f"{problem}; HF_HUB_OFFLINE forbids a download", fix))
@@ -257,17 +273,18 @@ def _load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, s
     from dstrain.models.meta_init import allow_random_init, is_meta_init
 
     kwargs = _model_kwargs(model)
-    dtype, base = getattr(torch, model.dtype or "float32"), resolve_base_model(model).path or ""
+    dtype, found = getattr(torch, model.dtype or "float32"), resolve_base_model(model)
+    base = found.path or ""
     # Right before the weights are drawn, so that nothing drawn earlier changes them.
     torch.manual_seed(seed)
     if model.path is None:
         loaded = _init_from_scratch(auto_class, config, dtype, kwargs)
     elif not is_meta_init() and not has_weights(Path(base).expanduser()) and allow_random_init(base):
         loaded = _init_from_scratch(auto_class, config, dtype, kwargs)
-        _load_generation_config(loaded, base)
+        _load_generation_config(loaded, base, found.revision)
     elif is_meta_init():
         loaded = auto_class.from_config(config, dtype=dtype, **kwargs)
-        _load_generation_config(loaded, base)
+        _load_generation_config(loaded, base, found.revision)
     else:
         loaded = _load_from_files(auto_class, model, config, {"dtype": dtype, **kwargs})
     return loaded
@@ -278,21 +295,25 @@ def _load_from_files(
 ) -> PreTrainedModel:
     """Load a model from a folder or the Hub; of an adapter folder, its base model with the adapter merged.
 
+    It is not merged where it is trained on (model.lora.create_new_adapter: false).
+
     Raises RecipeError where shapes in the files differ from the config's.
     """
     from dstrain.models.dequantize import dequantized_files
 
-    adapter, name = read_adapter(model.path), resolve_base_model(model).path or ""
+    adapter, found = read_adapter(model.path), resolve_base_model(model)
+    name = found.path or ""
     try:
         place = str(Path(name).expanduser())
         with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
-            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs)
+            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs, **_revision(found.revision))
     except RuntimeError as error:
         if "mismatched" not in str(error):
             raise
         problem = f"weights in '{name}' differ in shape from its config.json"
         raise RecipeError(Fault("model.path", problem, "download the model again")) from error
-    return loaded if adapter is None else merge_adapter(loaded, adapter)
+    is_trained_on = model.lora is not None and not model.lora.create_new_adapter
+    return loaded if adapter is None or is_trained_on else merge_adapter(loaded, adapter)
 
 
 def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:
@@ -367,7 +388,7 @@ def _empty_memory_is_nan() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def _load_generation_config(model: PreTrainedModel, name: str) -> None:
+def _load_generation_config(model: PreTrainedModel, name: str, revision: str | None) -> None:
     """Set the generation config of a model built by `from_config`, as `from_pretrained` does."""
     from transformers import GenerationConfig
 
@@ -375,9 +396,9 @@ def _load_generation_config(model: PreTrainedModel, name: str) -> None:
         return
     folder = str(Path(name).expanduser())
     try:
-        generation_config = GenerationConfig.from_pretrained(folder)
+        generation_config = GenerationConfig.from_pretrained(folder, **_revision(revision))
     except OSError:  # no generation_config.json: transformers derives it from config.json
         generation_config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True
+            folder, config_file_name="config.json", _from_model_config=True, **_revision(revision)
         )
     model.generation_config = generation_config

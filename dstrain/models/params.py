@@ -303,7 +303,7 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
     matrices = muon_param_ids(model) if optim.name == "muon" else frozenset()
     groups: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trainable:
-        group, lr = find_group_and_lr(name, components[name], optim)
+        group, lr = find_group_and_lr(name, components[name], optim, len(full_shape(parameter)))
         decay = optim.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         # As a factor, so that one schedule sets the rates of all groups.
         scale = 1.0 if lr is None else lr / optim.peak_lr if optim.peak_lr else 0.0
@@ -320,10 +320,21 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
     return [ParamGroup(params, *key) for key, params in groups.items()]
 
 
-def find_group_and_lr(name: str, component: str | None, optim: OptimConfig) -> tuple[GroupConfig | None, float | None]:
-    """Return a parameter's recipe group and its peak learning rate; None means the run's rate, known later."""
+def find_group_and_lr(
+    name: str, component: str | None, optim: OptimConfig, dimensions: int
+) -> tuple[GroupConfig | None, float | None]:
+    """Return a parameter's recipe group and its peak learning rate; None means the run's rate, known later.
+
+    `dimensions`: of its shape. With LoRA+ (Hayou et al., arXiv 2402.12354) the rate of B and, as in peft's
+    `create_loraplus_optimizer`, of parameters of one dimension is `loraplus_lr_ratio` times the other one.
+    """
     group = next((group for pattern, group in optim.groups.items() if is_selected(name, component, pattern)), None)
-    return group, optim.lr if group is None or group.lr is None else group.lr
+    lr = optim.lr if group is None or group.lr is None else group.lr
+    if optim.loraplus_lr_ratio is None or lr is None:
+        return group, lr
+    if "lora_embedding_" in name:
+        return group, optim.loraplus_lr_embedding
+    return group, lr * optim.loraplus_lr_ratio if "lora_B" in name or dimensions < 2 else lr
 
 
 ADAMW_UPDATE_RMS = 0.2

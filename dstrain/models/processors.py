@@ -44,14 +44,14 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return known and any(getattr(config, name, None) is not None for name in VISION_CONFIG_KEYS)
 
 
-def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
+def read_processor(name: str, key: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """Load a processor from a folder or the Hub; its tokenizer gets its chat template, and a pad token if it has none.
 
     Raises RecipeError where it cannot be loaded, is only a tokenizer, or is one of UNSUPPORTED_PROCESSORS.
     """
     from transformers import AutoProcessor
 
-    processor = load_pretrained(AutoProcessor, name, key, trust_remote_code)
+    processor = load_pretrained(AutoProcessor, name, key, trust_remote_code, revision)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         problem = f"'{name}' holds a {type(processor).__name__}, not a processor of texts and images"
         raise RecipeError(Fault(key, problem, f"set {PROCESSOR_KEY} to a folder or hub id that has one"))

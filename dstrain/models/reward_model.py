@@ -146,12 +146,12 @@ class AutoRewardModel:
     @staticmethod
     def from_pretrained(name: str, *, config: PretrainedConfig | None = None, **settings: Any) -> PreTrainedModel:
         """Load a generative model or an exported reward model from a folder or the Hub. Collective under ZeRO-3."""
-        trust = settings.get("trust_remote_code", False)
-        config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        trust, revision = settings.get("trust_remote_code", False), settings.get("revision")
+        config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust, revision=revision)
         auto: Any = (
             AutoModelForSequenceClassification if has_classification_class(config) else get_reward_model_class(config)
         )
-        head = _find_score_head(name) if issubclass(auto, RewardModelMixin) else None
+        head = _find_score_head(name, revision) if issubclass(auto, RewardModelMixin) else None
         # Before the model is built: its constructor may draw numbers (see _init_score_head).
         start = torch.get_rng_state()
         with disable_transformers_logging(warnings=head is not None):  # else it warns of the missing head
@@ -188,11 +188,12 @@ def has_separate_score(config: PretrainedConfig) -> bool:
     return issubclass(model_class, RewardModelMixin | GenericForSequenceClassification)
 
 
-def _find_score_head(name: str) -> str | None:
+def _find_score_head(name: str, revision: str | None) -> str | None:
     """Return the path of a head file in a folder or on the Hub, None where there is none."""
     return cached_file(
         name,
         SCORE_HEAD_FILE,
+        revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )

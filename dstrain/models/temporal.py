@@ -316,7 +316,8 @@ class AutoTemporalModel:
     def from_pretrained(self, name: str, *, config: Any = None, **settings: Any) -> PreTrainedModel:
         """Load a temporal model, or a language model with a new encoder, from a folder. Collective under ZeRO-3."""
         settings.pop("trust_remote_code", None)
-        own, wanted = AutoConfig.from_pretrained(name), MODEL_CLASSES[self.stage]
+        own = AutoConfig.from_pretrained(name, revision=settings.get("revision"))
+        wanted = MODEL_CLASSES[self.stage]
         config = own if config is None else config
         # Weights of a language model are one level deeper here.
         renamed = (

@@ -62,6 +62,9 @@ def find_init_files(name: str) -> list[Path]:
     if not os.path.exists(path):  # Path.exists would raise OSError for a name that is too long
         problem = f"{name!r} is neither a file nor a folder (working directory: {Path.cwd()})"
         raise RecipeError(Fault(INIT_KEY, problem, f"give {ACCEPTED_FORMATS}; Hub ids are for model.path"))
+    if (path / "recipe.yaml").is_file() and (path / "checkpoints").is_dir():
+        fix = f"export it (dstrain export {name} --to DIR), then name DIR here, or as model.path"
+        raise RecipeError(Fault(INIT_KEY, f"{name!r} is a run folder", fix))
     files = find_weight_files(path, INIT_KEY) if path.is_dir() else [path]
     if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLE_SUFFIXES)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"
@@ -361,7 +364,7 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
     later starts take the files' hashes from the cache. Raises RecipeError for missing weights.
     """
     if model.path is not None:
-        base = _hash_model(model.path, model.trust_remote_code)
+        base = _hash_model(model.path, model.trust_remote_code, model.revision)
     else:
         libraries = [".".join(version(name).split(".")[:2]) for name in ("torch", "transformers")]
         coarse = ["coarse"] if half_precision_init and model.quantize is None else []
@@ -370,12 +373,30 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
     return hashlib.sha256(f"{base}\n{start}".encode()).hexdigest()
 
 
-def config_fingerprint(name_or_path: str) -> str | None:
-    """Return a hash of a folder's config, or of that of an adapter's base model; None for a Hub id."""
+def config_fingerprint(name_or_path: str, revision: str | None = None) -> str | None:
+    """Return a hash of the config of a folder, of a Hub id's cached files, or of an adapter's base model.
+
+    None for a Hub id that is not in the cache.
+    """
     folder = Path(name_or_path).expanduser()
     if (adapter := read_adapter(name_or_path)) is not None:
-        return config_fingerprint(adapter.base_model)
+        return config_fingerprint(adapter.base_model, adapter.revision)
+    if not folder.is_dir():
+        found = find_cached_config(name_or_path, revision)
+        return None if found is None else _hash_config(found)
     return _hash_config(folder / CONFIG_FILES[0]) if (folder / CONFIG_FILES[0]).is_file() else None
+
+
+def find_cached_config(name: str, revision: str | None = None) -> Path | None:
+    """Return config.json of a Hub id in the cache; the name of its folder is the commit. None where it is not cached."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_FILES[0], revision=revision)
+    except HFValidationError:  # no Hub id
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _hash_config(file: Path) -> str:
@@ -388,25 +409,25 @@ def _hash_config(file: Path) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_model(name_or_path: str, with_code: bool) -> str:
-    """Return the hashes of a folder's files, or the current revision of a Hub id."""
+def _hash_model(name_or_path: str, with_code: bool, revision: str | None = None) -> str:
+    """Return the hashes of a folder's files, or the commit of a Hub id's revision."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        return f"{name_or_path} {_get_hub_revision(name_or_path)}"
+        return f"{name_or_path} {_get_hub_commit(name_or_path, revision)}"
     weights = next((found for pattern in WEIGHT_PATTERNS if (found := [*folder.glob(pattern)])), [])
     own = _hash_files([*weights, *(folder.glob("*.py") if with_code else ())])
     own += "".join(f"\n{name} {_hash_config(folder / name)}" for name in CONFIG_FILES if (folder / name).is_file())
     # The outputs of an adapter depend on its base model too.
     adapter = read_adapter(name_or_path)
-    return own if adapter is None else f"{own}\n{_hash_model(adapter.base_model, with_code)}"
+    return own if adapter is None else f"{own}\n{_hash_model(adapter.base_model, with_code, adapter.revision)}"
 
 
-def _get_hub_revision(name: str) -> str:
-    """Return the commit of a Hub repository, which identifies all its files; in offline mode the cached one."""
+def _get_hub_commit(name: str, revision: str | None) -> str:
+    """Return the commit of a Hub repository's revision, which identifies all its files; in offline mode the cached one."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json"])).name
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
     except Exception as error:  # huggingface_hub's own errors, and those of the network
         reason = " ".join(str(error).split())[:200]
         problem = f"'{name}' is neither a folder nor a reachable hub id ({type(error).__name__}: {reason})"

@@ -630,12 +630,13 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
     """Return the config of a model: the recipe's, a folder's, the Hub cache's or a shipped shape's; None without any."""
     if model.config is not None:
         return model.config
-    name = resolve_base_model(model).path
+    base = resolve_base_model(model)
+    name = base.path
     if name is None:
         problem, fix = "is not set, nor is model.config", "set model.path, or pass --model-shape NAME to plan"
         raise RecipeError(Fault("model.path", problem, fix))
     folder = Path(name).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _find_cached_config(name)
+    file = folder / "config.json" if folder.is_dir() else _find_cached_config(name, base.revision)
     if file is None:
         return _find_hub_shape(name)
     try:
@@ -645,11 +646,14 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _find_cached_config(name: str) -> Path | None:
-    """Return the newest config.json of a Hub id in the Hub's cache."""
+def _find_cached_config(name: str, revision: str | None) -> Path | None:
+    """Return config.json of a Hub id's revision in the Hub's cache; the newest one of a cache without main."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = [*hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")] if name.count("/") == 1 else []
+    place = hub / f"models--{name.replace('/', '--')}"
+    ref = place / "refs" / (revision or "main")
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision or "*"
+    found = [*place.glob(f"snapshots/{commit}/config.json")] if name.count("/") == 1 else []
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 

@@ -38,6 +38,9 @@ class SFT(TextTask):
     assistant_only_loss: bool = True
     """Train on the assistant's turns only, end of turn included; false: on every token of every role."""
 
+    train_on_thinking: bool = True
+    """Train on the thoughts of an answer (<think> ... </think>) too; false: the model reads them, and learns the rest."""
+
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
         if isinstance(sample, PromptCompletion):
@@ -65,6 +68,7 @@ class SFT(TextTask):
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
+            with_thinking=self.train_on_thinking,
         )
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dstrain.config import RunConfig
-from dstrain.models.adapters import add_adapters
+from dstrain.models.adapters import add_adapters, add_reference_adapter, continue_adapter
+from dstrain.models.folder import read_adapter
 from dstrain.models.init_weights import load_init
 from dstrain.models.params import freeze, full_numel, unwrap_peft
 from dstrain.models.quantization import quantize_model
@@ -50,6 +51,11 @@ def build_train_module(task: Task, run_log: RunLog | None = None) -> TrainModule
 
 def add_frozen_models(task: Task, model: torch.nn.Module) -> TrainModule:
     """Return the task and its model with reference, reward models and judge in memory. Collective under ZeRO-3."""
+    wanted = task.recipe.model
+    if task.loss_inputs.reference.kind == "adapter" and wanted.lora is not None and not wanted.lora.create_new_adapter:
+        adapter = read_adapter(wanted.path)
+        assert adapter is not None, "checked with the recipe"
+        add_reference_adapter(model, adapter)
     return TrainModule(task, model, build_reference(task), build_reward_models(task), build_judge(task))
 
 
@@ -78,7 +84,11 @@ def build_model_without_init(task: Task) -> torch.nn.Module:
 def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Module:
     wanted = task.recipe.model
     if wanted.lora is not None:
-        model = add_adapters(model, wanted.lora, task.export.modules_to_save, task.recipe.seed)
+        heads, seed, adapter = task.export.modules_to_save, task.recipe.seed, read_adapter(wanted.path)
+        if adapter is not None and not wanted.lora.create_new_adapter:
+            model = continue_adapter(model, adapter, heads, wanted.lora.dropout, seed)
+        else:
+            model = add_adapters(model, wanted.lora, heads, seed, wanted.revision)
         if has_dropout_disabled(task):
             disable_dropout_in_model(
                 unwrap_peft(model)

@@ -18,6 +18,7 @@ from dstrain.models.params import (
     components_by_name,
     find_group_and_lr,
     full_numel,
+    full_shape,
     zero3_init,
 )
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
@@ -27,7 +28,7 @@ from dstrain.tasks.common.registry import copy_task_files
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.evaluate import Evaluation
+from dstrain.train.evaluate import EarlyStopping, Evaluation
 from dstrain.train.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
@@ -171,19 +172,22 @@ def build_run(
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
         for change in iter_resume_changes(start, plan, weights.get("inputs", {})):
             run_log.announce(change.message, change.event_name, **change.event_fields)
-    if world.rank == 0:
+    early_stopping = _build_early_stopping(plan, start)
+    is_finished = start is not None and (start.step >= plan.steps or early_stopping.is_due)
+    if world.rank == 0 and not (is_finished and start is not None and get_run_dir(start) == plan.run_dir):
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
     report_reduced_batch(plan, run_log, world)
     engine = build_engine(plan, world, run_log)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
-    saver = _build_saver(plan, engine, checkpoints, run_log, weights)
-    sinks, display = make_sinks(plan, run_log, world, start, terminal)
+    saver = _build_saver(plan, engine, checkpoints, run_log, weights, early_stopping)
+    sinks, display = make_sinks(plan, run_log, world, start, terminal, is_finished)
     return Run(
         engine=engine,
         loader=build_loader(plan, world),
         evaluation=_build_evaluation(plan),
+        early_stopping=early_stopping,
         saver=saver,
         start_checkpoint=start,
         run_log=run_log,
@@ -217,6 +221,14 @@ def _build_evaluation(plan: RunPlan) -> Evaluation | None:
     return Evaluation(plan.task, plan.eval_dataset, plan.batch.generation_micro, plan.config.eval.metric)
 
 
+def _build_early_stopping(plan: RunPlan, start: CheckpointInfo | None) -> EarlyStopping:
+    wanted = plan.config.eval
+    early_stopping = EarlyStopping(metric=wanted.metric, mode=wanted.best, patience=wanted.patience)
+    if start is not None:
+        early_stopping.load_state_dict(start.run_info.get("early_stopping", {}))
+    return early_stopping
+
+
 def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, grace: GracePeriod) -> StepMonitors:
     config, log_event = plan.config, run_log.log_event
     return StepMonitors(
@@ -228,9 +240,7 @@ def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, gra
 
 
 def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) -> None:
-    """Write configuration, task file and tokenizer to the run folder; leave those of a finished run as they are."""
-    if start is not None and start.step >= plan.steps and get_run_dir(start) == plan.run_dir:
-        return
+    """Write configuration, task file and tokenizer to the run folder."""
     write_run_config(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
     copy_task_files(plan.task, plan.run_dir)
     if (
@@ -248,6 +258,7 @@ def _build_saver(
     checkpoints: CheckpointStore,
     run_log: RunLog,
     fingerprints: Mapping[str, Any],
+    early_stopping: EarlyStopping,
 ) -> CheckpointSaver:
     """Build the saver and log a forecast of disk use. Raises CheckpointError if not even one checkpoint fits."""
     save = plan.config.save
@@ -272,6 +283,7 @@ def _build_saver(
         prune_when_full=save.prune_when_full,
         local_world_size=plan.local_world_size,
         copy=plan.copy,
+        early_stopping=early_stopping,
         grace=GracePeriod(plan.config.launch.grace_seconds, run_log.log_event, engine.world.rank == 0),
     )
 
@@ -350,7 +362,9 @@ def summarize_components(model: torch.nn.Module, optim: OptimConfig, lr_factor: 
         if not names:
             continue
         trainable = [name for name in names if parameters[name].requires_grad]
-        own_lrs = (find_group_and_lr(name, component, optim)[1] for name in trainable)
+        own_lrs = (
+            find_group_and_lr(name, component, optim, len(full_shape(parameters[name])))[1] for name in trainable
+        )
         lrs = {(optim.peak_lr if lr is None else lr) * lr_factor for lr in own_lrs}
         total, trained = (sum(full_numel(parameters[name]) for name in some) for some in (names, trainable))
         summaries.append(ComponentSummary(component, total, trained, tuple(sorted(lrs, reverse=True))))

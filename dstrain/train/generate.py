@@ -77,10 +77,11 @@ def generate_answers(
     sampling: SamplingParams,
     tokenizer: Any,
     vision_processor: VisionProcessor | None = None,
+    streamer: Any = None,
 ) -> list[list[int]]:
     """Return the token ids of each prompt's answer, in the order of the prompts, without the stop token. Collective.
 
-    A vision-language model needs its `vision_processor`. Prompts of like length are batched, and the
+    `streamer`: one of transformers, such as TextStreamer, which gets the tokens of a single prompt one by one. A vision-language model needs its `vision_processor`. Prompts of like length are batched, and the
     batches are distributed over the ranks: their content and seeds do not depend on the number of
     processes. Under ZeRO-3 every rank runs the same number of forward passes. The model's mode, its
     generation config and the state of the random generators are restored. Raises TaskError for a model
@@ -89,7 +90,7 @@ def generate_answers(
     devices = [engine.world.device] if engine.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _generation_mode(engine.unwrapped), router_logits_disabled(engine.unwrapped):
         stops = _set_generation_config(engine.unwrapped, sampling, tokenizer)
-        written = _generate_share(engine, prompts, sampling, stops, vision_processor)
+        written = _generate_share(engine, prompts, sampling, stops, vision_processor, streamer)
     answers = {index: answer for share in engine.world.gather(written) for index, answer in share.items()}
     return [answers[index] for index in range(len(prompts))]
 
@@ -100,6 +101,7 @@ def _generate_share(
     sampling: SamplingParams,
     stops: set[int],
     vision_processor: VisionProcessor | None,
+    streamer: Any = None,
 ) -> dict[int, list[int]]:
     """Return index -> answer for the prompts of this rank's batches. Collective under ZeRO-3."""
     world = engine.world
@@ -117,7 +119,8 @@ def _generate_share(
         if place < len(batches):
             seed_step(sampling.seed, place, 0)  # by batch, not by rank: the same draws for any world size
             rows = [prompts[index] for index in batches[place]]
-            written = _generate_batch(engine, _collate_prompts(engine, rows, processor), stops, sampling.max_new_tokens)
+            batch = _collate_prompts(engine, rows, processor)
+            written = _generate_batch(engine, batch, stops, sampling.max_new_tokens, streamer)
             mine.update(zip(batches[place], written, strict=True))
             world.log.record_progress()
         elif engine.is_sharded:  # the forward passes of other ranks gather this rank's shards
@@ -201,7 +204,9 @@ def _collate_prompts(
 
 
 @torch.no_grad()
-def _generate_batch(engine: GenerationEngine, batch: Batch, stop_ids: set[int], max_new_tokens: int) -> list[list[int]]:
+def _generate_batch(
+    engine: GenerationEngine, batch: Batch, stop_ids: set[int], max_new_tokens: int, streamer: Any = None
+) -> list[list[int]]:
     """Return up to `max_new_tokens` ids for each row of the batch. Collective under ZeRO-3."""
     here = batch.to(engine.world.device)
     written = engine.unwrapped.generate(
@@ -210,6 +215,7 @@ def _generate_batch(engine: GenerationEngine, batch: Batch, stop_ids: set[int], 
         max_new_tokens=max_new_tokens,
         # Until all ranks are done: a rank's forward pass needs the shards of the others.
         synced_gpus=engine.is_sharded,
+        streamer=streamer,
         stopping_criteria=[_IgnoreDummyRows(batch.dummy_rows), _RecordProgress(engine.world)],
     )
     rows = written[: len(written) - batch.dummy_rows, here.tensors["input_ids"].shape[1] :]

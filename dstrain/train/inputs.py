@@ -85,7 +85,8 @@ def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | No
 def digest_model_files(task: Task) -> dict[str, dict[str, Any]]:
     """Return the digests of the model's config, of its tokenizer and of those of reward models."""
     found = {}
-    if task.recipe.model.path and (digest := config_fingerprint(task.recipe.model.path)):
+    model = task.recipe.model
+    if model.path and (digest := config_fingerprint(model.path, model.revision)):
         found["model.path"] = {"digest": digest}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():

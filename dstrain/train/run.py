@@ -18,7 +18,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.engine.base import Engine, seed_step
-from dstrain.train.evaluate import Evaluation
+from dstrain.train.evaluate import EarlyStopping, Evaluation
 from dstrain.train.health.signals import SAVE_SIGNAL, GracePeriod, SignalHandler
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.memory import MemoryMonitor, free_cached_memory
@@ -64,6 +64,7 @@ class Run:
     loader: Loader
     evaluation: Evaluation | None
     """None without evaluation data."""
+    early_stopping: EarlyStopping
     saver: CheckpointSaver
     start_checkpoint: CheckpointInfo | None
     """The checkpoint to continue from; None for a new run."""
@@ -95,9 +96,13 @@ class Run:
         # After the load: the checksums are compared with the loaded weights, not with those of `init`.
         self.monitors.start()
         # A finished run takes no step, so a signal may end it at once.
-        if progress.step < self.total_steps:
+        if not self.is_finished(progress):
             self.signal_handler.begin_training()
         return progress
+
+    def is_finished(self, progress: Progress) -> bool:
+        """Return True after the last step, and where early stopping ended the run."""
+        return progress.step >= self.total_steps or self.early_stopping.is_due
 
     def _load_checkpoint(self, checkpoint: CheckpointInfo) -> None:
         reset = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
@@ -205,11 +210,20 @@ class Run:
         return self.schedule.due_after(progress.step, stop)
 
     def due_after_evaluation(self, progress: Progress, due: Due) -> Due:
-        """Return `due`, or what a stop needs where a signal ended the evaluation. Collective in that case."""
-        if due.is_last or self.signal_handler.agreed_signal is None:
+        """Return `due`, or what a stop needs where a signal ended the evaluation, or early stopping ends the run.
+
+        Collective in these cases.
+        """
+        stops_early = due.eval and self.early_stopping.is_due
+        if due.is_last or (self.signal_handler.agreed_signal is None and not stops_early):
             return due
         if not due.log:
             self.log_train_metrics(progress)
+        if stops_early:
+            stopping = self.early_stopping
+            line = f"early stopping after step {progress.step}: {stopping}"
+            self.run_log.announce(line, "early_stopping", step=progress.step, **stopping.state_dict())
+            self.write_profile(progress, True)
         return self.due_after(progress, True)
 
     def write_profile(self, progress: Progress, is_last: bool) -> None:
@@ -248,6 +262,9 @@ class Run:
             )
         if row:
             self._write_row(progress, {"split": "eval", **row})
+            # Rank 0's value, so that all ranks end with the same evaluation.
+            metric = self.engine.world.broadcast(row.get(self.evaluation.best_metric))
+            self.early_stopping.add(progress.step, metric)
         return row.get(self.evaluation.best_metric)
 
     def save_checkpoint(self, progress: Progress, metric: float | None, is_last: bool) -> None:
@@ -265,7 +282,7 @@ class Run:
 def train(run: Run) -> Progress:
     """Train until all steps are taken or a signal asks for a stop; return where it ended. Collective."""
     progress = run.resume()
-    steps, is_last = run.iter_steps(progress), progress.step >= run.total_steps
+    steps, is_last = run.iter_steps(progress), run.is_finished(progress)
     weight: float | None = None
     while not is_last:
         with run.phase("step", progress):

@@ -19,7 +19,9 @@ from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.probe import read_installed_versions
+from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
+from dstrain.models.weights import find_cached_config
 from dstrain.process_setup import log_stdout
 from dstrain.train.start import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
@@ -53,11 +55,25 @@ def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, A
     for name, text in (
         ("recipe.yaml", dump_recipe(config)),
         ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
-        ("environment.json", json.dumps({**extra, **collect_environment()}, indent=2) + "\n"),
+        (
+            "environment.json",
+            json.dumps({**extra, **_find_commit(config.model), **collect_environment()}, indent=2) + "\n",
+        ),
     ):
         remove_stale_partials(run_dir / name)
         atomic_write(run_dir / name, text)
     save_base_config(config.model, run_dir / "model")
+
+
+def _find_commit(model: ModelConfig) -> dict[str, str]:
+    """Return the commit of a model on the Hub; empty for others."""
+    base = resolve_base_model(model)
+    found = (
+        None
+        if base.path is None or Path(base.path).expanduser().is_dir()
+        else find_cached_config(base.path, base.revision)
+    )
+    return {} if found is None else {"model_commit": found.parent.name}
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -227,4 +243,6 @@ def save_base_config(model: ModelConfig, folder: Path) -> None:
     with contextlib.suppress(RecipeError):
         read_config(model).save_pretrained(str(folder))
         with contextlib.suppress(OSError):  # no generation_config.json
-            GenerationConfig.from_pretrained(str(Path(model.path).expanduser())).save_pretrained(str(folder))
+            place = str(Path(model.path).expanduser())
+            revision = {} if model.revision is None else {"revision": model.revision}
+            GenerationConfig.from_pretrained(place, **revision).save_pretrained(str(folder))

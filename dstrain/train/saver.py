@@ -22,6 +22,7 @@ from dstrain.process_setup import log_stdout
 from dstrain.train.checkpoints import CheckpointStore, list_old_versions, read_best_name, remove_checkpoint
 from dstrain.train.copies import RunCopy
 from dstrain.train.engine.base import Engine
+from dstrain.train.evaluate import EarlyStopping
 from dstrain.train.health.signals import GracePeriod
 from dstrain.train.state.files import StateFile, write_state
 from dstrain.train.state.manifest import find_checkpoints, find_latest_complete, get_folder_size
@@ -163,6 +164,8 @@ class CheckpointSaver:
     """Gets the duration of each save."""
     copy: RunCopy | None = None
     """`save.copy_to`, on rank 0."""
+    early_stopping: EarlyStopping | None = None
+    """Its state is a field of run.json."""
     saved_step: int | None = field(default=None, init=False)
     """Step of the newest checkpoint that this process has written."""
     _async_save: _AsyncSave | None = field(default=None, init=False)
@@ -178,17 +181,20 @@ class CheckpointSaver:
         ensure_disk_space(self.checkpoints, self.checkpoint_size, self.prune_when_full, self.log_event)
         # Read now: the counters go on while a background save is written.
         about = self.engine.state_metadata() if self.engine.world.rank == 0 else None
+        run_info = dict(self.run_info)
+        if self.early_stopping is not None:
+            run_info["early_stopping"] = self.early_stopping.state_dict()
         if not self._can_save_async(is_last):
             state_files = _with_progress(self.engine.state_files(), self.engine.world.log)
             write = partial(write_state, state_files=state_files, metadata=about)
-            folder = self.checkpoints.save(write, progress, self.run_info, metric)
+            folder = self.checkpoints.save(write, progress, run_info, metric)
             seconds = time.perf_counter() - start
             self._log_saved(progress, folder, seconds, seconds)
             return
         copies = self._host_buffers.copy_files(self.engine.state_files(), self.engine.world.device)
         write = partial(write_state, state_files=copies, metadata=about)
         self._async_save = _AsyncSave(
-            partial(self.checkpoints.save, write, progress, self.run_info, metric), progress, start
+            partial(self.checkpoints.save, write, progress, run_info, metric), progress, start
         )
 
     def wait(self) -> None:

@@ -31,16 +31,22 @@ MAX_FAILURE_LENGTH = 4000
 
 
 def make_sinks(
-    plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None, terminal: TextIO | None
+    plan: RunPlan,
+    run_log: RunLog,
+    world: World,
+    start: CheckpointInfo | None,
+    terminal: TextIO | None,
+    is_finished: bool = False,
 ) -> tuple[list[Sink], StepDisplay | None]:
     """Build the sinks of rank 0, and the one of them that shows every step. Collective.
 
-    The other ranks wait, so that the first step is not timed with it.
+    The other ranks wait, so that the first step is not timed with it. A finished run has no more rows: no TensorBoard
+    file or W&B run is opened for it.
     """
     console = ConsoleSink(plan.steps, terminal, plan.config.log.memory) if world.rank == 0 else None
-    sinks: list[Sink] = (
-        [] if console is None else [RunLogSink(run_log), console, *_build_trackers(plan, run_log, start)]
-    )
+    sinks: list[Sink] = [] if console is None else [RunLogSink(run_log), console]
+    if console is not None and not is_finished:
+        sinks += _build_trackers(plan, run_log, start)
     world.barrier()  # W&B may take seconds to connect
     return sinks, console
 
@@ -48,8 +54,6 @@ def make_sinks(
 def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None) -> Iterator[Sink]:
     """Build the sinks that the recipe asks for."""
     wanted, step = plan.config.log, start.step if start else 0
-    if step >= plan.steps:
-        return  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
     yield ReportSink(plan.run_dir)
     if wanted.tensorboard:
         yield TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config))
@@ -178,7 +182,9 @@ def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -
 def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
     """Report how a run ended and return the exit code. `resume_option` is the value of --resume."""
     folder = run.run_log.folder
-    if step < run.total_steps:
+    is_early = step < run.total_steps and run.early_stopping.is_due
+    start_step = None if run.start_checkpoint is None else run.start_checkpoint.step
+    if step < run.total_steps and not is_early:
         run.run_log.log_event("stopped", step=step, signal=run.signal_handler.agreed_signal)
         how = (
             "the same command continues"
@@ -186,9 +192,10 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
             else f"without `--resume {resume_option}` the same command continues"
         )
         line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", EXIT_STOPPED
-    elif run.start_checkpoint is not None and run.start_checkpoint.step >= run.total_steps:
+    elif start_step == step:
         run.run_log.log_event("already_finished", step=step)
-        line, code = f"this run is already finished: all {run.total_steps} steps are done", 0
+        done = f"early stopping ended it after step {step}" if is_early else f"all {run.total_steps} steps are done"
+        line, code = f"this run is already finished: {done}", 0
     else:
         run.run_log.log_event("finished", step=step)
         left_out = (
@@ -196,7 +203,8 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
             if run.monitors.nonfinite.num_skipped
             else ""
         )
-        line, code = f"finished: {run.total_steps} steps{left_out}", 0
+        steps = f"{step} of {run.total_steps} steps, by early stopping" if is_early else f"{run.total_steps} steps"
+        line, code = f"finished: {steps}{left_out}", 0
     if run.engine.world.rank == 0:
         log_stdout(
             "\n".join(filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}"])),

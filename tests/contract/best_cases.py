@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from dstrain.batch import Progress
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.commands.trained_model import ModelSelector, load_saved_model
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
 from dstrain.train.build_run import build_run, with_frozen_outputs
+from dstrain.train.evaluate import Evaluation
 from dstrain.train.plan import make_plan
 from dstrain.train.run import Run
 from dstrain.train.start import ResumeOptions
@@ -36,6 +38,22 @@ def run_told(recipe: str, run_dir: str, told: Mapping[int, float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "evaluate", lambda self, progress: told[progress.step])
         run(recipe, run_dir)
+
+
+def run_with_losses(
+    recipe: str, run_dir: str, losses: Mapping[int, float], crash_at: int | None = None, sets: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train with the given loss at each evaluation, step -> loss."""
+    evaluate, now = Run.evaluate, [0]
+
+    def remember(self: Run, progress: Progress) -> float | None:
+        now[0] = progress.step
+        return evaluate(self, progress)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "evaluate", remember)
+        patch.setattr(Evaluation, "run", lambda self, engine, should_stop: {"loss": losses[now[0]]})
+        return run(recipe, run_dir, sets, crash_at)
 
 
 def held(folder: str, step: str, ds_config: str | None) -> dict[str, str]:

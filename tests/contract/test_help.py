@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_there_are_no_examples_of_commands_that_do_not_exist() -> None:
 def test_every_example_is_accepted(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed as typed, without redirections; files in it need not exist."""
     monkeypatch.setattr(click.Path, "convert", lambda self, value, param, ctx: Path(value))
-    words = shlex.split(example.partition(" >")[0])[1:]
+    words = shlex.split(re.split(" [<>]", example)[0])[1:]
     context = main.make_context("dstrain", words, resilient_parsing=False)
     command: click.Command = main
     while isinstance(command, click.Group):
@@ -98,7 +99,7 @@ def complete(*words: str) -> list[str]:
         (("train", "--ds-config", "a"), ["auto"]),
         (("train", "--task", ""), builtin_tasks()),
         (("train", "--set", "optim.w"), ["optim.weight_decay=", "optim.warmup="]),
-        (("train", "--allow-change", "optim.l"), ["optim.lr"]),
+        (("train", "--allow-change", "optim.lr"), ["optim.lr"]),
         (("train", "--dry"), ["--dry-run"]),
         (("train", "--launcher", "sl"), ["slurm"]),
         (("evaluate", "run", "--step", "b"), ["best"]),

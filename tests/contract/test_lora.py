@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dstrain.tasks import find_task
 from tests.cells import mark_slow
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
-from tests.vocabulary import RUN, write_recipe
+from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import WorkerError, Workers
 
 CASES = "tests.contract.lora_cases:"
@@ -187,3 +188,34 @@ def test_adapters_that_make_no_numbers_are_not_merged(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight holds inf or nan"):
         export_model(run, "last", tmp_path / "out", merge_lora=True)
     assert {path.name for path in tmp_path.iterdir()} == {"it"}
+
+
+def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(tmp_path: Path, two: Workers) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    (tmp_path / "it").mkdir()
+    export_model(adapted(tmp_path / "it", "sft", "fp32"), "last", tmp_path / "first")
+    first = load_file(tmp_path / "first/adapter_model.safetensors")
+    values = find_task("dpo").tiny(tmp_path) | {"steps": 2, "batch": {"total": 4, "micro": 2}, "eval": {"every": 1}}
+    values["model"] = {"path": str(tmp_path / "first"), "lora": {"create_new_adapter": False}}
+    write_recipe(tmp_path, values | {"optim": {"lr": 1e-2, "warmup": 0}, "log": {"every": 1}})
+    rows = {}
+    for preset in ("zero0", "zero1", "zero2", "zero3"):
+        run = tmp_path / preset
+        two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(run), sets=[f"ds_config={preset}"])
+        rows[preset] = metric_rows(run)
+        assert rows[preset][0]["loss"] == pytest.approx(np.log(2), abs=1e-6), "of its own initial policy"
+        for row, wanted in zip(rows[preset], rows["zero0"], strict=True):
+            assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5), preset
+    assert rows["zero0"][-1]["loss"] < rows["zero0"][0]["loss"]
+    export_model(tmp_path / "zero3", "last", tmp_path / "second")
+    assert not (tmp_path / "second/reference").exists()
+    second = load_file(tmp_path / "second/adapter_model.safetensors")
+    assert second.keys() == first.keys()
+    assert any(not torch.equal(value, first[name]) for name, value in second.items())
+    settings = json.loads((tmp_path / "second/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "it/base"), "the original one"
+    AutoPeftModelForCausalLM.from_pretrained(tmp_path / "second")
+    recipe = yaml.safe_load((tmp_path / "second/dstrain_recipe.yaml").read_text())
+    assert recipe["model"]["path"] == str(tmp_path / "it/base")
+    assert recipe["options"]["ref_model"] == str(tmp_path / "first"), "what it was compared with"

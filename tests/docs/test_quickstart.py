@@ -21,7 +21,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("dstrain ")
 ]
-NOT_RUN = ("dstrain generate runs/dpo", "dstrain init rm --to rm.yaml")
+NOT_RUN = ("dstrain generate runs/dpo", "dstrain chat runs/dpo", "dstrain init rm --to rm.yaml")
 """Commands on a policy that the page does not train, and one that would write over the page's recipe."""
 RECORDS = 48
 """Records of each split: enough for some steps, few enough for a test."""

@@ -32,6 +32,42 @@ ANSWER_SENTINEL = "\ue000answer\ue001"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+THINKING_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+"""Beginning and end of thoughts: of Qwen, DeepSeek and others, Mistral, gpt-oss."""
+
+
+def find_thinking(text: str) -> list[Span]:
+    """Return the spans of thoughts in a learnt text, tags and the white space behind them included.
+
+    A text that ends a thought which it does not begin was begun by the generation prompt.
+    """
+    spans: list[Span] = []
+    for begin, end in THINKING_TAGS:
+        for found in re.finditer(f"{re.escape(begin)}.*?{re.escape(end)}\\s*", text, re.DOTALL):
+            spans.append(found.span())
+        first, opened = text.find(end), text.find(begin)
+        if first >= 0 and not 0 <= opened < first and end != "<|end|>":  # which ends any message of gpt-oss
+            rest = text[first + len(end) :]
+            spans.append((0, first + len(end) + len(rest) - len(rest.lstrip())))
+    return sorted(spans)
+
+
+def without_thinking(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Return the learnt spans of a text without the thoughts in them."""
+    kept: list[Span] = []
+    for start, end in spans:
+        at = start
+        for first, last in find_thinking(text[start:end]):
+            kept.append((at, start + first))
+            at = max(at, start + last)
+        kept.append((at, end))
+    return [(first, last) for first, last in kept if first < last]
+
+
 @dataclass(frozen=True)
 class RenderedSample:
     """A sample as text."""
@@ -46,11 +82,15 @@ class RenderedSample:
 
 
 def render_sample(
-    tokenizer: Any, sample: Sample, end_tokens: Sequence[str] = (), assistant_only: bool = True
+    tokenizer: Any,
+    sample: Sample,
+    end_tokens: Sequence[str] = (),
+    assistant_only: bool = True,
+    with_thinking: bool = True,
 ) -> RenderedSample:
     """Return the text of a sample and the spans that are trained on.
 
-    `end_tokens`: tokens that may end a turn. Raises BadRecord if the chat template rejects the
+    `end_tokens`: tokens that may end a turn. `with_thinking`: thoughts are trained on too. Raises BadRecord if the chat template rejects the
     conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
     """
     templated = has_chat_template(tokenizer)
@@ -59,7 +99,8 @@ def render_sample(
         if not (templated and sample.prompt):
             text = sample.prompt + sample.answer
             start = len(sample.prompt) if assistant_only else 0
-            return RenderedSample(text, ((start, len(text)),), False)
+            spans = [(start, len(text))]
+            return RenderedSample(text, tuple(spans if with_thinking else without_thinking(text, spans)), False)
         sample = sample.to_conversation()
     if not templated and _uses_tools(sample):
         raise BadRecord("tools and calls of them need a chat template, and the tokenizer has none; give it one")
@@ -77,6 +118,7 @@ def render_sample(
     if check.removed_turns:
         spans = remove_turns(locate, sample, text, spans, check.removed_turns)
     lost = check_answers(sample, "".join(text[slice(*span)] for span in spans)) if templated else {}
+    spans = list(spans) if with_thinking else without_thinking(text, spans)
     return RenderedSample(text, tuple(spans), templated, check.counts | lost)
 
 

@@ -54,6 +54,8 @@ class EncodingConfig:
     """Tokens before the first answer, including the BOS."""
     assistant_only: bool = True
     """True to train on the answers only, False to train on every token."""
+    with_thinking: bool = True
+    """False to leave the thoughts of answers out of what is trained on."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ def encode_answers(
     """
     examples = encode_conversations(tokenizer, samples, config, expansion)
     spans = examples
-    if not config.assistant_only:  # then the loss mask does not say where the prompt ends
-        spans = encode_conversations(tokenizer, samples, replace(config, assistant_only=True), expansion)
+    if not (config.assistant_only and config.with_thinking):  # then the loss mask does not say where the prompt ends
+        whole = replace(config, assistant_only=True, with_thinking=True)
+        spans = encode_conversations(tokenizer, samples, whole, expansion)
     found: list[dict[str, Any] | BadRecord] = []
     for example, span, texts in zip(examples, spans, accepted, strict=True):
         if isinstance(example, BadRecord) or isinstance(span, BadRecord):
@@ -136,7 +139,8 @@ def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSam
         messages = keep_system_text(encoder.tokenizer, sample.messages, sample.trained_turns[-1])
         removed = len(sample.messages) - len(messages)
         sample = replace(sample, messages=messages, trained_turns=tuple(at - removed for at in sample.trained_turns))
-    rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, encoder.config.assistant_only)
+    config = encoder.config
+    rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, config.assistant_only, config.with_thinking)
     if encoder.expansion is None:
         return _ExpandedSample(sample, rendered.text, rendered)
     text, shifts = encoder.expansion.expand(index, rendered.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +56,61 @@ def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> 
     except (OSError, UnicodeDecodeError) as fault:
         fix = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
         raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", fix)) from fault
+
+
+KWARGS_KEY = "model.chat_template_kwargs"
+RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
+"""Variables of a template that the conversation and the tokenizer set."""
+
+
+def set_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Give variables of the tokenizer's chat template a value where the caller of the template gives none.
+
+    In the template itself, so that the text is the same wherever it is rendered, and in exports. The names that are
+    set last count. Raises RecipeError for a name that the template does not read.
+    """
+    if not values:
+        return
+    if not has_chat_template(tokenizer):
+        fix = "name a template with model.chat_template, or remove it"
+        raise RecipeError(Fault(KWARGS_KEY, "is set, but the tokenizer has no chat template", fix))
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, Mapping) else [template]
+    read = {name for text in texts for name in re.findall(r"\b[A-Za-z_]\w*", text)}
+    asked = {name for text in texts for name in re.findall(r"\b([A-Za-z_]\w*) is (?:not )?defined", text)}
+    known = ", ".join(sorted(asked - RESERVED_KWARGS)) or "none"
+    faults = [
+        Fault(f"{KWARGS_KEY}.{name}", "is set from the conversation and the tokenizer", "remove it")
+        if name in RESERVED_KWARGS
+        else Fault(f"{KWARGS_KEY}.{name}", "is not read by the chat template", f"variables that it asks for: {known}")
+        for name in values
+        if name in RESERVED_KWARGS or name not in read
+    ]
+    if faults:
+        raise RecipeError(faults)
+    defaults = "".join(
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_to_jinja(value)} -%}}{{%- endif -%}}\n"
+        for name, value in sorted(values.items())
+    )
+
+    def prepend(text: str) -> str:
+        return text if text.startswith(defaults) else defaults + text
+
+    if isinstance(template, Mapping):
+        tokenizer.chat_template = {name: prepend(text) for name, text in template.items()}
+    else:
+        tokenizer.chat_template = prepend(template)
+
+
+def _to_jinja(value: Any) -> str:
+    """Return a value of JSON as a literal of Jinja."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_to_jinja(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_to_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value)
 
 
 ID_COLUMNS = {"input_ids", "chosen", "rejected"}

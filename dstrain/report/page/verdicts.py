@@ -249,7 +249,7 @@ CONTINUE = "The same command continues from the last checkpoint."
 OUTCOMES: Mapping[State, tuple[Level, str, str]] = {
     "starting": ("info", "Running: {position}{left}.", ""),
     "running": ("info", "Running: {position}{left}.", ""),
-    "finished": ("good", "Finished: {position}{took}.", ""),
+    "finished": ("good", "Finished{early}: {position}{took}.", ""),
     "stopped": ("info", "Stopped{by} at {position}.", CONTINUE),
     "failed": ("bad", "Failed at {position}{why}", "See logs/rank-*.log in the run folder."),
     "killed": ("bad", "Ended without a word at {position}: killed, or the host went down.", CONTINUE),
@@ -268,12 +268,14 @@ def outcome(run: RunSummary) -> Verdict:
     signal = next((event.get("signal") for event in reversed(history.find_events("stopped"))), None)
     failures = reversed(history.find_events("failed", "out_of_memory"))
     why = run.reason or next((str(event.get("what") or "") for event in failures), "")
+    is_early = progress.total_steps is not None and progress.step < progress.total_steps
     level, text, advice = OUTCOMES[run.state]
     text = text.format(
         position=f"step {progress.step}" + (f" of {progress.total_steps}" if progress.total_steps else ""),
         left=f", about {format_duration(progress.seconds_left)} left" if progress.seconds_left else "",
         took=f" in {format_duration(run.time_use.total)}" if run.time_use.total else "",
         by=f" by {signal}" if isinstance(signal, str) else "",
+        early=" by early stopping" if history.find_events("early_stopping") and is_early else "",
         why=f": {why}" if why else ".",
     )
     return Verdict(level, text, advice)
@@ -396,7 +398,7 @@ def learning_rate(run: RunSummary) -> Iterator[Verdict]:
     """Say what is left of the learning rate's schedule in a run that ended early."""
     _, lr = run.column("lr")
     done = run.progress.step / run.progress.total_steps if run.progress.total_steps else math.nan
-    if run.state in ("stopped", "failed", "killed") and len(lr) and done < 1:
+    if run.state in ("finished", "stopped", "failed", "killed") and len(lr) and done < 1:
         yield Verdict(
             "info", f"The run ended after {format_share(done)} of its steps, with the learning rate at {lr[-1]:.3g}."
         )

@@ -15,7 +15,7 @@ from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
-from dstrain.models.folder import find_tokenizer_folder
+from dstrain.models.folder import find_tokenizer_place
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.models.load import build_meta_model, load_model, read_config, read_tokenizer, set_pad_token
 from dstrain.models.processors import (
@@ -172,11 +172,12 @@ class ModelSource:
 
     def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
         """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
-        from dstrain.data.encoding.rendering import resolve_chat_template
+        from dstrain.data.encoding.rendering import resolve_chat_template, set_template_kwargs
 
         wanted = self.recipe.model.chat_template
         if wanted is not None:
             tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
+        set_template_kwargs(tokenizer, self.recipe.model.chat_template_kwargs)
         return tokenizer
 
     @cached_property
@@ -185,16 +186,17 @@ class ModelSource:
         if not self.is_multimodal:
             return None
         model = self.recipe.model
-        name = model.processor if isinstance(model.processor, str) else find_tokenizer_folder(model.path)
-        if name is None:
+        is_named = isinstance(model.processor, str)
+        name, revision = (model.processor, None) if is_named else find_tokenizer_place(model)
+        if not isinstance(name, str):
             stats = self._image_stats()
             return self._wrap_processor(build_processor(self.config, self.base_tokenizer, *stats))
         if model.tokenizer is not None:
             fix = "leave it out, or put it into the folder that model.processor names"
             problem = "a vision-language model takes the tokenizer of its processor"
             raise RecipeError(Fault("model.tokenizer", problem, fix))
-        key = "model.processor" if isinstance(model.processor, str) else "model.path"
-        return self._wrap_processor(read_processor(name, key, model.trust_remote_code))
+        key = "model.processor" if is_named else "model.path"
+        return self._wrap_processor(read_processor(name, key, model.trust_remote_code, revision))
 
     def _wrap_processor(self, processor: Any) -> VisionProcessor:
         from dstrain.data.vision.processor import VisionProcessor
@@ -235,8 +237,8 @@ class ModelSource:
             texts = self.task.iter_texts, self.task.texts_name
             return load_or_train_tokenizer(self._open_training(), *texts, wanted.vocab_size, wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
-        folder = wanted or find_tokenizer_folder(model.path) or ""
-        tokenizer = read_tokenizer(folder, key, model.trust_remote_code)
+        place, revision = find_tokenizer_place(model) if wanted is None else (wanted, None)
+        tokenizer = read_tokenizer(place or "", key, model.trust_remote_code, revision)
         set_pad_token(tokenizer, key)
         return tokenizer
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenColumns, TokenStore
 
 
-_TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template"}
+_TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template", "chat_template_kwargs"}
 """Keys of `model` that an encoder may read."""
 
 

@@ -12,7 +12,7 @@ from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import check_frozen_model
-from dstrain.models.folder import check_local_folder
+from dstrain.models.folder import check_local_folder, read_adapter
 from dstrain.models.load import read_config
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
 from dstrain.tasks.common.text import TextChecks, TextExport, TextTask, model_unsupported_reason
@@ -52,8 +52,9 @@ class ReferenceExport(TextExport):
     def recipe(self, merged: bool) -> RunConfig:
         """Return the recipe with the reference as `ref_model`, where a folder or the hub has it."""
         task = self.task
-        recipe, model = task.recipe, task.recipe.model
-        if task.reference_kind == "none" or task.ref_model or (model.lora is not None and not merged):
+        recipe, model = super().recipe(merged), task.recipe.model
+        is_base = model.lora is not None and not merged and model.lora.create_new_adapter
+        if task.reference_kind == "none" or task.ref_model or is_base:
             return recipe
         if model.path is None or model.init is not None:
             return recipe
@@ -115,8 +116,13 @@ class FrozenReferenceTask(TextTask):
     @property
     def reference_config(self) -> ModelConfig:
         """The model that the reference is loaded from."""
-        # Without the policy's init and adapters, which are not the reference's.
-        own = {"path": self.reference_path, "config": None, "init": None} if self.reference_path else {}
+        # Without the policy's init and new adapters, which are not the reference's.
+        model = self.recipe.model
+        if not self.reference_path and model.lora is not None and not model.lora.create_new_adapter:
+            return model
+        own = (
+            dict.fromkeys(("revision", "config", "init")) | {"path": self.reference_path} if self.reference_path else {}
+        )
         return self.recipe.model.model_copy(update={**own, "lora": None})
 
     @property
@@ -126,6 +132,7 @@ class FrozenReferenceTask(TextTask):
 
     def build_reference(self) -> torch.nn.Module:
         """Load the reference as a whole model. Collective under ZeRO-3."""
+        from dstrain.models.adapters import continue_adapter
         from dstrain.models.init_weights import load_init
         from dstrain.models.quantization import quantize_model
 
@@ -135,6 +142,9 @@ class FrozenReferenceTask(TextTask):
             load_init(model, wanted.init)
         if wanted.quantize is not None:
             quantize_model(model, wanted.quantize)
+        adapter = None if wanted.lora is None else read_adapter(wanted.path)
+        if adapter is not None:  # the policy's, before its training
+            model = continue_adapter(model, adapter, (), 0.0, self.recipe.seed).get_base_model()
         return self.enable_packing(model)
 
     def cached_target_outputs(self, examples: Sequence[Mapping[str, Any]], batch: Batch) -> dict[str, torch.Tensor]:

@@ -22,8 +22,9 @@ from typing import Any
 from dstrain.cache import file_digest
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.dataset import takes_positions
-from dstrain.errors import Fault, TaskError, describe_fault, suggest_name
+from dstrain.errors import Fault, RecipeError, TaskError, describe_fault, suggest_name
 from dstrain.files import atomic_write, remove_stale_partials
+from dstrain.models.folder import read_adapter
 from dstrain.tasks.common.task import DATA_KEYS, Task, get_option_fields, validate_options
 
 TASK_FILE = "task.py"
@@ -292,13 +293,46 @@ def default_lora(task: type[Task]) -> LoraConfig | None:
 
 
 def fill_lora(recipe: RunConfig) -> RunConfig:
-    """Return the recipe with the task's adapters where model.lora is not written, not even as null. Raises TaskError."""
+    """Return the recipe with the task's adapters where model.lora is not written, not even as null.
+
+    With model.lora.create_new_adapter: false, with those of the folder in model.path. Raises TaskError, RecipeError.
+    """
     if "lora" in recipe.model.model_fields_set:
-        return recipe
+        return _fill_from_adapter(recipe)
     lora = default_lora(find_task(recipe.task))
     if lora is None:
         return recipe
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+
+
+def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
+    """Return the recipe with rank, alpha, targets and dora of the adapter that is trained on. Raises RecipeError."""
+    model = recipe.model
+    if model.lora is None or model.lora.create_new_adapter:
+        return recipe
+    adapter, key = read_adapter(model.path), "model.lora.create_new_adapter"
+    if adapter is None:
+        problem = f"is false, but model.path ({model.path}) is no adapter folder"
+        raise RecipeError(Fault(key, problem, "name the folder of an adapter (adapter_config.json), or leave it out"))
+    settings = adapter.settings
+    found = {
+        "rank": settings.get("r", 8),
+        "alpha": float(settings.get("lora_alpha", 8)),
+        "targets": settings.get("target_modules", "all-linear"),
+        "dora": settings.get("use_dora", False),
+        "use_rslora": settings.get("use_rslora", False),
+    }
+    defaults = LoraConfig()
+    faults = [
+        Fault(f"model.lora.{name}", f"is {own!r}, but the adapter in {model.path} has {value!r}", "leave it out")
+        for name, value in found.items()
+        if (own := getattr(model.lora, name)) != getattr(defaults, name)
+        and (sorted(own) != sorted(value) if isinstance(own, list) and isinstance(value, list) else own != value)
+    ]
+    if faults:
+        raise RecipeError(faults)
+    lora = model.lora.model_copy(update=found)
+    return recipe.model_copy(update={"model": model.model_copy(update={"lora": lora})})
 
 
 def fill_learning_rate(recipe: RunConfig) -> RunConfig:
@@ -321,6 +355,14 @@ def make_task(recipe: RunConfig) -> Task:
     if recipe.model.quantize is not None and recipe.model.lora is None:
         problem = f"is {recipe.model.quantize}, but quantized weights cannot be trained, only adapters on them"
         raise TaskError(Fault("model.quantize", problem, "add model.lora, e.g. `lora: {rank: 16}`, or leave it out"))
+    if recipe.optim.loraplus_lr_ratio is not None and recipe.model.lora is None:
+        problem = f"is {recipe.optim.loraplus_lr_ratio:g}, but the run has no adapters"
+        raise TaskError(
+            Fault("optim.loraplus_lr_ratio", problem, "add model.lora, e.g. `lora: {rank: 16}`, or remove it")
+        )
+    if recipe.model.neftune_noise_alpha is not None and not getattr(task, "packs_batches", False):
+        problem = f"is set, but task {recipe.task} does not read rows of tokens alone"
+        raise TaskError(Fault("model.neftune_noise_alpha", problem, "remove it"))
     if faults := list(_find_unused_keys(task, recipe)):
         raise TaskError(faults)
     values = validate_options(task, recipe)

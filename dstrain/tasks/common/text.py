@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import BatchConfig, DatasetConfig, GenerateConfig, LoraConfig, ModelConfig
+from dstrain.config.schema import BatchConfig, DatasetConfig, GenerateConfig, LoraConfig, ModelConfig, RunConfig
 from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
 from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
@@ -26,6 +26,7 @@ from dstrain.models.checks import (
     check_trains_on_text,
     max_positions,
 )
+from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.answers import ANSWER_METRICS
@@ -189,6 +190,15 @@ class TextExport(Export):
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.task.export_outputs(model, batch)
+
+    def recipe(self, merged: bool) -> RunConfig:
+        """Return the recipe with the base model as path, where the adapter of a folder was trained on."""
+        recipe, model = self.task.recipe, self.task.recipe.model
+        if model.lora is None or model.lora.create_new_adapter:
+            return recipe
+        lora = model.lora.model_copy(update={"create_new_adapter": True})
+        base = resolve_base_model(model).model_copy(update={"lora": lora})
+        return recipe.model_copy(update={"model": base})
 
     def save_extras(self, folder: Path) -> None:
         self.task.model_source.save_processor(folder)

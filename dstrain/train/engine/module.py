@@ -5,16 +5,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from dstrain.batch import Batch, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
-from dstrain.models.adapters import adapters_disabled
+from dstrain.models.adapters import use_reference
 from dstrain.models.params import unwrap_peft
 from dstrain.models.router_loss import METRIC, RouterLoss, router_loss_coefficient
 from dstrain.tasks import Task
@@ -47,6 +48,48 @@ class FrozenModule(torch.nn.Module):
         return self._outputs(self.model, batch)
 
 
+class NoisyEmbeddings:
+    """NEFTune (Jain et al., arXiv 2310.05914, algorithm 1): uniform noise on token embeddings, in training alone.
+
+    A sequence of L tokens with embeddings of width d gets noise of at most alpha / sqrt(L d), as in transformers'
+    `neftune_post_forward_hook`, which takes the length of the padded row for L. Here L does not count padding, so that
+    the noise does not depend on the other samples of a micro-batch.
+    """
+
+    def __init__(self, model: Any, alpha: float) -> None:
+        self.alpha = alpha
+        self._lengths: torch.Tensor | None = None
+        model.get_input_embeddings().register_forward_hook(self._add_noise)
+
+    @contextmanager
+    def in_batch(self, batch: Batch) -> Iterator[None]:
+        """Add noise to the embeddings of this batch inside the context."""
+        self._lengths = _sequence_lengths(batch)
+        yield
+        self._lengths = None
+
+    def _add_noise(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training or self._lengths is None:
+            return output
+        limit = self.alpha / (self._lengths * output.shape[-1]).sqrt()  # (B, L or 1)
+        return output + torch.empty_like(output).uniform_(-1, 1) * limit[..., None].to(output.dtype)
+
+
+def _sequence_lengths(batch: Batch) -> torch.Tensor:
+    """Return the tokens of each token's sequence, (1, T), or of each padded row, (B, 1); float32.
+
+    A prefix that several sequences share has the length of the longest of them.
+    """
+    ids = batch.tensors["input_ids"]
+    if not batch.is_packed:
+        return batch.tensors["attention_mask"].sum(-1, keepdim=True).float()
+    lengths, counts = list[int](), list[int]()
+    for group in batch.groups:
+        lengths += [group.prefix + branch for branch in (max(group.branches), *group.branches)]
+        counts += [group.prefix, *group.branches]
+    return torch.from_numpy(np.repeat(lengths, counts)).float()[None].to(ids.device, non_blocking=True)
+
+
 class TrainModule(torch.nn.Module):
     """Task and model as one module, with the frozen models that the task needs in memory."""
 
@@ -71,6 +114,8 @@ class TrainModule(torch.nn.Module):
         """The reward model of generated answers, which no loss reads (eval.generate.reward_model)."""
         coefficient = router_loss_coefficient_of(self.unwrapped_model, task)
         self.router_loss = RouterLoss(self.unwrapped_model, coefficient) if coefficient else None
+        alpha = task.recipe.model.neftune_noise_alpha
+        self.noise = None if alpha is None else NoisyEmbeddings(self.unwrapped_model, alpha)
         self.trainable_names = frozenset(
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         )
@@ -102,6 +147,8 @@ class TrainModule(torch.nn.Module):
         with ExitStack() as stack:
             if self.router_loss is not None:
                 router_losses = stack.enter_context(self.router_loss.collect(batch.dummy_rows))
+            if self.noise is not None:
+                stack.enter_context(self.noise.in_batch(batch))
             loss = self.task.loss(self.unwrapped_model, batch.with_tensors(answers))
         if self.router_loss is not None and router_losses:
             # A mean over tokens: times the weight, so that the step's division by the weight gives a mean again.
@@ -119,7 +166,7 @@ class TrainModule(torch.nn.Module):
         training, model = self.model.training, self.model
         # Dropout would make the reference random.
         model.eval()
-        with torch.no_grad(), adapters_disabled(model):
+        with torch.no_grad(), use_reference(model):
             found = self.loss_inputs.reference.outputs(self.unwrapped_model, batch)
         model.train(training)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import RecipeError
-from dstrain.models.adapters import adapters_disabled, load_adapters
+from dstrain.errors import RecipeError, TaskError
+from dstrain.models.adapters import load_adapters, use_reference
 from dstrain.models.folder import read_adapter
 from dstrain.models.load import load_model, read_config
 from dstrain.models.weights import weights_fingerprint
@@ -224,6 +227,129 @@ def test_the_model_answers_without_its_adapters_inside(tmp_path: Path) -> None:
         for name, parameter in made.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-        with adapters_disabled(made.model):
+        with use_reference(made.model):
             assert torch.equal(made.model(input_ids=ids).logits, plain)
         assert not torch.equal(made.model(input_ids=ids).logits, plain)
+
+
+# An adapter that is trained on.
+
+
+def continued(task: str, at: Path, tmp_path: Path, **lora: Any) -> Any:
+    """Return a task that trains the adapter of a folder on."""
+    values = recipe(find_task(task), at, tmp_path).model_dump()
+    values["model"]["lora"] = {"create_new_adapter": False, **lora}
+    return make_task(RunConfig.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True},
+        {"use_rslora": True, "alpha_pattern": {"q_proj": 7}, "rank_pattern": {"v_proj": 2}, "lora_alpha": 5},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_is_trained_on_as_peft_loads_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    at = adapter(tmp_path, **settings)
+    ours = build_train_module(continued("sft", at, tmp_path)).model
+    base = AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
+    theirs = PeftModel.from_pretrained(base, str(at), is_trainable=True)
+    assert trained(ours) == trained(theirs)
+    found, wanted = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_the_run_says_that_it_trains_the_adapter_on(tmp_path: Path) -> None:
+    at = adapter(tmp_path, lora_alpha=12, target_modules=["q_proj", "v_proj"])
+    made = continued("sft", at, tmp_path)
+    lora = made.recipe.model.lora
+    assert (lora.rank, lora.alpha, sorted(lora.targets), lora.dora) == (4, 12.0, ["q_proj", "v_proj"], False)
+    made.checks.run()
+    said = " ".join(made.checks.info_messages())
+    assert f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is trained on (rank 4, alpha 12)" in said
+    merged = recipe(SFT, at, tmp_path).model_dump()
+    merged["model"]["lora"] = {}
+    other = make_task(RunConfig.model_validate(merged))
+    other.checks.run()
+    assert "a new adapter is trained; model.lora.create_new_adapter: false trains this one on" in " ".join(
+        other.checks.info_messages()
+    )
+
+
+def test_a_reward_model_gets_a_new_head_on_the_adapter_of_a_policy(tmp_path: Path) -> None:
+    made = build_train_module(continued("rm", adapter(tmp_path), tmp_path)).model
+    assert any("score.modules_to_save" in name for name in trained(made))
+
+
+def test_the_reference_of_an_adapter_that_is_trained_on_is_that_adapter(tmp_path: Path) -> None:
+    """Not its base: the initial policy is the base with the adapter."""
+    module: Any = build_train_module(continued("dpo", adapter(tmp_path), tmp_path))
+    task, before = module.task, trained(module.model)
+    assert task.loss_inputs.reference.kind == "adapter"
+    batch = task.collate([task.examples("train")[index] for index in range(2)])
+    total, _ = module(batch)
+    assert float(total.detach()) / batch.weight == pytest.approx(math.log(2), abs=1e-6)
+    first = module._reference_outputs(batch)
+    with torch.no_grad():
+        for name, parameter in module.model.named_parameters():
+            if name in before:
+                parameter.add_(0.05)
+    assert all(torch.equal(value, first[name]) for name, value in module._reference_outputs(batch).items())
+    assert trained(module.model) == before == module.trainable_names
+    assert set(module.stored_model.shapes()) == before, "checkpoints hold the adapter once"
+    apart = task.build_reference()
+    with torch.no_grad():
+        outputs = task.loss_inputs.reference.outputs(apart, batch)
+    assert all(torch.allclose(value, first[name], atol=1e-5) for name, value in outputs.items())
+
+
+@pytest.mark.parametrize(
+    ("lora", "wanted"),
+    [
+        ({"rank": 9}, r"model\.lora\.rank: is 9, but the adapter in .* has 4; leave it out"),
+        ({"dora": True}, r"model\.lora\.dora: is True, but the adapter in .* has False; leave it out"),
+    ],
+)
+def test_other_settings_than_the_adapters_are_refused(lora: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=wanted):
+        continued("sft", adapter(tmp_path), tmp_path, **lora)
+
+
+def test_what_is_no_adapter_cannot_be_trained_on(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"create_new_adapter: is false, but model\.path \(.*base\) is no adapter folder"
+    ):
+        continued("sft", at.parent / "base", tmp_path)
+
+
+# Settings of new adapters, by peft's names.
+
+
+def test_rslora_scales_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    made: Any = objective("sft", tmp_path, rank=4, alpha=6.0, use_rslora=True)
+    layers = [part for part in made.model.modules() if isinstance(part, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {6.0 / math.sqrt(4)}
+    assert made.model.peft_config["default"].use_rslora
+
+
+def test_a_target_that_is_not_in_the_model_is_named_with_those_that_are(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] |= {"lora": {"targets": ["q_proj", "v_porj", "mlp.up_proj"]}}
+    made = make_task(RunConfig.model_validate(values))
+    wanted = (
+        r"^model\.lora\.targets: v_porj is not in the model; these would match: down_proj, embed_tokens, gate_proj, "
+    )
+    with pytest.raises(RecipeError, match=wanted):
+        made.checks.run()
+
+
+def test_lora_plus_needs_adapters(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path) | {"optim": {"loraplus_lr_ratio": 16}}
+    values["model"]["lora"] = None
+    with pytest.raises(TaskError, match="loraplus_lr_ratio: is 16, but the run has no adapters"):
+        make_task(RunConfig.model_validate(values))

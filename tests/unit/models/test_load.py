@@ -34,10 +34,12 @@ from dstrain.models.load import (
     read_config,
     set_pad_token,
 )
-from dstrain.models.weights import check_weight_files
+from dstrain.models.weights import check_weight_files, config_fingerprint, weights_fingerprint
+from dstrain.planner.shapes import read_base_shape
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SFT
+from dstrain.train.run_dir import write_run_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -397,6 +399,66 @@ def test_an_unreachable_hub_id_is_asked_for_once_and_the_error_names_the_local_f
     with pytest.raises(RecipeError, match=r"'some-org/none'.*HF_HUB_OFFLINE.*local folder"):
         load_pretrained(AutoConfig, "some-org/none", "model.path", False)
     assert len(seen) == (0 if offline else 1)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Hub id in the cache, with one layer on its branch main and two on its tag v2."""
+    from huggingface_hub import constants
+
+    place = tmp_path / "hub/models--org--tiny"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (place / "refs").mkdir(parents=True)
+    for name, commit, layers in (("main", "a" * 40, 1), ("v2", "b" * 40, 2)):
+        (place / "refs" / name).write_text(commit)
+        values = SFT.tiny(tmp_path)
+        values["model"]["config"]["num_hidden_layers"] = layers
+        made: Any = make_task(RunConfig.model_validate(values | {"seed": layers}))
+        made.build_model().save_pretrained(place / "snapshots" / commit)
+        made.tokenizer.chat_template = name
+        made.tokenizer.save_pretrained(place / "snapshots" / commit)
+    return "org/tiny"
+
+
+def test_a_revision_is_that_of_config_weights_and_tokenizer(hub_cache: str, tmp_path: Path) -> None:
+    values = SFT.tiny(tmp_path)
+    models, prints = {}, {}
+    for revision, layers in (("v2", 2), ("b" * 40, 2), (None, 1)):
+        recipe = RunConfig.model_validate(values | {"model": {"path": hub_cache, "revision": revision}})
+        made: Any = make_task(recipe)
+        made.checks.required_keys()
+        made.checks.run()
+        models[revision] = made.build_model()
+        assert len(models[revision].model.layers) == layers
+        assert made.tokenizer.chat_template == ("main" if revision is None else "v2")
+        assert read_base_shape(recipe.model).layers == layers  # type: ignore[union-attr]
+        prints[revision] = config_fingerprint(hub_cache, revision), weights_fingerprint(recipe.model, 0)
+        write_run_config(tmp_path / "run", recipe, {}, {})
+        commit = json.loads((tmp_path / "run/environment.json").read_text())["model_commit"]
+        assert commit == ("a" if revision is None else "b") * 40
+    assert prints["v2"] == prints["b" * 40]
+    assert prints["v2"][0] != prints[None][0]
+    assert prints["v2"][1] != prints[None][1]
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"revision": "v2"}, r"^model.revision: is 'v2', but '.*' is a local folder; remove it"),
+        ({"path": None, "config": {"model_type": "llama"}, "revision": "v2"}, "but model.path is not set"),
+    ],
+)
+def test_a_revision_of_what_has_none_is_refused(model: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    recipe = RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(tmp_path), **model}})
+    with pytest.raises(RecipeError, match=wanted):
+        make_task(recipe).checks.required_keys()
+
+
+def test_an_unknown_revision_is_named(hub_cache: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^model\.path: .* its revision v3 is not in the cache"):
+        read_config(ModelConfig(path=hub_cache, revision="v3"))
 
 
 # Rows are filled up with a token that no text becomes, where the tokenizer has one.

@@ -20,6 +20,7 @@ from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
 from dstrain.models.params import COMPONENTS, build_param_groups, components_by_id, freeze, matches_pattern
 from dstrain.train.build_run import summarize_components
+from tests.adapters import SIZES
 from tests.vision_recipes import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}
@@ -247,3 +248,27 @@ def test_every_pattern_that_matches_nothing_is_named() -> None:
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(RecipeError, match="leaves no parameter to train"):
         freeze(model(), ["tower", "head"])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_rates_of_lora_plus_are_those_of_peft(dora: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    config = AutoConfig.for_model("llama", **SIZES)
+    targets = ["q_proj", "down_proj"] if dora else ["q_proj", "embed_tokens"]  # peft has DoRA of linear layers alone
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=targets, use_dora=dora)
+    )
+    theirs = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1, loraplus_lr_embedding=1e-5
+    )
+    optim = OptimConfig(lr=1e-3, weight_decay=0.1, loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def rates(groups: Any) -> dict[str, float]:
+        return {names[id(parameter)]: round(rate, 12) for parameters, rate in groups for parameter in parameters}
+
+    found = rates((one.params, one.lr_scale * 1e-3) for one in build_param_groups(model, optim))
+    assert found == rates((group["params"], group["lr"]) for group in theirs.param_groups)
+    assert {*found.values()} == ({1e-3, 1.6e-2} if dora else {1e-3, 1.6e-2, 1e-5})

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.answer_spans import render_sample
+from dstrain.data.encoding.answer_spans import render_sample, without_thinking
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.records import BadRecord
 from dstrain.data.series import PatchConfig, read_series_record
@@ -431,3 +432,41 @@ def test_the_prompt_of_a_caption_is_whole(assistant_only: bool) -> None:
     prompt = [*example["input_ids"]][: int(example["prompt_length"])]  # type: ignore[index, call-overload]
     prompt = [token for token in prompt if token >= 0]  # without soft tokens
     assert tokenizer.decode(prompt).endswith("\n\nHuman: Curve?\n\nAssistant:")
+
+
+THOUGHTS = {
+    "think": ("<think>\nTwo and two.\n</think>\n\nFour.", "Four."),
+    "opened by the generation prompt": ("Two and two.\n</think>\n\nFour.", "Four."),
+    "brackets": ("[THINK]Two.[/THINK]Four.", "Four."),
+    "channels": (
+        "<|channel|>analysis<|message|>Two.<|end|><|channel|>final<|message|>Four.",
+        "<|channel|>final<|message|>Four.",
+    ),
+    "two": ("<think>a</think>One <think>b</think>two", "One two"),
+    "none": ("Four.", "Four."),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_are_read_and_not_learnt_where_the_recipe_says_so(name: str) -> None:
+    answer, learnt = THOUGHTS[name]
+    text = f"Sum? {answer}"
+    spans = without_thinking(text, [(5, len(text))])
+    assert "".join(text[start:end] for start, end in spans) == learnt
+
+
+def test_the_loss_mask_leaves_thoughts_out() -> None:
+    tokenizer = train_tokenizer(["some text"], 300, "bytes")
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    answers = ["<think>\ntwo\n</think>\n\nFour.", "<think>b</think>Five."]
+    turns = [("user", "Sum?"), ("assistant", answers[0]), ("user", "And?"), ("assistant", answers[1])]
+    sample = read_conversation({"messages": [{"role": role, "content": content} for role, content in turns]})
+    learnt = {}
+    for with_thinking in (True, False):
+        (example,) = encode_conversations(tokenizer, [sample], replace(LONG, with_thinking=with_thinking))
+        assert not isinstance(example, BadRecord)
+        assert answers[0] in tokenizer.decode(example["input_ids"])
+        pairs = zip(example["input_ids"], example["loss_mask"], strict=True)
+        learnt[with_thinking] = tokenizer.decode([token for token, mask in pairs if mask]).replace("<|im_end|>\n", "")
+    assert learnt[True].replace("<|im_end|>", "").startswith("".join(answers))
+    assert learnt[False].replace("<|im_end|>", "").startswith("Four.Five.")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.batch import Batch
+from dstrain.batch import Batch, PackedGroup
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
@@ -149,3 +149,56 @@ def test_values_that_the_host_reads_are_found() -> None:
     assert [one.split()[0] for one in host_reads(lambda: values[values > 1])] == ["index"]
     assert [one.split()[0] for one in host_reads(lambda: values.nonzero())] == ["nonzero"]
     assert not host_reads(lambda: torch.where(values > 1, values, 0.0).sum())
+
+
+def noisy(tmp_path: Path, **batch: Any) -> Any:
+    """Return a tiny sft module with NEFTune."""
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] |= {"neftune_noise_alpha": 5.0}
+    values["batch"] = {**values.get("batch", {}), **batch}
+    return build_train_module(make_task(RunConfig.model_validate(values))).train()
+
+
+def test_neftune_adds_the_noise_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    module = noisy(tmp_path, packing=False)
+    embeddings = module.model.get_input_embeddings()
+    ids = torch.arange(12).view(2, 6)
+    plain = torch.nn.functional.embedding(ids, embeddings.weight)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with module.noise.in_batch(Batch(tensors=tensors, weight=1.0, samples=(0, 1))):
+        torch.manual_seed(3)
+        ours = embeddings(ids)
+    embeddings.neftune_noise_alpha = 5.0
+    torch.manual_seed(3)
+    theirs = neftune_post_forward_hook(embeddings, None, plain)
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.equal(ours, plain)
+
+
+def test_neftune_counts_a_sequences_own_tokens_in_padded_and_packed_rows(tmp_path: Path) -> None:
+    module = noisy(tmp_path)
+    embeddings, width = module.model.get_input_embeddings(), module.model.config.hidden_size
+    packed = Batch(tensors={"input_ids": torch.zeros(1, 12, dtype=torch.long)}, weight=1.0, samples=(0,),
+                   groups=(PackedGroup(2, (1, 4)), PackedGroup(0, (5,))))  # fmt: skip
+    with module.noise.in_batch(packed):
+        limits = 5.0 / (module.noise._lengths * width).sqrt()
+        noise = embeddings(packed.tensors["input_ids"]) - embeddings.weight[0]
+    assert module.noise._lengths is None
+    lengths = torch.tensor([6, 6, 3, 6, 6, 6, 6, 5, 5, 5, 5, 5])
+    torch.testing.assert_close(limits[0], 5.0 / (lengths * width).sqrt())
+    assert bool((noise[0].abs() <= limits[0][:, None] + 1e-6).all())
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    padded = Batch(tensors={"input_ids": torch.zeros_like(mask), "attention_mask": mask}, weight=1.0, samples=(0, 1))
+    with module.noise.in_batch(padded):
+        assert module.noise._lengths.tolist() == [[3.0], [2.0]]
+
+
+def test_neftune_changes_training_alone(tmp_path: Path) -> None:
+    module: Any = noisy(tmp_path)
+    batch = module.task.collate([module.task.examples("train")[index] for index in range(2)])
+    first, second = (float(module(batch)[0].detach()) for _ in range(2))
+    assert first != second
+    module.eval()
+    assert float(module(batch)[0].detach()) == float(module(batch)[0].detach())

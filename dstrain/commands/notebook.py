@@ -1,0 +1,264 @@
+"""dstrain.train and dstrain.load: runs and models from Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import yaml
+
+from dstrain.commands.generate import get_text_task
+from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
+from dstrain.commands.trained_model import LoadedModel, load_trained_model
+from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
+from dstrain.data.records import BadRecord
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, RunError, UsageError
+from dstrain.launch.command import LaunchOptions
+from dstrain.launch.topology import worker_from_env
+from dstrain.report.run_log import read_rows
+from dstrain.tasks.common.generation import PromptReader
+from dstrain.train.checkpoints import list_checkpoint_rows
+
+if TYPE_CHECKING:
+    import torch
+
+_LAUNCH_KEYS = tuple(LaunchOptions.__dataclass_fields__)
+_ERROR_LINE = re.compile(r"^error: ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read when it is asked for."""
+
+    folder: Path
+    is_stopped: bool = False
+    """True if a signal stopped it before its end: the same call continues."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: pandas.DataFrame(run.metrics) is a table."""
+        return read_rows(self.folder / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The rows of events.jsonl."""
+        return read_rows(self.folder / "events.jsonl")
+
+    @property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Its checkpoints, newest first, as `dstrain checkpoints --json` prints them."""
+        return list_checkpoint_rows(self.folder / "checkpoints")
+
+    def load(self, step: str = "best", **options: Any) -> Policy:
+        """Return `dstrain.load` of a checkpoint."""
+        from dstrain import load
+
+        return load(self.folder, step=step, **options)
+
+    def export(self, to: str | Path, step: str = "best", merge_lora: bool = False) -> Path:
+        """Write a folder that transformers loads, as `dstrain export` does; return it. Raises DstrainError."""
+        from dstrain.commands.export import export_model
+
+        export_model(self.folder, step, Path(to), (), merge_lora)
+        return Path(to)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A trained model with its task, which has its tokenizer."""
+
+    loaded: LoadedModel
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model of transformers, or peft's around it."""
+        return self.loaded.model
+
+    @property
+    def step(self) -> int | None:
+        """Step of the checkpoint; None for an exported folder."""
+        return self.loaded.step
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the chat template of the run."""
+        return get_text_task(self.loaded, needs_generation=False).tokenizer
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
+        images: Sequence[str | Path] = (),
+        **sampling: Any,
+    ) -> list[str]:
+        """Return the answer to each prompt, a text or messages, as `dstrain generate` does.
+
+        `images`: files for a single prompt. `sampling`: max_new_tokens, temperature, top_p, seed. Raises UsageError.
+        """
+        from dstrain.distributed.world import SingleProcessWorld
+        from dstrain.models.params import unwrap_peft
+        from dstrain.train.generate import GenerationModel, SamplingParams, generate_answers
+
+        task = get_text_task(self.loaded)
+        asked = [prompts] if isinstance(prompts, str) else [*prompts]
+        if images and len(asked) != 1:
+            raise UsageError(f"images belong to one prompt, and there are {len(asked)}; ask them one by one")
+        reader, files = PromptReader(task), [os.path.realpath(Path(image).expanduser()) for image in images]
+        try:
+            encoded = reader.encode(
+                [reader.parse(_to_record(prompt, files)) for prompt in asked], [Path.cwd()] * len(asked)
+            )
+        except BadRecord as fault:
+            raise UsageError(f"prompt: {fault.reason}") from None
+        for one in encoded:
+            if isinstance(one, BadRecord):
+                raise UsageError(f"prompt: {one.reason}")
+        model: Any = unwrap_peft(self.model)
+        engine = GenerationModel(model, SingleProcessWorld(next(model.parameters()).device), False)
+        settings = SamplingParams(**{"batch": DEFAULT_MICRO_BATCH_SIZE, **sampling})
+        answers = generate_answers(
+            engine,
+            [one for one in encoded if not isinstance(one, BadRecord)],
+            settings,
+            task.tokenizer,
+            task.model_source.vision_processor,
+        )
+        texts: list[str] = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return texts
+
+
+def _to_record(prompt: str | Sequence[Mapping[str, str]], images: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(prompt, str):
+        return {"messages": [dict(turn) for turn in prompt], **({"images": [*images]} if images else {})}
+    return {"question": prompt, "images": [*images]} if images else {"prompt": prompt}
+
+
+def load(
+    run_or_export: str | Path, step: str, task: str | None, overrides: Mapping[str, Any], device: str | None
+) -> Policy:
+    """Load a model; see `dstrain.load`."""
+    import torch
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = load_trained_model(Path(run_or_export).expanduser(), step, _to_sets(overrides), task)
+    found.model.to(place)
+    return Policy(found)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    run_dir: str | Path | None,
+    resume: str,
+    allow_change: Sequence[str],
+    in_process: bool,
+    launch: Mapping[str, Any],
+) -> Run:
+    """Train; see `dstrain.train`."""
+    unknown = [name for name in launch if name not in _LAUNCH_KEYS]
+    if unknown:
+        raise UsageError(
+            f"dstrain.train({unknown[0]}=...): no such option; launch options are {', '.join(_LAUNCH_KEYS)}"
+        )
+    if in_process and launch:
+        raise UsageError(f"dstrain.train(in_process=True): is one process; leave {next(iter(launch))} out")
+    if worker_from_env(os.environ) is not None:
+        problem = "this process is a rank of a launcher, and dstrain.train starts ranks itself"
+        raise UsageError(f"{problem}; start the script with python, or give the recipe to the launcher")
+    is_dict = isinstance(recipe, Mapping)
+    request = TrainRequest(
+        recipe=None if is_dict else str(recipe),
+        overrides=[*_to_sets(recipe if isinstance(recipe, Mapping) else {}), *_to_sets(overrides)],
+        run_dir=None if run_dir is None else Path(run_dir),
+        resume=resume,
+        allowed_changes=tuple(allow_change),
+    )
+    if is_dict and not request.overrides:
+        raise UsageError("dstrain.train({}): the recipe is empty; write its keys, such as task and model")
+    folder = get_run_dir(request, resolve_recipe(request).name)
+    if in_process:
+        from dstrain.commands.train import train_in_process
+
+        code, fault = train_in_process(request), ""
+    else:
+        code, fault = _run_command([*request.to_argv(folder), *_launch_words(launch)])
+    if code == EXIT_USAGE:
+        raise UsageError(fault)
+    if code not in (EXIT_DONE, EXIT_STOPPED):
+        raise RunError(fault or f"the run in {folder} ended with exit code {code}; its logs tell why")
+    return Run(folder, code == EXIT_STOPPED)
+
+
+def _to_sets(values: Mapping[str, Any]) -> list[str]:
+    """Return the values as arguments of --set, in YAML."""
+    return [f"{key}={_to_yaml(value)}" for key, value in values.items()]
+
+
+def _to_yaml(value: Any) -> str:
+    """Return a value on one line that YAML reads as the same value; paths become texts."""
+    if isinstance(value, Mapping):
+        value = {str(key): yaml.safe_load(_to_yaml(item)) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        value = [yaml.safe_load(_to_yaml(item)) for item in value]
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
+    return text.strip().removesuffix("\n...")
+
+
+def _launch_words(launch: Mapping[str, Any]) -> list[str]:
+    words = list[str]()
+    for name, value in launch.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _run_command(arguments: Sequence[str]) -> tuple[int, str]:
+    """Run `dstrain ARGUMENTS`, and print its output as this process does, which in a notebook is the cell.
+
+    Returns the exit code and the message of an error. Ctrl-C is given to the command, which saves and stops; then
+    raises KeyboardInterrupt.
+    """
+    command = [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
+    # In a session of its own: a terminal's Ctrl-C must not reach the ranks twice.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+        text=True, errors="replace", bufsize=1,
+    )  # fmt: skip
+    faults = list[str]()
+    readers = [
+        threading.Thread(target=_relay, args=(process.stdout, sys.stdout, []), daemon=True),
+        threading.Thread(target=_relay, args=(process.stderr, sys.stderr, faults), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    interrupted = False
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    for reader in readers:
+        reader.join()
+    if interrupted:
+        raise KeyboardInterrupt
+    return code, _ERROR_LINE.split("".join(faults))[-1].strip()
+
+
+def _relay(source: IO[str] | None, target: Any, lines: list[str]) -> None:
+    assert source is not None
+    with source:
+        for line in source:
+            lines.append(line)
+            print(line, end="", file=target, flush=True)

@@ -1,0 +1,125 @@
+"""dstrain.train and dstrain.load give the run and the model that the commands give, in this process and in others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import dstrain
+from dstrain.commands.notebook import _to_sets
+from dstrain.config import read_recipe
+from dstrain.errors import TaskError, UsageError
+from dstrain.tasks import find_task
+from tests.contract.export_cases import make_run
+from tests.vocabulary import metric_rows, read_events
+
+SCRIPT = """
+import json, os, sys
+import dstrain
+from pathlib import Path
+
+recipe, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+before = dict(os.environ)
+here = dstrain.train(recipe, run_dir=folder / "here", in_process=True, overrides={"steps": 4})
+assert dict(os.environ) == before, "later commands must not take this process for a rank"
+again = dstrain.train(recipe, run_dir=folder / "here", in_process=True, overrides={"steps": 4})
+assert [row["step"] for row in again.metrics if row["split"] == "train"] == [1, 2, 3, 4]
+there = dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 4})
+assert there == dstrain.commands.notebook.Run(folder / "there")
+assert [row["step"] for row in there.checkpoints] == [4, 2]
+policy = here.load("last")
+assert policy.step == 4
+(answer,) = policy.generate("How do I mend the pump?", max_new_tokens=4)
+assert policy.generate([[{"role": "user", "content": "How?"}]], max_new_tokens=4) != [answer]
+try:
+    dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 9, "optim.lr": 0.5})
+except dstrain.commands.notebook.UsageError as error:
+    assert "--allow-change optim.lr" in str(error), error
+else:
+    raise AssertionError("another learning rate is refused")
+print("done")
+"""
+
+
+def test_a_run_from_python_is_the_run_of_the_command(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path) | {"log": {"every": 1}, "save": {"every": 2}, "seed": 3}
+    (tmp_path / "values.json").write_text(json.dumps(values))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "values.json"), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("finished: 4 steps") == 2, "also what the ranks print"
+    assert metric_rows(tmp_path / "here") == metric_rows(tmp_path / "there"), "bit for bit"
+    assert read_events(tmp_path / "here", "already_finished")
+    here, there = (
+        {path.name for path in (tmp_path / name).iterdir() if "tfevents" not in path.name} for name in ("here", "there")
+    )
+    assert there - here <= {"logs"}, "the same files, but for the logs of the ranks"
+
+
+def test_importing_dstrain_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, dstrain; print([name for name in ('torch', 'pydantic', 'click', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"task": "rm", "optim": {"lr": 1e-5, "betas": (0.9, 0.95)}, "steps": 3},
+        {"task": "sft", "model.path": Path("/models/a b"), "data": {"train": ["x: y.jsonl", "#1.jsonl"]}},
+        {"task": "sft", "model": {"chat_template": "{%- for m in messages -%}\n'\"{{ m }}\"'\n{%- endfor -%}"}},
+        {"task": "rm", "log": {"wandb": None, "tensorboard": False}, "seed": 0},
+    ],
+)
+def test_a_dict_is_read_as_the_same_recipe_in_a_file(values: dict[str, Any], tmp_path: Path) -> None:
+    plain = json.loads(json.dumps(values, default=str))
+    nested = {key: value for key, value in plain.items() if "." not in key}
+    if "model.path" in plain:
+        nested["model"] = {"path": plain["model.path"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(nested))
+    assert read_recipe(None, _to_sets(values)).config == read_recipe(tmp_path / "recipe.yaml").config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "wanted"),
+    [
+        ({"task": "rm", "optim": {"learning_rate": 1e-5}}, {}, r"--set optim.*learning_rate.*lr"),
+        ({}, {}, "the recipe is empty"),
+        ({"task": "rm"}, {"gpus": 2}, r"train\(gpus=\.\.\.\): no such option"),
+        ({"task": "rm"}, {"in_process": True, "num_gpus": 2}, "is one process; leave num_gpus out"),
+        ("nowhere.yaml", {}, "nowhere"),
+    ],
+)
+def test_what_the_command_refuses_is_refused(recipe: Any, options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UsageError, match=wanted):
+        dstrain.train(recipe, **options)
+
+
+def test_a_rank_does_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="is a rank of a launcher"):
+        dstrain.train({"task": "rm"})
+
+
+def test_a_reward_model_is_loaded_but_writes_nothing(tmp_path: Path) -> None:
+    found = dstrain.load(make_run(tmp_path, "rm"), step="last", device="cpu")
+    assert found.step == 1
+    assert found.tokenizer.eos_token
+    ids = found.tokenizer("Hello", return_tensors="pt")["input_ids"]
+    assert math.isfinite(float(found.model(input_ids=ids).logits.detach()))
+    with pytest.raises(TaskError, match="does not generate text"):
+        found.generate("Hello")

@@ -62,8 +62,11 @@ train student "$here/hh-sft.yaml" 2 --task distill --set options="{teacher: $pol
     --set model.config.hidden_size=96 --set model.config.intermediate_size=264 --set model.config.num_hidden_layers=2 \
     --set model.tokenizer="$policy" --set data.train="$data/helpful-train.jsonl" --set data.eval=held-out.jsonl
 
-# 5. What the other reward model says of the answers to the held-out prompts, and how often it prefers them.
+# 5. What both reward models say of the answers to the held-out prompts, and how often they prefer them.
 for model in sft "$policy" student; do
-    echo "$model"
-    dstrain evaluate "$model" --data held-out.jsonl --set eval.generate='{max_new_tokens: 48, reward_model: judge}' --num-gpus 1
+    for judge in rm judge; do
+        echo "$model by $judge"
+        dstrain evaluate "$model" --data held-out.jsonl --num-gpus 1 \
+            --set eval.generate="{max_new_tokens: 48, reward_model: $judge}"
+    done
 done

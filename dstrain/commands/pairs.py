@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.formats.answers import SIDES, read_prompt_answers
+from dstrain.data.formats.messages import IMAGE_KEYS, read_images
 from dstrain.data.formats.preferences import Response
-from dstrain.data.records import BadRecord, has
+from dstrain.data.records import BadRecord, as_record, has
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
+from dstrain.data.vision.image_io import resolve_image
 from dstrain.errors import DataError, UsageError
 from dstrain.files import atomic_write
 
@@ -62,7 +64,7 @@ def make_pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs
         raise DataError(f"{bad.location}: {bad.reason}")
     lines = [
         json.dumps(pair, ensure_ascii=False) + "\n"
-        for pair in _iter_pairs(source, report, column, min_margin, all_pairs)
+        for pair in _iter_pairs(source, scored.absolute().parent, report, column, min_margin, all_pairs)
     ]
     if not lines:
         problem = f"{scored}: makes no pair ({report.ties} ties, {report.too_few} records with fewer than two answers)"
@@ -72,13 +74,14 @@ def make_pairs(scored: Path, to: Path, column: str, min_margin: float, all_pairs
 
 
 def _iter_pairs(
-    source: Source, report: PairReport, column: str, min_margin: float, all_pairs: bool
+    source: Source, folder: Path, report: PairReport, column: str, min_margin: float, all_pairs: bool
 ) -> Iterator[dict[str, Any]]:
     for index in range(len(source)):
         record = source[index]
         report.records += 1
         try:
             prompt, scored, tools = _read_scored(record, column)
+            images = _find_images(record, folder)
         except BadRecord as fault:
             if has(record, "error"):  # `dstrain score` could not read the record either
                 report.too_few += 1
@@ -96,12 +99,21 @@ def _iter_pairs(
             report.margins.append(high - low)
             report.lengths.append((_length(chosen), _length(rejected)))
             pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-            yield pair | {"chosen_score": high, "rejected_score": low} | ({"tools": tools} if tools else {})
+            more = {"tools": tools} if tools else {}
+            yield pair | {"chosen_score": high, "rejected_score": low} | more | ({"images": images} if images else {})
+
+
+def _find_images(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return the absolute paths of a record's images, since the pairs may go to another folder. Raises BadRecord."""
+    found = [resolve_image(image, folder) for image in read_images(record)]
+    if any(isinstance(image, bytes) for image in found):
+        raise BadRecord("an image is in the record itself, which a line of JSON cannot hold; write it to a file")
+    return [str(image) for image in found]
 
 
 def _read_scored(record: Mapping[str, Any], column: str) -> tuple[Any, list[tuple[float, Response]], Any]:
     """Return the prompt, (score, answer) of each different answer that has both, and the tools. Raises BadRecord."""
-    parsed = read_prompt_answers(record)
+    parsed = read_prompt_answers(as_record(record).without(*IMAGE_KEYS))
     names = [f"{side}_{column}" for side in SIDES] if parsed.form == "pair" else [f"{column}s"]
     if parsed.form == "answer" or any(name not in record for name in names):
         problem = "has a single answer" if parsed.form == "answer" else f"has no '{names[0]}'"

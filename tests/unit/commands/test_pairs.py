@@ -42,6 +42,16 @@ def test_all_pairs_have_at_least_the_margin(tmp_path: Path) -> None:
     assert [(row["chosen"], row["rejected"]) for row in read(to)] == [("bb", "a"), ("bb", "c"), ("d", "c"), ("a", "c")]
 
 
+def test_pairs_keep_the_images_of_their_prompt(tmp_path: Path) -> None:
+    """VLFeedback, with its answers as `completions`; the pairs may go to another folder."""
+    (tmp_path / "pairs").mkdir()
+    rows = [{**FOUR, "image": "a/1.png"}, {**FOUR, "images": ["/2.png", {"path": "3.png"}]}]
+    to = tmp_path / "pairs/out.jsonl"
+    said = invoke("pairs", str(write(tmp_path / "in.jsonl", *rows)), "--to", str(to))
+    assert said.exit_code == 0, said.output
+    assert [row["images"] for row in read(to)] == [[str(tmp_path / "a/1.png")], ["/2.png", str(tmp_path / "3.png")]]
+
+
 def test_ties_empty_and_repeated_answers_make_no_pair(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a tie", "completions": ["a", "b"], "scores": [1.0, 1.0]},

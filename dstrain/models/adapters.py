@@ -74,13 +74,14 @@ def add_adapters(
 
 
 def check_targets(model: torch.nn.Module, lora: LoraConfig) -> None:
-    """Raise RecipeError with each name in `lora.targets` that is no module's. The model may be on the meta device.
+    """Raise RecipeError with each name in `lora.targets` that is no module's or parameter's. The model may be on the meta device.
 
     peft takes a list in which one of the names matches.
     """
     if isinstance(lora.targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
         return
-    names = [name for name, _ in model.named_modules()]
+    # Parameters too: those of experts are no modules of their own.
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     unknown = [
         target for target in lora.targets if not any(name == target or name.endswith(f".{target}") for name in names)
     ]
@@ -95,6 +96,7 @@ def _suggest_targets(model: torch.nn.Module) -> str:
 
     kinds = torch.nn.Linear | torch.nn.Embedding | Conv1D
     names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
+    names |= {name.rpartition(".")[2] for name, value in model.named_parameters() if value.ndim == 3}  # of experts
     return f"these would match: {', '.join(sorted(names))}"
 
 

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from dstrain import errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main, run_and_exit
-from dstrain.commands.selftest import _raise_on_all_ranks
+from dstrain.commands.selftest import PresetRuns, SelftestJob
 from dstrain.config import read_recipe
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import read_column
@@ -106,7 +106,8 @@ def no_memory(folder: Path) -> None:
 
 
 def failed_check(folder: Path) -> None:
-    _raise_on_all_ranks(SingleProcessWorld(), "the losses differ")  # type: ignore[arg-type]
+    job = SelftestJob(phase="train", folder=folder, presets=["zero2"], batch=8)
+    PresetRuns("zero2", job, SingleProcessWorld()).raise_on_all_ranks("the losses differ")
 
 
 def full_disk(folder: Path) -> None:

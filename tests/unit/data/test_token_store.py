@@ -350,12 +350,12 @@ PAIRS_KEY = {
 }  # fmt: skip
 CHATS_KEY = {
     "format": 8, "data": "d2ac24821988f6bb2db952ca06ee702628c8439c100d1caecee640cda13013d8", "what": "conversations",
-    "max_length": 32, "max_prompt_length": None, "assistant_only": True, "group": "task",
+    "max_length": 32, "max_prompt_length": None, "assistant_only": True, "with_thinking": True, "group": "task",
     "token_columns": {"names": ["input_ids"], "is_pair": False, "prefix": None},
 }  # fmt: skip
 LABELLED_KEY = {
     "format": 8, "data": "1020bd43564076bc1cc31df90701a0fefde7eac20f86039e1bac6ecb4debc9ba", "what": "labelled",
-    "mismatched": True, "max_length": 32, "max_prompt_length": None, "assistant_only": True, "group": "task",
+    "mismatched": True, "max_length": 32, "max_prompt_length": None, "assistant_only": True, "with_thinking": True, "group": "task",
     "token_columns": {"names": ["answer", "mismatched"], "is_pair": False, "prefix": None},
 }  # fmt: skip
 SEEN_KEY = CHATS_KEY | {"data": "536bba1e37e8ba3486dbaf909af371314f207249432f4e32b7237a86af19ad26"}

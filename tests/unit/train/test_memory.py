@@ -65,6 +65,7 @@ def test_the_message_has_place_request_memory_and_fixes_in_order(tmp_path: Path)
     assert fixes == [
         "batch.micro 8 -> 4",
         "ds_config zero2 -> zero3",
+        "ds_config zero2 -> zero3_partial_offload",
         "ds_config zero2 -> zero2_offload",
         "ds_config zero2 -> zero3_offload",
         "ds_config zero2 -> zero3_nvme",

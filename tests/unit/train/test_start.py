@@ -277,7 +277,7 @@ def test_runs_without_a_reference_have_no_fingerprint_of_one(tmp_path: Path) -> 
 
 def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, revision = task(Path("org/name")), ["a" * 40]
-    monkeypatch.setattr("dstrain.models.weights._get_hub_revision", lambda name: revision[0])
+    monkeypatch.setattr("dstrain.models.weights._get_hub_commit", lambda name, wanted: revision[0])
     start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
     check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     revision[0] = "b" * 40

@@ -106,7 +106,7 @@ def no_memory(folder: Path) -> None:
 
 
 def failed_check(folder: Path) -> None:
-    job = SelftestJob(phase="train", folder=folder, presets=["zero2"], batch=8)
+    job = SelftestJob(phase="stop", folder=folder, presets=["zero2"], batch=8)
     PresetRuns("zero2", job, SingleProcessWorld()).raise_on_all_ranks("the losses differ")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vocabulary import invoke, message
+from tests.workers import ROOT
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
@@ -94,3 +97,47 @@ def test_a_file_is_written_into_a_folder_that_exists(tmp_path: Path) -> None:
         said = invoke("pairs", scored, "--to", str(to))
         assert said.exit_code == 2
         assert "is not a file in a folder that exists" in said.output
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "nectar.jsonl": {
+        "prompt": "\n\nHuman: why?\n\nAssistant: ",
+        "answers": [{"answer": "good", "model": "a", "rank": 1.0}, {"answer": "bad", "model": "b", "rank": 7.0}],
+        "turns": 1, "num_responses": 2, "good_natured": True,
+    },
+    "uf.jsonl": {
+        "source": "x", "instruction": "why?", "models": ["a", "b"],
+        "completions": [
+            {"model": "a", "response": "bad", "overall_score": 2.0, "annotations": {}},
+            {"model": "b", "response": "good", "overall_score": 8.5, "annotations": {}},
+        ],
+    },
+    "vl.jsonl": {
+        "id": "1", "prompt": "why?", "img_path": "a.png", "models": ["a", "b"],
+        "completions": [
+            {"annotations": {"Helpfulness": {"Rating": "4", "Rationale": ""}, "Visual Faithfulness": {"Rating": "N/A"}},
+             "model": "a", "response": "good"},
+            {"annotations": {"Helpfulness": {"Rating": "1", "Rationale": ""}, "Visual Faithfulness": {"Rating": "2"}},
+             "model": "b", "response": "bad"},
+        ],
+    },
+}  # fmt: skip
+"""File -> a record of Nectar, UltraFeedback or VLFeedback, as it is published."""
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_ratings_become_pairs_by_the_line_of_the_page(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("jq ") and f" {name} " in line)
+    write(tmp_path / name, PUBLISHED[name])
+    subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True, timeout=20)
+    said = invoke("pairs", str(tmp_path / "scored.jsonl"), "--to", str(tmp_path / "out.jsonl"))
+    assert said.exit_code == 0, said.output
+    (pair,) = read(tmp_path / "out.jsonl")
+    chosen, rejected = pair["chosen"], pair["rejected"]
+    if name == "nectar.jsonl":  # its prompt is a dialog in one text
+        assert pair["prompt"] == [message("user", "why?")]
+        (chosen,), (rejected,) = ([turn["content"] for turn in answer] for answer in (chosen, rejected))
+    assert (chosen, rejected) == ("good", "bad")
+    assert pair.get("images") == ([str(tmp_path / "a.png")] if name == "vl.jsonl" else None)

@@ -57,8 +57,9 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     checkpoint (start again).
     """
     # Before torch is imported. Threads that wait for each other while other programs use the cores would spin through
-    # their time slices: a step of a CPU run then took five times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # their time slices; threads that never spin take twice as long on cores of their own (docs/log.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @main.command()

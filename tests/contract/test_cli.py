@@ -141,16 +141,17 @@ def test_commands_say_what_is_wrong(command: str, wanted: str, tmp_path: Path, m
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
-def test_threads_that_wait_leave_the_core_unless_asked_otherwise(
-    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("policy", "found"), [(None, "10000"), ("active", None)])
+def test_threads_wait_for_a_short_time_unless_asked_otherwise(
+    policy: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     assert invoke("tasks").exit_code == 0
-    assert os.environ["OMP_WAIT_POLICY"] == found
+    assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
 def test_deepspeed_may_put_its_rank_before_the_command() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from dstrain.commands.notebook import Policy, Run
+    from dstrain.commands.notebook import Run, TrainedModel
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ def load(
     task: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     device: str | None = None,
-) -> Policy:
+) -> TrainedModel:
     """Load the model of a run folder, at `step`, or of an exported folder, in evaluation mode.
 
     `device`: default the first GPU, else the CPU. Raises UsageError.

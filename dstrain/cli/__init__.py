@@ -188,7 +188,7 @@ def chat(
     from dstrain.commands.chat import open_chat, run_chat
 
     if len(models) > 2:
-        raise UsageError(f"{len(models)} models: at most two answer side by side")
+        raise UsageError(f"{len(models)} models: at most two can answer")
     run_chat(open_chat(models, task, step, overrides, system, sampling))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dstrain.commands.trained_model import (
     load_saved_model,
     quiet_libraries,
 )
+from dstrain.commands.untrusted import read_json_object
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image, resolve_image
@@ -162,10 +162,11 @@ class Chat:
         return f"temperature {number:g}"
 
     def _add_image(self, path: str) -> str:
-        blind = [one.name for one in self.speakers if not one.task.model_source.is_multimodal]
-        if not path or blind:
-            problem = f"{blind[0]} is a text-only model" if blind else "names no file"
-            raise UsageError(f"/image: {problem}; " + ("talk without images" if blind else "write /image PATH"))
+        if not path:
+            raise UsageError("/image: names no file; write /image PATH")
+        for speaker in self.speakers:
+            if not speaker.task.model_source.is_multimodal:
+                raise UsageError(f"/image: {speaker.name} is a text-only model; talk without images")
         place = os.path.realpath(Path(path.strip("'\"")).expanduser())
         try:
             width, height = read_image(resolve_image(place, Path.cwd())).size
@@ -185,10 +186,10 @@ def open_chat(
     sampling: Mapping[str, Any],
 ) -> Chat:
     """Load the models. Raises UsageError."""
-    quiet_libraries()
-    found = [_find_model(folder, task, step, overrides) for folder in folders]
     from dstrain.train.generate import SamplingParams
 
+    quiet_libraries()
+    found = [_find_model(folder, task, step, overrides) for folder in folders]
     names = [folder.resolve().name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
@@ -201,8 +202,7 @@ def open_chat(
 def _find_model(folder: Path, task: str | None, step: str, overrides: Sequence[str]) -> SavedModel:
     is_plain = not any((folder / name).is_file() for name in (EXPORT_RECIPE, "recipe.yaml", ADAPTER_CONFIG))
     if task is None and is_plain and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        task = "vlm" if isinstance(config, dict) and "vision_config" in config else "sft"
+        task = "vlm" if "vision_config" in read_json_object(folder / "config.json") else "sft"
     saved = find_saved_model(folder, step, ["model.gradient_checkpointing=false", *overrides], task)
     get_text_task(saved)
     saved.check_loadable()

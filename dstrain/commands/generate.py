@@ -111,7 +111,7 @@ class GenerateJob:
         limit = max_prompt_tokens(task, self.sampling.get("max_new_tokens", 0))
         asked = [self._parse_prompt(task, text) for text in self.texts]
         encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
-        prompts = [_check_prompt(item, "--prompt") for item in encoded]
+        prompts = [check_prompt(item, "--prompt") for item in encoded]
         prompts += _read_prompts(task, limit) if self.data else []
         if self.num_samples > 1 and any(prompt.images or prompt.series for prompt in prompts):
             raise DataError("--num-samples: several answers are written for prompts of text only; remove the images")
@@ -214,7 +214,8 @@ def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]
     return prompts
 
 
-def _check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt:
+def check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt:
+    """Return an encoded prompt. Raises DataError, which names `source`, for one that cannot be used."""
     if isinstance(item, BadRecord):
         raise DataError(f"{source}: {item.reason}")
     return item

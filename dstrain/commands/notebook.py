@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from dstrain.commands.generate import get_text_task
+from dstrain.commands.generate import check_prompt, get_text_task, max_prompt_tokens
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
@@ -57,7 +57,7 @@ class Run:
         """Its checkpoints, newest first, as `dstrain checkpoints --json` prints them."""
         return list_checkpoint_rows(self.folder / "checkpoints")
 
-    def load(self, step: str = "best", **options: Any) -> Policy:
+    def load(self, step: str = "best", **options: Any) -> TrainedModel:
         """Return `dstrain.load` of a checkpoint."""
         from dstrain import load
 
@@ -72,7 +72,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Policy:
+class TrainedModel:
     """A trained model with its task, which has its tokenizer."""
 
     loaded: LoadedModel
@@ -100,7 +100,7 @@ class Policy:
     ) -> list[str]:
         """Return the answer to each prompt, a text or messages, as `dstrain generate` does.
 
-        `images`: files for a single prompt. `sampling`: max_new_tokens, temperature, top_p, seed. Raises UsageError.
+        `images`: files for a single prompt. `sampling`: max_new_tokens, temperature, top_p, seed. Raises UsageError, DataError.
         """
         from dstrain.distributed.world import SingleProcessWorld
         from dstrain.models.params import unwrap_peft
@@ -110,26 +110,17 @@ class Policy:
         asked = [prompts] if isinstance(prompts, str) else [*prompts]
         if images and len(asked) != 1:
             raise UsageError(f"images belong to one prompt, and there are {len(asked)}; ask them one by one")
-        reader, files = PromptReader(task), [os.path.realpath(Path(image).expanduser()) for image in images]
+        settings = SamplingParams(**{"batch": DEFAULT_MICRO_BATCH_SIZE, **sampling})
+        reader = PromptReader(task, max_prompt_tokens(task, settings.max_new_tokens))
+        files = [os.path.realpath(Path(image).expanduser()) for image in images]
         try:
-            encoded = reader.encode(
-                [reader.parse(_to_record(prompt, files)) for prompt in asked], [Path.cwd()] * len(asked)
-            )
+            parsed = [reader.parse(_to_record(prompt, files)) for prompt in asked]
         except BadRecord as fault:
             raise UsageError(f"prompt: {fault.reason}") from None
-        for one in encoded:
-            if isinstance(one, BadRecord):
-                raise UsageError(f"prompt: {one.reason}")
+        encoded = [check_prompt(one, "prompt") for one in reader.encode(parsed, [Path.cwd()] * len(asked))]
         model: Any = unwrap_peft(self.model)
         engine = GenerationModel(model, SingleProcessWorld(next(model.parameters()).device), False)
-        settings = SamplingParams(**{"batch": DEFAULT_MICRO_BATCH_SIZE, **sampling})
-        answers = generate_answers(
-            engine,
-            [one for one in encoded if not isinstance(one, BadRecord)],
-            settings,
-            task.tokenizer,
-            task.model_source.vision_processor,
-        )
+        answers = generate_answers(engine, encoded, settings, task.tokenizer, task.model_source.vision_processor)
         texts: list[str] = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return texts
 
@@ -142,14 +133,14 @@ def _to_record(prompt: str | Sequence[Mapping[str, str]], images: Sequence[str])
 
 def load(
     run_or_export: str | Path, step: str, task: str | None, overrides: Mapping[str, Any], device: str | None
-) -> Policy:
+) -> TrainedModel:
     """Load a model; see `dstrain.load`."""
     import torch
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = load_trained_model(Path(run_or_export).expanduser(), step, _to_sets(overrides), task)
     found.model.to(place)
-    return Policy(found)
+    return TrainedModel(found)
 
 
 def train(
@@ -203,14 +194,16 @@ def _to_sets(values: Mapping[str, Any]) -> list[str]:
 
 def _to_yaml(value: Any) -> str:
     """Return a value on one line that YAML reads as the same value; paths become texts."""
-    if isinstance(value, Mapping):
-        value = {str(key): yaml.safe_load(_to_yaml(item)) for key, item in value.items()}
-    elif isinstance(value, (list, tuple)):
-        value = [yaml.safe_load(_to_yaml(item)) for item in value]
-    elif isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
+    text = yaml.safe_dump(_to_plain(value), default_flow_style=True, width=sys.maxsize, allow_unicode=True)
     return text.strip().removesuffix("\n...")
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _launch_words(launch: Mapping[str, Any]) -> list[str]:

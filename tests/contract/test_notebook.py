@@ -19,7 +19,7 @@ from dstrain.config import read_recipe
 from dstrain.errors import TaskError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run
-from tests.vocabulary import metric_rows, read_events
+from tests.vocabulary import invoke, metric_rows, read_events
 
 SCRIPT = """
 import json, os, sys
@@ -123,3 +123,13 @@ def test_a_reward_model_is_loaded_but_writes_nothing(tmp_path: Path) -> None:
     assert math.isfinite(float(found.model(input_ids=ids).logits.detach()))
     with pytest.raises(TaskError, match="does not generate text"):
         found.generate("Hello")
+
+
+def test_a_long_prompt_is_cut_as_by_the_command(tmp_path: Path) -> None:
+    run, text = make_run(tmp_path, "sft", {"data": {"max_prompt_length": 4}}), "How do I mend the pump? And the kettle"
+    said = invoke("generate", run, "--step", "last", "--prompt", text, "--max-new-tokens", "16", "--json")
+    assert said.exit_code == 0, said.output
+    found = dstrain.load(run, step="last", device="cpu")
+    assert found.generate(text, max_new_tokens=16) == [json.loads(said.output)["answer"]]
+    with pytest.raises(UsageError, match="the model has 2048 positions"):
+        found.generate(text, max_new_tokens=2048)

@@ -132,6 +132,13 @@ def test_images_are_shown_by_path(tmp_path: Path) -> None:
         chat.run_command(f"/image {tmp_path / 'none.png'}")
 
 
+def test_a_folder_with_a_broken_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{broken")
+    said = CliRunner().invoke(main, ["chat", str(tmp_path)])
+    assert said.exit_code == 2, said.output
+    assert "config.json" in said.output
+
+
 def test_a_reward_model_does_not_talk(tmp_path: Path) -> None:
     found = piped("Hello\n", make_run(tmp_path, "rm"))
     assert found.exit_code == 2

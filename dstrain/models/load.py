@@ -184,7 +184,7 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
     try:
         # Without a network huggingface_hub tries again for over a minute.
         with log_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
-            return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code, **_revision(revision))
+            return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
         reason = _error_reason(error)
         if revision is not None and "not a valid git identifier" in str(error):
@@ -198,11 +198,6 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         else:
             fix = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", fix)) from error
-
-
-def _revision(revision: str | None) -> dict[str, str]:
-    """Return the argument `revision` of `from_pretrained`; nothing for the default branch."""
-    return {} if revision is None else {"revision": revision}
 
 
 def check_hub_reachable(name: str, key: str, revision: str | None = None) -> None:
@@ -306,7 +301,7 @@ def _load_from_files(
     try:
         place = str(Path(name).expanduser())
         with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
-            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs, **_revision(found.revision))
+            loaded = auto_class.from_pretrained(place, config=config, **model_kwargs, revision=found.revision)
     except RuntimeError as error:
         if "mismatched" not in str(error):
             raise
@@ -396,9 +391,9 @@ def _load_generation_config(model: PreTrainedModel, name: str, revision: str | N
         return
     folder = str(Path(name).expanduser())
     try:
-        generation_config = GenerationConfig.from_pretrained(folder, **_revision(revision))
+        generation_config = GenerationConfig.from_pretrained(folder, revision=revision)
     except OSError:  # no generation_config.json: transformers derives it from config.json
         generation_config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True, **_revision(revision)
+            folder, config_file_name="config.json", _from_model_config=True, revision=revision
         )
     model.generation_config = generation_config

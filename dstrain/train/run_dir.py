@@ -244,5 +244,4 @@ def save_base_config(model: ModelConfig, folder: Path) -> None:
         read_config(model).save_pretrained(str(folder))
         with contextlib.suppress(OSError):  # no generation_config.json
             place = str(Path(model.path).expanduser())
-            revision = {} if model.revision is None else {"revision": model.revision}
-            GenerationConfig.from_pretrained(place, **revision).save_pretrained(str(folder))
+            GenerationConfig.from_pretrained(place, revision=model.revision).save_pretrained(str(folder))

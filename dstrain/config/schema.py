@@ -408,7 +408,7 @@ class EvalConfig(Section):
     patience: PositiveInt | None = None
     """Early stopping: end the run after this many evaluations in a row without a better metric. Empty: never."""
     generate: GenerateConfig | None = None
-    """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal do without it."""
+    """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal generate answers without this block too."""
 
 
 class SaveConfig(Section):

@@ -74,9 +74,9 @@ def add_adapters(
 
 
 def check_targets(model: torch.nn.Module, lora: LoraConfig) -> None:
-    """Raise RecipeError with each name in `lora.targets` that is no module's or parameter's. The model may be on the meta device.
+    """Raise RecipeError with each name in `lora.targets` that is no module's or parameter's.
 
-    peft takes a list in which one of the names matches.
+    The model may be on the meta device. peft takes a list in which one of the names matches.
     """
     if isinstance(lora.targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
         return
@@ -163,8 +163,8 @@ REFERENCE_ADAPTER = "reference"
 def use_reference(model: Any) -> Iterator[None]:
     """Run the model (a PeftModel) as it was before training: without adapters, or with REFERENCE_ADAPTER.
 
-    Leaves `requires_grad` unchanged. peft's own `disable_adapter` makes every adapter trainable on exit, also those that `model.freeze` froze
-    (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
+    Leaves `requires_grad` unchanged. peft's own `disable_adapter` makes every adapter trainable on exit, also those
+    that `model.freeze` froze (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
     """
     saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     if REFERENCE_ADAPTER in model.peft_config:

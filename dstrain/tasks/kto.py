@@ -87,8 +87,7 @@ class KTO(ReferenceTask):
     ) -> RecordWithImages[Any]:
         return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
 
-    def asks(self, example: Mapping[str, Any]) -> bool:
-        # An unwanted answer is nothing to compare with.
+    def has_reference_answer(self, example: Mapping[str, Any]) -> bool:
         return bool(example["desirable"] > 0)
 
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:

@@ -489,6 +489,8 @@ class Temporal(SFT):
 class SeriesPrompts(StoredPrompts):
     """Prompts with the series of the examples."""
 
+    task: Temporal
+
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
         prompt = super().encode(example)
         assert prompt is not None, "every example has one"

@@ -81,11 +81,11 @@ def generate_answers(
 ) -> list[list[int]]:
     """Return the token ids of each prompt's answer, in the order of the prompts, without the stop token. Collective.
 
-    `streamer`: one of transformers, such as TextStreamer, which gets the tokens of a single prompt one by one. A vision-language model needs its `vision_processor`. Prompts of like length are batched, and the
-    batches are distributed over the ranks: their content and seeds do not depend on the number of
-    processes. Under ZeRO-3 every rank runs the same number of forward passes. The model's mode, its
-    generation config and the state of the random generators are restored. Raises TaskError for a model
-    that cannot generate.
+    A vision-language model needs its `vision_processor`. `streamer`: one of transformers, such as TextStreamer, which
+    gets the tokens of a single prompt one by one. Prompts of like length are batched, and the batches are distributed
+    over the ranks: their content and seeds do not depend on the number of processes. Under ZeRO-3 every rank runs the
+    same number of forward passes. The model's mode, its generation config and the state of the random generators are
+    restored. Raises TaskError for a model that cannot generate.
     """
     devices = [engine.world.device] if engine.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _generation_mode(engine.unwrapped), router_logits_disabled(engine.unwrapped):

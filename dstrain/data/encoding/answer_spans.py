@@ -90,8 +90,8 @@ def render_sample(
 ) -> RenderedSample:
     """Return the text of a sample and the spans that are trained on.
 
-    `end_tokens`: tokens that may end a turn. `with_thinking`: thoughts are trained on too. Raises BadRecord if the chat template rejects the
-    conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
+    `end_tokens`: tokens that may end a turn. `with_thinking`: thoughts are trained on too. Raises BadRecord if the chat
+    template rejects the conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
     """
     templated = has_chat_template(tokenizer)
     # Two texts without a template are one text: no turns to look for.

@@ -312,8 +312,8 @@ class TextTask(RecordTask):
             return found
         return replace(found, parsed=replace(found.parsed, answers=found.parsed.answers[:1], form="answer"))
 
-    def asks(self, example: Mapping[str, Any]) -> bool:
-        """Return whether an answer is generated to the prompt of this held-out example."""
+    def has_reference_answer(self, example: Mapping[str, Any]) -> bool:
+        """Return whether the answer of a held-out example is one that a generated answer is compared with."""
         return True
 
     @property

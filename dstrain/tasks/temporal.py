@@ -489,8 +489,6 @@ class Temporal(SFT):
 class SeriesPrompts(StoredPrompts):
     """Prompts with the series of the examples."""
 
-    task: Temporal
-
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
         prompt = super().encode(example)
         assert prompt is not None, "every example has one"

@@ -17,21 +17,21 @@ from dstrain.data.sources.base import Source
 
 if TYPE_CHECKING:
     from dstrain.data.encoding.conversations import EncodedPrompt
-    from dstrain.tasks.common.text import TextTask
 
 
 @dataclass(frozen=True)
 class PromptReader:
     """Parses and encodes prompts as a task's model takes them."""
 
-    task: TextTask
-    """Task of the model."""
+    task: Any
+    """The `TextTask` of the model, whose module imports this one."""
     max_length: int | None = None
     """Tokens of a prompt at most; the last ones are kept."""
 
     def parse(self, record: Mapping[str, Any]) -> RecordWithImages[ParsedPrompt]:
         """Parse the prompt of a record, with its images. Raises BadRecord."""
-        return self.task.parse_with_images(record, self.task.read_prompt)
+        found: RecordWithImages[ParsedPrompt] = self.task.parse_with_images(record, self.task.read_prompt)
+        return found
 
     def encode(
         self, prompts: Sequence[RecordWithImages[ParsedPrompt]], folders: Sequence[Path]
@@ -53,20 +53,22 @@ class HeldOutPrompts:
     A text without an answer of its own, and an answer that is not wanted (task kto), has none.
     """
 
-    task: TextTask
-    """Task of the examples."""
+    task: Any
+    """The `TextTask` of the examples."""
 
     @cached_property
     def source(self) -> Source:
         """The records of data.eval, or those of which data.eval_fraction holds out a part."""
         data = self.task.recipe.data
-        return self.task.open_sources([data.eval] if data.eval else self.task.training_items)
+        found: Source = self.task.open_sources([data.eval] if data.eval else self.task.training_items)
+        return found
 
     def read(self, example: Mapping[str, Any]) -> RecordWithImages[PromptAnswers] | None:
         """Return what is asked in the record of an example, and its answers; None where it has no reference answer."""
         if not self.task.has_reference_answer(example):
             return None
         # Columns that are not read were reported when the record was encoded.
+        found: RecordWithImages[PromptAnswers] | BadRecord
         found = try_parse(self.task.read_answers, self.source[int(example["sample"])])
         return None if isinstance(found, BadRecord) else found
 

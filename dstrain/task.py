@@ -1,6 +1,6 @@
 """All that a task file imports, in one place: `from dstrain.task import Batch, Loss, RecordTask`.
 
-A task is one frozen dataclass in one file (docs/tasks.md, "A task of your own"). Modules inside dstrain may move; these
+A task is one frozen dataclass in one file (docs/tasks/own.md). Modules inside dstrain may move; these
 names stay. Importing them imports no torch.
 
     RecordTask, Task            base classes: on the records of data.train, and on samples of any other origin

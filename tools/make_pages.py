@@ -51,7 +51,7 @@ RECIPE is a YAML file or the name of a packaged recipe (`dstrain recipes`); with
 `--task`, nothing but the command line. RUN is a run folder.
 
 Exit codes: 0 done; 1 the run failed; 2 bad usage, recipe, preset or data, before any process group starts; 75 stopped
-by a signal after a complete checkpoint was written: the same command resumes ([launch.md](launch.md#exit-codes)).
+by a signal after a complete checkpoint was written: the same command resumes ([Exit codes](launch.md#exit-codes)).
 
 Completion of commands, options, recipes, presets, tasks, model shapes and the keys of `--set`:
 
@@ -63,7 +63,7 @@ dstrain completion fish > ~/.config/fish/completions/dstrain.fish
 """
 ALIASES_INTRO = """\
 A recipe with one of these names is refused, and the error names the key of the second column.
-[coming-from.md](coming-from.md) compares whole recipes.
+[Coming from other trainers](coming-from.md) compares whole recipes.
 """
 
 
@@ -203,7 +203,7 @@ def render_keys() -> str:
         title = f"`{name}`" if name else "The recipe itself"
         text = f"{description}\n\n" if name else ""
         parts.append(f"## {title}\n\n{text}" + render_table(("key", "type", "default", "effect"), rows))
-    parts.append("## Options of the tasks\n\nKeys of the block `options`; [tasks.md](tasks.md) explains them.\n")
+    parts.append("## Options of the tasks\n\nKeys of the block `options`; [Tasks](tasks/index.md) explains them.\n")
     parts += [render_task(name) for name in builtin_tasks()]
     aliases = [[f"`{name}`", key if " " in key else f"`{key}`"] for name, key in sorted(KEY_ALIASES.items())]
     parts.append("## Names of other trainers\n\n" + ALIASES_INTRO + "\n" + render_table(("name", "here"), aliases))
@@ -249,7 +249,7 @@ def render_cli() -> str:
     parts = ["# Commands\n\n" + NOTE + CLI_INTRO]
     parts += [render_command(f"dstrain {name}", one) for name, one in sorted(main.commands.items()) if not one.hidden]
     parts.append(
-        "## Launch options\n\nProcesses and hosts; [launch.md](launch.md) explains them.\n\n"
+        "## Launch options\n\nProcesses and hosts; [Starting a run](launch.md) explains them.\n\n"
         + render_table(("option", "default", "effect"), rows)
     )
     return "\n".join(parts)

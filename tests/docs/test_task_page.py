@@ -1,4 +1,4 @@
-"""docs/tasks.md teaches a task of one's own: its commands run as they are written, in their order."""
+"""docs/tasks/own.md teaches a task of one's own: its commands run as they are written, in their order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dstrain.tasks import find_task
 from tests.vocabulary import read_events, read_jsonl, write_jsonl
 from tests.workers import ROOT
 
-SECTION = (ROOT / "docs/tasks.md").read_text(encoding="utf-8").split("## A task of your own\n")[1].split("\n## ")[0]
+SECTION = (ROOT / "docs/tasks/own.md").read_text(encoding="utf-8")
 COMMANDS = [
     shlex.split(line)[1:]
     for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.S)

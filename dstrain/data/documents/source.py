@@ -395,7 +395,7 @@ class DocumentSource(WrappedSource):
     """
 
     def __init__(self, source: Source, options: DocumentOptions) -> None:
-        """Take a source of records as in docs/docqa.md; no record is read yet."""
+        """Take a source of records as in docs/tasks/docqa.md; no record is read yet."""
         self._source, self.options = source, options
         settings = [SOURCE_VERSION, asdict(options), installed_version("pypdfium2"), installed_version("bm25s")]
         content = f"{source.digest} documents {json.dumps(settings)}"

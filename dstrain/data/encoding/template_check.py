@@ -25,6 +25,9 @@ _LOST_TEXTS = {
     "thoughts_lost": "thoughts",
 }
 FIX = "name another template with model.chat_template"
+_THOUGHTS_FIX = (
+    "set its variables with model.chat_template_kwargs, write them into the text as <think>...</think>, or " + FIX
+)
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
 _MAX_CACHED_CHECKS = 10_000
 
@@ -265,7 +268,8 @@ def describe_lost(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each kind of text that the chat template drops, with its number of samples."""
     cuts = report.get("cuts") or {}
     return [
-        f"the chat template drops {what} in {cuts[name]} of {report['kept']} samples ({FIX})"
+        f"the chat template drops {what} in {cuts[name]} of {report['kept']} samples "
+        f"({_THOUGHTS_FIX if name == 'thoughts_lost' else FIX})"
         for name, what in _LOST_TEXTS.items()
         if cuts.get(name)
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import click
 
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
@@ -36,7 +37,7 @@ def check_file(
     file: str, task: str, overrides: Sequence[str], show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[ValidationReport, str]:
     """Return the validation report of a file, and a sentence on truncation. Raises TaskError without a format."""
-    config = read_recipe(None, overrides, task).config
+    config = resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
     made = make_task(config)
     parse = made.checks.parse_record
     if parse is None:
@@ -55,7 +56,7 @@ def check_file(
         return found, "\n".join(told)
     if config.model.path is None:
         return found, "\n".join([*told, NO_TOKENIZER_HINT])
-    skipping = make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config)
+    skipping = make_task(config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})}))
     assert isinstance(skipping, TextTask)
     told += [f"warning: {line}" for line in describe_missing_end(skipping.tokenizer)]
     return found, "\n".join(filter(None, [*told, _describe_truncation(source, skipping, found)]))
@@ -103,7 +104,7 @@ def show_file(
     Learnt tokens are green with `use_color`, else between \u27e6 and \u27e7. Raises RecipeError without a tokenizer, TaskError.
     """
     if recipe is None:
-        config = read_recipe(None, overrides, task).config
+        config = resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
     else:
         config = resolve_recipe(TrainRequest(recipe=recipe, task=task, overrides=overrides)).config
     changes = {"train": [TrainDatasetConfig(path=file)], "eval": None, "eval_fraction": 0.0, "max_samples": limit}

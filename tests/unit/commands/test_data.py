@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dstrain.commands.data import check_file
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
@@ -102,3 +104,16 @@ def test_without_a_model_there_are_no_tokens_to_show(tmp_path: Path) -> None:
     assert "add --set model.path=FOLDER" in found.stderr
     assert "records are not texts" in invoke("data", "show", tmp_path / "a.jsonl", "--task", "protein").stderr
     assert "--task, or a recipe with --recipe" in invoke("data", "show", tmp_path / "a.jsonl").stderr
+
+
+def test_a_model_folder_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    made: Any = make_task(RunConfig.model_validate(values))
+    made.build_model().save_pretrained(tmp_path / "base")
+    made.model_source.save_processor(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    words = ("data", "train.jsonl", "--task", "sft", "--set", "model.path=base", "--set", "data.max_length=80")
+    shown, checked = (invoke(words[0], command, *words[1:]) for command in ("show", "check"))
+    assert "tokens, " in shown.stdout, shown.output
+    assert "samples" in checked.output, checked.output
+    assert (shown.exit_code, checked.exit_code) == (0, 0)

@@ -87,7 +87,8 @@ def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
 
 def _check_records(config: RunConfig) -> None:
     """Raise DataError if too many of the first records are bad for the limit of all records."""
-    unnamed = config.model.model_copy(update={"path": None, "config": None})  # records are parsed without a tokenizer
+    # Records are parsed without a tokenizer, and so without the adapter that is trained on.
+    unnamed = config.model.model_copy(update={"path": None, "config": None, "lora": None})
     task = make_task(config.model_copy(update={"model": unnamed}))
     if not isinstance(task, TextTask):
         return

@@ -18,7 +18,7 @@ from dstrain.tasks import find_task
 from tests.cells import SLOW, mark_slow
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
-from tests.vocabulary import RUN, metric_rows, write_recipe
+from tests.vocabulary import RUN, invoke, metric_rows, write_recipe
 from tests.workers import WorkerError, Workers
 
 CASES = "tests.contract.lora_cases:"
@@ -202,6 +202,8 @@ def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(
     values = find_task("dpo").tiny(tmp_path) | {"steps": 2, "batch": {"total": 4, "micro": 2}, "eval": {"every": 1}}
     values["model"] = {"path": str(tmp_path / "first"), "lora": {"create_new_adapter": False}}
     write_recipe(tmp_path, values | {"optim": {"lr": 1e-2, "warmup": 0}, "log": {"every": 1}})
+    started = invoke("train", tmp_path / "recipe.yaml", "--dry-run", "--run-dir", tmp_path / "none")
+    assert started.exit_code == 0, started.output
     rows = {}
     for preset in presets:
         run = tmp_path / preset

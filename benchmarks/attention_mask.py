@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.batch import Batch
 from dstrain.tasks.common import forward
-from dstrain.tasks.common.forward import score_answers
+from dstrain.tasks.common.forward import score_targets
 
 
 def made_llama(vocabulary: int, hidden: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -40,7 +40,7 @@ def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
     """Return the loss, (), and leave its gradient in the model."""
     model.zero_grad(set_to_none=True)
     with mock.patch.object(forward, "NO_MASK_MODEL_TYPES", frozenset() if masked else forward.NO_MASK_MODEL_TYPES):
-        loss = -score_answers(model, batch)[0].sum()
+        loss = -score_targets(model, batch)[0].sum()
     loss.backward()
     return loss.detach()
 

@@ -17,7 +17,7 @@ LAYERS = (
     ("distributed", "source_map", "host_memory"),
     ("batch", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "launch"),
-    ("tasks",),
+    ("tasks", "ds_config"),
     ("task",),
     ("planner",),
     ("train",),

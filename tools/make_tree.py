@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,11 @@ def first_line(path: Path) -> str:
 
 
 def format_entry(name: str, depth: int, description: str) -> str:
-    """Return a line of the tree, cut at WIDTH characters."""
-    line = f"{'  ' * depth + name:{NAME_WIDTH - 1}} {description}".rstrip()
-    return line if len(line) <= WIDTH else line[: WIDTH - 1].rstrip(" ,;:") + "…"
+    """Return the lines of an entry of the tree, WIDTH characters wide."""
+    name = "  " * depth + name
+    column = max(NAME_WIDTH, len(name) + 1)
+    lines = textwrap.wrap(description, WIDTH - column) or [""]
+    return "\n".join([f"{name:{column}}{lines[0]}".rstrip(), *(" " * column + line for line in lines[1:])])
 
 
 def iter_entries(folder: Path, depth: int = 0) -> Iterator[str]:

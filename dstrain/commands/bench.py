@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER, make_scratch, make_scratch_path
+from dstrain.commands.run_job import SINGLE_WORKER, Job, make_scratch, make_scratch_path
 from dstrain.commands.trained_model import hash_weights
 from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
@@ -65,14 +65,13 @@ class PreparedBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchJob:
+class BenchJob(Job):
     """A job that takes training steps of a recipe and measures them: no evaluation, checkpoint or tracker."""
 
     request: TrainRequest
     steps: int
     """Measured steps, after WARMUP_STEPS others."""
     run_dir: Path
-    is_parallel = True
     trains = True
 
     def to_argv(self) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.commands.environment import EnvironmentLine, collect_host_lines
-from dstrain.commands.run_job import run_job
+from dstrain.commands.run_job import Job, run_job
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault
 from dstrain.launch.multihost.agent import Agent, serve
@@ -196,10 +196,9 @@ class PreparedAllReduce:
 
 
 @dataclass(frozen=True)
-class AllReduceJob:
+class AllReduceJob(Job):
     """A job of all ranks that measures an all-reduce."""
 
-    is_parallel = True
     trains = True
 
     def to_argv(self) -> list[str]:
@@ -210,9 +209,6 @@ class AllReduceJob:
 
     def prepare(self, world_size: int, device: Device) -> PreparedAllReduce:
         return PreparedAllReduce()
-
-    def cache_weight_hashes(self, prepared: PreparedAllReduce) -> None:
-        """Do nothing: there is no model."""
 
     def run(self, prepared: PreparedAllReduce, world: World) -> dict[str, float]:
         """Return the number of ranks and the seconds of the fastest of some all-reduces. Collective."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import (
     ModelSelector,
     SavedModel,
@@ -40,14 +41,12 @@ class PreparedEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateJob:
+class EvaluateJob(Job):
     """A job that computes loss and metrics over a whole file, each a sum divided once."""
 
     selector: ModelSelector
     data: str
     """A file, or a dataset on the hub."""
-    is_parallel = True
-    trains = False
 
     def to_argv(self) -> list[str]:
         return ["evaluate", *self.selector.to_argv(), "--data", resolve_data_path(self.data)]

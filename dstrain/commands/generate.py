@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
+from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import (
     LoadedModel,
     ModelSelector,
@@ -48,7 +49,7 @@ class PreparedGeneration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateJob:
+class GenerateJob(Job):
     """A job that generates an answer to each prompt, in order."""
 
     selector: ModelSelector
@@ -60,8 +61,6 @@ class GenerateJob:
     """Image files for the prompts of the command line."""
     sampling: Mapping[str, Any]
     """The fields of `dstrain.train.generate.SamplingParams`."""
-    is_parallel = True
-    trains = False
 
     @property
     def num_samples(self) -> int:

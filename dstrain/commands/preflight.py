@@ -14,6 +14,7 @@ from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import UsageError
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory
@@ -25,8 +26,7 @@ from dstrain.tasks.common.judge import check_judge
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.copies import open_filesystem
-from dstrain.train.ds_config import resolve_ds_config
-from dstrain.train.inputs import check_inputs_unchanged, digest_input_files
+from dstrain.train.input_digests import check_inputs_unchanged, digest_input_files
 from dstrain.train.start import Start
 
 MAX_CHECKED_BYTES = 256 << 20

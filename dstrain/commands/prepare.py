@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from dstrain.cache import cache_root
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
@@ -15,11 +16,11 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import Split, check_sequence_parallel, load_split
-from dstrain.train.ds_config import resolve_ds_config
 from dstrain.units import format_count
 
 if TYPE_CHECKING:
@@ -40,11 +41,10 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
-class PrepareJob:
+class PrepareJob(Job):
     """A job that builds the token cache of every split, and the outputs of frozen models that the recipe precomputes."""
 
     request: TrainRequest
-    trains = False
 
     @property
     def is_parallel(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dstrain.config import RunConfig
 from dstrain.errors import OutOfMemoryError, UsageError
@@ -116,33 +116,35 @@ class PreparedJob(Protocol):
         """DeepSpeed JSON with which the model is held."""
 
 
-class Job(Protocol):
+class Job:
     """Work of a command, on one process or several."""
+
+    trains: ClassVar[bool] = False
+    """True if the job takes optimizer steps, for which DeepSpeed needs a process group."""
 
     @property
     def is_parallel(self) -> bool:
         """True if several processes are faster than one."""
-
-    @property
-    def trains(self) -> bool:
-        """True if the job takes optimizer steps, for which DeepSpeed needs a process group."""
+        return True
 
     def to_argv(self) -> list[str]:
         """Return the command and its options as arguments of a worker."""
+        raise NotImplementedError
 
     def check_recipe(self) -> RunConfig:
         """Return the recipe. Raises UsageError for faults that are found without torch."""
+        raise NotImplementedError
 
     def prepare(self, world_size: int, device: Device) -> Any:
         """Return a `PreparedJob`: the work that a process does alone. Raises UsageError."""
+        raise NotImplementedError
 
     def cache_weight_hashes(self, prepared: Any) -> None:
-        """Cache the hashes that `run` compares: rank 0 computes them before others wait in a
-        collective.
-        """
+        """Cache the hashes that `run` compares: rank 0 computes them before others wait in a collective."""
 
     def run(self, prepared: Any, world: World) -> Any:
         """Run the job and return its result, as JSON; rank 0's is used. Collective."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
+from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import (
     ModelSelector,
     SavedModel,
@@ -48,7 +49,7 @@ class PreparedScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreJob:
+class ScoreJob(Job):
     """A job that scores each answer of a file's records, in their order."""
 
     selector: ModelSelector
@@ -56,8 +57,6 @@ class ScoreJob:
     """A file, or a dataset on the hub."""
     out: str
     """File to write, or `-`."""
-    is_parallel = True
-    trains = False
 
     def to_argv(self) -> list[str]:
         out = self.out if self.out == STDOUT else str(Path(self.out).expanduser().resolve())

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER, make_scratch, make_scratch_path
+from dstrain.commands.run_job import SINGLE_WORKER, Job, make_scratch, make_scratch_path
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
@@ -239,7 +239,7 @@ class PreparedSelftest:
 
 
 @dataclass(frozen=True)
-class SelftestJob:
+class SelftestJob(Job):
     """A job with the runs of one launch: unbroken and stopped ones, or their resumption, export and evaluation."""
 
     phase: Phase
@@ -247,7 +247,6 @@ class SelftestJob:
     presets: Sequence[str]
     batch: int
     """Samples of an optimizer step."""
-    is_parallel = True
     trains = True
 
     def to_argv(self) -> list[str]:
@@ -273,9 +272,6 @@ class SelftestJob:
 
     def prepare(self, world_size: int, device: Device) -> PreparedSelftest:
         return PreparedSelftest()
-
-    def cache_weight_hashes(self, prepared: PreparedSelftest) -> None:
-        """Do nothing: the recipe has neither adapters nor a reference."""
 
     def run(self, prepared: PreparedSelftest, world: World) -> int:
         for preset in self.presets:

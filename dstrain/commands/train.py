@@ -17,6 +17,7 @@ from dstrain.commands.preflight import check_data, check_launch
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
+from dstrain.ds_config import batch_warnings, check_offload_folders
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
@@ -28,7 +29,6 @@ from dstrain.preset import Device
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
-from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.run_dir import check_run_dir_writable
 from dstrain.train.start import ResumeOptions, Start, guess_start
 from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names

@@ -130,7 +130,7 @@ class SavedModel:
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint
-        from dstrain.train.inputs import iter_input_changes
+        from dstrain.train.input_digests import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
         recorded = checkpoint.run_info.get("inputs", {})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
 from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, PlanInputs, When, all_lines, sum_bytes
@@ -19,8 +21,8 @@ from dstrain.planner.shapes import (
     reference_shape,
     with_score_head,
 )
-from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_run_settings, make_workload
-from dstrain.preset import Device, Preset, complete_preset
+from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_workload
+from dstrain.preset import Device, Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,7 @@ def plan_memory(
     sequence = config.parallel.sequence
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate, sequence)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
-    settings = make_run_settings(config, preset, batch, cluster.world_size, device, "nvme")
-    ds_config = complete_preset(preset, settings=settings)
+    ds_config = resolve_ds_config(config, preset, batch, cluster.world_size, device, Path())
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
     workload = make_workload(config, shape, properties, largest, cluster.kind)
     run = make_run(config, properties, shape, workload, ds_config, cluster)

@@ -11,17 +11,14 @@ from math import ceil
 from typing import Literal
 
 from dstrain.config.resolve import BatchPlan
-from dstrain.config.rules import check_dtype
-from dstrain.config.schema import OptimConfig, RunConfig
+from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, RecipeError, UsageError
 from dstrain.models.attention.model_types import (
     NO_MASK_MODEL_TYPES,
     PACKED_MODEL_TYPES,
     PACKED_VISION_MODEL_TYPES,
 )
-from dstrain.models.quantization import OPTIMIZERS_8BIT, find_zero3_fault
 from dstrain.planner.shapes import ModelShape, TaskProperties
-from dstrain.preset import Device, Precision, Preset, RunSettings, resolve_precision
 
 QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 """Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
@@ -143,71 +140,6 @@ def takes_packed(shape: ModelShape, config: RunConfig) -> bool:
     """Return True where models of this type are known to take packed batches."""
     own_code = config.model.trust_remote_code
     return not own_code and shape.model_type in (PACKED_MODEL_TYPES | PACKED_VISION_MODEL_TYPES.keys())
-
-
-def make_run_settings(
-    config: RunConfig, preset: Preset, batch: BatchPlan, world_size: int, device: Device, nvme_path: str
-) -> RunSettings:
-    """Return the settings with which `complete_preset` completes a preset.
-
-    Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
-    """
-    precision = resolve_precision(preset, config.precision, device)
-    check_recipe_fits(config, preset, precision)
-    return RunSettings(
-        precision=precision,
-        micro=batch.largest_micro(world_size),
-        accumulate=batch.ds_accumulate,
-        world_size=world_size,
-        total=batch.total,
-        clip=config.optim.clip,
-        nvme_path=nvme_path,
-        device_kind=device.kind,
-        # Only adamw with offload is DeepSpeed's own CPU Adam (see make_optimizer).
-        uses_custom_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-        uses_muon=config.optim.name == "muon",
-    )
-
-
-def check_recipe_fits(config: RunConfig, preset: Preset, precision: Precision) -> None:
-    """Raise RecipeError for a recipe that cannot be trained with the preset in this precision."""
-    if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
-        raise RecipeError(faults)  # `precision: auto` is resolved only here
-    if (
-        preset.block.get("activation_checkpointing", {}).get("cpu_checkpointing")
-        and not config.model.gradient_checkpointing
-    ):
-        problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
-        raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
-    if config.model.quantize is not None and preset.stage == 3:
-        zero = preset.block.get("zero_optimization", {})
-        if fault := find_zero3_fault(config.model.quantize, preset.name, zero):
-            raise RecipeError(fault)
-    check_optimizer(config.optim, preset, precision)
-
-
-def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) -> None:
-    """Raise RecipeError for an optimizer that would compute something else at the preset's ZeRO stage.
-
-    DeepSpeed itself accepts all of these silently.
-    """
-    faults, stage = [], f"ZeRO stage {preset.stage}"
-    if optim.name == "adafactor" and preset.stage:
-        problem = f"adafactor needs whole matrices, but {stage} partitions them into flat ranges"
-        faults.append(Fault("optim.name", problem, "use ds_config: zero0, or optim.name: adamw"))
-    if optim.name in OPTIMIZERS_8BIT and preset.offload_optimizer is not None:
-        problem = f"{optim.name} runs on the GPU, but {preset.name} keeps the optimizer's state on the host"
-        fix = "write adamw, DeepSpeed's CPUAdam there; or a preset without offload, such as zero2 or zero2_bf16"
-        faults.append(Fault("optim.name", problem, fix))
-    if optim.name == "muon" and precision == "fp16":
-        problem = "muon keeps a momentum of gradients, but the loss scale of fp16 changes between steps"
-        faults.append(Fault("optim.name", problem, "use precision: bf16, or optim.name: adamw"))
-    if optim.name == "muon" and preset.stage and optim.clip:
-        problem = f"is {optim.clip:g}, but at {stage} DeepSpeed clips Muon's updates instead of the gradient"
-        fix = "remove it (Muon's updates all have the same norm), or use ds_config: zero0"
-        faults.append(Fault("optim.clip", problem, fix))
-    if faults:
-        raise RecipeError(faults)
 
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -149,9 +149,9 @@ class DocQA(SFT):
         return self.augmentation(image, position, index)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.common.forward import score_answers, score_answers_with_mean
+        from dstrain.tasks.common.forward import score_targets, score_targets_with_mean
 
-        log_probs, right, *mean = (score_answers_with_mean if self.label_smoothing else score_answers)(model, batch)
+        log_probs, right, *mean = (score_targets_with_mean if self.label_smoothing else score_targets)(model, batch)
         assert right is not None, "both return it"
         losses = focal_cross_entropy(log_probs, mean[0] if mean else None, self.label_smoothing, self.focal_gamma)
         return Loss(losses.sum(), {"token_accuracy": right.sum()})

@@ -85,9 +85,9 @@ class SFT(TextTask):
         return self.with_images(batch, examples, positions=positions)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.common.forward import score_answers
+        from dstrain.tasks.common.forward import score_targets
 
-        log_probs, right = score_answers(model, batch)  # (B, K), (B, K)
+        log_probs, right = score_targets(model, batch)  # (B, K), (B, K)
         more = self.extra_metrics(right, batch.tensors["loss_mask"])
         return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **more})
 

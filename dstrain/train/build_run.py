@@ -32,7 +32,7 @@ from dstrain.train.evaluate import EarlyStopping, Evaluation
 from dstrain.train.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
-from dstrain.train.inputs import (
+from dstrain.train.input_digests import (
     check_fingerprints,
     dump_training_recipe,
     iter_resume_changes,

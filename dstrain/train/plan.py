@@ -20,6 +20,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_parallel_rank
+from dstrain.ds_config import check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
@@ -37,8 +38,7 @@ from dstrain.tasks.common.judge import check_generation_data
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.copies import RunCopy, describe_error
-from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
-from dstrain.train.inputs import (
+from dstrain.train.input_digests import (
     check_fingerprints,
     check_inputs_unchanged,
     digest_input_files,

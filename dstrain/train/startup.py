@@ -12,6 +12,7 @@ from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.distributed.world import World
+from dstrain.ds_config import batch_warnings, ds_config_warnings
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
@@ -19,7 +20,6 @@ from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import make_judge
-from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.plan import RunPlan
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
@@ -138,7 +138,7 @@ REFERENCE_MESSAGES = {
     "adapter": "reference: the model with its adapters disabled",
     "cached": "reference: precomputed log-probs from the cache",
 }
-"""Reference kind -> line for the terminal; `setup` reports a frozen model when it builds one."""
+"""Reference kind -> line for the terminal; `build_run` reports a frozen model when it builds one."""
 
 
 def task_name(task: str) -> str:

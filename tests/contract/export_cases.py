@@ -37,7 +37,7 @@ from dstrain.train.build_model import build_model
 from dstrain.train.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.inputs import digest_model_files, dump_training_recipe
+from dstrain.train.input_digests import digest_model_files, dump_training_recipe
 from dstrain.train.run_dir import save_base_config
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world

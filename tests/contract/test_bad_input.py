@@ -23,7 +23,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.inputs import dump_training_recipe
+from dstrain.train.input_digests import dump_training_recipe
 from dstrain.train.run_dir import write_run_config
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import write_hashed_file

@@ -25,6 +25,7 @@ from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import TorchWorld
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import DstrainError
 from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.preset import Device, read_preset
@@ -34,7 +35,6 @@ from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
 from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.saver import CheckpointSaver

@@ -19,12 +19,12 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.ds_config import resolve_ds_config
 from dstrain.models.params import build_param_groups
 from dstrain.planner import workload
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import CheckpointError
 from dstrain.models.load import load_model, read_config
 from dstrain.models.params import build_param_groups, full_numel, zero3_init
@@ -26,7 +27,6 @@ from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.state.engine_state import open_checkpoint
 from dstrain.train.state.files import CheckpointReader

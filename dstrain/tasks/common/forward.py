@@ -26,7 +26,7 @@ from dstrain.models.router_loss import router_logits_disabled
 # Shapes: B rows, L tokens, K targets, V vocabulary. A model is one of transformers, out of peft's wrapper (`unwrap_peft`).
 
 
-def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def score_targets(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
 
     A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `loss_mask` (B, K), is
@@ -38,8 +38,8 @@ def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, t
     return scores.log_probs, scores.is_correct
 
 
-def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores:
-    """Return the two tensors of `score_answers`, and the mean log-probability of the vocabulary; each (B, K)."""
+def score_targets_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores:
+    """Return the two tensors of `score_targets`, and the mean log-probability of the vocabulary; each (B, K)."""
     return _score(model, batch, ScoreFields(mean_log_probs=True))
 
 

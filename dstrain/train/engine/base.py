@@ -1,4 +1,4 @@
-"""The engine protocol, and an engine for inference."""
+"""The engine protocol, what both engines share, and an engine for inference."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from typing import Any, Protocol
 import torch
 
 from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import World
-from dstrain.models.params import init_deepspeed
+from dstrain.models.params import ParamGroup, init_deepspeed
 from dstrain.models.tiles import use_leaf_modules
-from dstrain.train.engine.module import TrainModule, compute_step_stats, evaluate_batch
-from dstrain.train.state.files import CheckpointReader, StateFile
+from dstrain.train.engine.module import (
+    TrainModule,
+    compute_step_stats,
+    evaluate_batch,
+    total_step_weight,
+    with_scores,
+    with_step_stats,
+)
+from dstrain.train.state.engine_state import iter_state, load_state
+from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
 from dstrain.train.state.layout import StateSlice
 
 
@@ -69,13 +78,73 @@ class Engine(EvalEngine, Protocol):
         """
 
 
+class ForwardPasses:
+    """Forward passes without gradients, of a module that every rank holds or shares."""
+
+    world: World
+    module: Any
+    """The TrainModule, or DeepSpeed's engine around it."""
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Return the sums over one batch; the module must be a TrainModule. Collective at stage 3."""
+        return evaluate_batch(self.module, batch, self.world)
+
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """Return the extra columns of each batch for a task with step statistics. Collective."""
+        self.module.eval()
+        return compute_step_stats(self.module, batches, self.world)
+
+
+class TrainEngine(ForwardPasses):
+    """What a step and a checkpoint are with either engine."""
+
+    train_module: TrainModule
+
+    def __init__(self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig) -> None:
+        self.train_module = train_module
+        self._lr_scales = [group.lr_scale for group in param_groups]
+        self._optimizer_name = optim.name
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose state a checkpoint holds."""
+        raise NotImplementedError
+
+    @property
+    def unwrapped(self) -> TrainModule:
+        return self.train_module
+
+    def _prepare_step(self, batches: Sequence[Batch], weight: float | None) -> tuple[Sequence[Batch], float]:
+        """Return the batches of a step with the columns that its losses read, and the weight of the whole step."""
+        self.module.train()
+        batches, inputs = with_scores(self.module, batches, self.world), self.train_module.loss_inputs
+        # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
+        batches = with_step_stats(self.module, inputs, batches, self.world)
+        # Weights may follow from scores, which are known only now.
+        known = None if len(self.train_module.reward_models) else weight
+        return batches, total_step_weight(batches, self.world, inputs, known)
+
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        return iter_state(self.train_module.stored_model, self.optimizer, self.world.rank)
+
+    def state_files(self) -> Iterator[StateFile]:
+        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
+
+    def state_metadata(self) -> dict[str, Any]:
+        return {"shapes": self.train_module.stored_model.shapes(), "optimizer": self._optimizer_name}
+
+    def load(self, checkpoint: CheckpointReader) -> str:
+        model = self.train_module.stored_model
+        return load_state(model, self.optimizer, checkpoint, self._optimizer_name, self.world)
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch for one step. Dropout depends on seed, step and rank alone, so no random state needs saving."""
     # crc32, since `hash()` of a text differs between processes.
     torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
 
 
-class ForwardEngine:
+class ForwardEngine(ForwardPasses):
     """Module that is replicated on every rank, or in ZeRO-3 shards if the DeepSpeed config says stage 3.
 
     At stage 3 the module must have been built inside `zero3_init`, and every rank must make the same forward passes.
@@ -106,14 +175,6 @@ class ForwardEngine:
     def __call__(self, batch: Batch) -> Any:
         """Return the module's result for a batch. Collective at stage 3."""
         return self.module(batch.to(self.world.device))
-
-    def evaluate(self, batch: Batch) -> StepResult:
-        """Return the sums over one batch; the module must be a TrainModule. Collective at stage 3."""
-        return evaluate_batch(self.module, batch, self.world)
-
-    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """Return the extra columns of each batch for a task with step statistics. Collective."""
-        return compute_step_stats(self.module, batches, self.world)
 
 
 def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:

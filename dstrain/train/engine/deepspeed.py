@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,30 +23,24 @@ from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
 from dstrain.models.params import ParamGroup, init_deepspeed
 from dstrain.models.tiles import use_leaf_modules
+from dstrain.train.engine.base import TrainEngine
 from dstrain.train.engine.module import (
     OPTIMIZER_UPDATE,
     StepAccumulator,
     TrainModule,
-    compute_step_stats,
     describe_pass,
-    evaluate_batch,
     scale_loss_or_nan,
     set_lr,
     step_outcome,
-    total_step_weight,
-    with_scores,
-    with_step_stats,
 )
 from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.state.engine_state import iter_state, load_state
-from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
-from dstrain.train.state.layout import StateSlice
+from dstrain.train.state.files import CheckpointReader
 
 COUNTERS = ("global_steps", "skipped_steps")
 """Counters of DeepSpeed's engine that a checkpoint holds."""
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(TrainEngine):
     """DeepSpeed at any ZeRO stage; takes the same step as TorchEngine."""
 
     def __init__(
@@ -60,9 +54,8 @@ class DeepSpeedEngine:
         import deepspeed
 
         init_deepspeed()
-        self.world, self.train_module = world, train_module
-        self._lr_scales = [group.lr_scale for group in param_groups]
-        self._optimizer_name = optim.name
+        super().__init__(train_module, param_groups, optim)
+        self.world = world
         zero = ds_config["zero_optimization"]
         if zero["stage"]:
             disable_muon_compile()  # else `initialize` imports torch's compiler
@@ -80,6 +73,7 @@ class DeepSpeedEngine:
         # DeepSpeed's own clipping fails there on a gradient that is None.
         config = {**ds_config, "gradient_clipping": 0.0} if self._max_grad_norm else dict(ds_config)
         self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=config)
+        self.module = self.engine
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
@@ -94,24 +88,19 @@ class DeepSpeedEngine:
             optimizer.state.clear()
 
     @property
-    def unwrapped(self) -> TrainModule:
-        return self.train_module
+    def optimizer(self) -> Any:
+        return self.engine.optimizer
 
     @property
     def is_sharded(self) -> bool:
         return bool(self.engine.zero_optimization_partition_weights())
 
     def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
-        self.engine.train()
-        batches = with_scores(self.engine, batches, self.world)
-        # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
-        batches = with_step_stats(self.engine, self.train_module.loss_inputs, batches, self.world)
+        batches, weight = self._prepare_step(batches, weight)
         # In every step: the optimizer is built with lr 0 (see make_optimizer).
         set_lr(self.engine.optimizer, self._lr_scales, lr)
         # DeepSpeed averages gradients over the ranks, and the step is a sum: hence the factor world.size.
-        # Weights may follow from scores, which are known only now.
-        known = None if len(self.train_module.reward_models) else weight
-        scale = self.world.size / total_step_weight(batches, self.world, self.train_module.loss_inputs, known)
+        scale = self.world.size / weight
         sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):
@@ -139,25 +128,8 @@ class DeepSpeedEngine:
         self.world.log.activity = ""
         return sums.result(batches, grad_norm=norm, **outcome)
 
-    def evaluate(self, batch: Batch) -> StepResult:
-        return evaluate_batch(self.engine, batch, self.world)
-
-    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        self.engine.eval()
-        return compute_step_stats(self.engine, batches, self.world)
-
-    def state_slices(self) -> Iterator[list[StateSlice]]:
-        return iter_state(self.train_module.stored_model, self.engine.optimizer, self.world.rank)
-
-    def state_files(self) -> Iterator[StateFile]:
-        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
-
     def state_metadata(self) -> dict[str, Any]:
-        return {
-            "shapes": self.train_module.stored_model.shapes(),
-            "optimizer": self._optimizer_name,
-            **self._read_counters(),
-        }
+        return {**super().state_metadata(), **self._read_counters()}
 
     def _read_counters(self) -> dict[str, dict[str, Any]]:
         """Return DeepSpeed's counters of steps and the state of the loss scale, as a checkpoint holds them."""
@@ -173,8 +145,7 @@ class DeepSpeedEngine:
                 setattr(self.engine.optimizer.loss_scaler, name, saved["loss_scale"][name])
 
     def load(self, checkpoint: CheckpointReader) -> str:
-        model = self.train_module.stored_model
-        reset = load_state(model, self.engine.optimizer, checkpoint, self._optimizer_name, self.world)
+        reset = super().load(checkpoint)
         self._restore_counters(checkpoint.metadata)
         # Not stored: it follows from the steps, and a resumed run may have other micro-batches and ranks.
         self.engine.global_samples = self.engine.global_steps * self.engine.train_batch_size()

@@ -75,7 +75,7 @@ def test_chunks_say_what_all_logits_say(name: str) -> None:
     model, given = made(name), batch()
     wanted, hits = plainly(model, given)
     wanted_gradients = gradients(model, wanted)
-    log_probs, right = forward.score_answers(model, given)
+    log_probs, right = forward.score_targets(model, given)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert torch.equal(right, hits)
     assert distance(gradients(model, log_probs), wanted_gradients) <= 1e-6
@@ -101,14 +101,14 @@ def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
     torch.manual_seed(7)
-    log_probs, _ = forward.score_answers(model, given)
+    log_probs, _ = forward.score_targets(model, given)
     found = gradients(model, log_probs)
     if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
         monkeypatch.setattr(heads, "_ChunkedScores", Unchunked)
     else:
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 2**26)
     torch.manual_seed(7)
-    wanted, _ = forward.score_answers(model, given)
+    wanted, _ = forward.score_targets(model, given)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert distance(found, gradients(model, wanted)) <= 1e-6
 
@@ -138,7 +138,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
     learnt = int(given.tensors["loss_mask"].sum())
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value.numel()), value)[1], lambda v: v):
-        log_probs, _ = forward.score_answers(model, given)
+        log_probs, _ = forward.score_targets(model, given)
     assert max(kept) <= max(p.numel() for p in model.parameters())
     assert sum(rows for rows, _ in seen) == learnt, "positions that are not learnt have no logits"
     log_probs.sum().backward()
@@ -150,7 +150,7 @@ def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = []
     score = heads.score_logits
     monkeypatch.setattr(heads, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
-    log_probs, _ = forward.score_answers(with_adapter(made("llama")), batch())
+    log_probs, _ = forward.score_targets(with_adapter(made("llama")), batch())
     log_probs.sum().backward()
     assert len(calls) == 1
 
@@ -176,13 +176,13 @@ def test_a_batch_without_targets_has_no_rows_and_no_gradient() -> None:
     nothing = Batch(
         tensors={**given.tensors, "loss_mask": torch.zeros_like(given.tensors["loss_mask"])}, weight=0.0, samples=()
     )
-    log_probs, right = forward.score_answers(model, nothing)
+    log_probs, right = forward.score_targets(model, nothing)
     log_probs.sum().backward()
     assert not log_probs.any()
     assert not right.any()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     with torch.no_grad():
-        assert torch.allclose(forward.score_answers(model, given)[0], plainly(model, given)[0], atol=2e-6)
+        assert torch.allclose(forward.score_targets(model, given)[0], plainly(model, given)[0], atol=2e-6)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -193,7 +193,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
         parameter.requires_grad_(frozen == "head")
     model.lm_head.weight.requires_grad_(frozen != "head")
     wanted = gradients(model, plainly(model, given)[0])
-    assert distance(gradients(model, forward.score_answers(model, given)[0]), wanted) <= 1e-6
+    assert distance(gradients(model, forward.score_targets(model, given)[0]), wanted) <= 1e-6
 
 
 def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
@@ -201,7 +201,7 @@ def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
     positions = loss_positions(given.tensors["loss_mask"], 26)
     counted = given.with_tensors({"loss_positions": positions})
     model = made("llama")
-    assert torch.equal(forward.score_answers(model, given)[0], forward.score_answers(model, counted)[0])
+    assert torch.equal(forward.score_targets(model, given)[0], forward.score_targets(model, counted)[0])
     assert len(positions) == int(given.tensors["loss_mask"].sum())
 
 
@@ -252,7 +252,7 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way(kind: str) 
     model, given = Odd(ODD[kind]), batch()
     for _ in range(2):
         before = model.calls
-        log_probs, right = forward.score_answers(model, given)
+        log_probs, right = forward.score_targets(model, given)
         calls = model.calls - before
         wanted, hits = plainly(model, given)
         assert torch.allclose(log_probs, wanted, atol=2e-6)
@@ -272,7 +272,7 @@ def test_other_changes_are_made_chunk_by_chunk() -> None:
         model, given = Odd(changed), batch()
         ids = given.tensors["input_ids"].clamp(max=309)
         given = given.with_tensors({"input_ids": ids})
-        log_probs, _ = forward.score_answers(model, given)
+        log_probs, _ = forward.score_targets(model, given)
         assert model.calls == 1
         assert torch.allclose(log_probs.float(), plainly(model, given)[0].float(), atol=2e-6)
 
@@ -310,7 +310,7 @@ def test_the_mean_over_the_vocabulary_is_that_of_all_logits(name: str) -> None:
     mean = logits[:, -loss_mask.shape[1] - 1 : -1].float().log_softmax(-1).mean(-1) * loss_mask
     wanted = plainly(model, given)[0] * 0.9 + mean * 0.1
     wanted_gradients = gradients(model, wanted)
-    found = forward.score_answers_with_mean(model, given)
+    found = forward.score_targets_with_mean(model, given)
     assert found.mean_log_probs is not None
     torch.testing.assert_close(found.mean_log_probs, mean, rtol=1e-6, atol=2e-6)
     assert torch.equal(found.is_correct, plainly(model, given)[1])
@@ -324,7 +324,7 @@ def test_the_mean_alone_has_the_gradient_of_all_logits() -> None:
     inputs = {name: given.tensors[name] for name in ("input_ids", "attention_mask")}
     logits = model(**inputs, use_cache=False).logits[:, -loss_mask.shape[1] - 1 : -1]
     wanted = gradients(model, logits.log_softmax(-1).mean(-1) * loss_mask)
-    found = forward.score_answers_with_mean(model, given).mean_log_probs
+    found = forward.score_targets_with_mean(model, given).mean_log_probs
     assert found is not None
     assert distance(gradients(model, found), wanted) <= 1e-6
 

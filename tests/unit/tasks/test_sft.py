@@ -15,7 +15,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.forward import score_answers
+from dstrain.tasks.common.forward import score_targets
 
 
 def task(folder: Path, **sections: Any) -> Any:
@@ -98,12 +98,12 @@ class GivenLogits(torch.nn.Module):
 def score_tokens(
     logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `score_answers` of targets (B, K) under logits (B, K, V)."""
+    """Return `score_targets` of targets (B, K) under logits (B, K, V)."""
     ids = torch.nn.functional.pad(targets, (1, 0))  # the first token is never a target
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": loss_mask}
     model = GivenLogits(torch.nn.functional.pad(logits, (0, 0, 0, 1)))  # those of the last token predict nothing
     batch = Batch(tensors=tensors, weight=1.0, samples=(), tokens=ids.numel())
-    return score_answers(model, batch)
+    return score_targets(model, batch)
 
 
 def test_tokens_to_learn_are_scored_as_by_hand() -> None:

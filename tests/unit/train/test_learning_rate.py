@@ -18,7 +18,7 @@ from dstrain.planner.workload import Cluster
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.inputs import dump_training_recipe
+from dstrain.train.input_digests import dump_training_recipe
 from dstrain.train.start import ResumeOptions, guess_start
 from dstrain.train.state.manifest import write_hashed_file
 from tests.workers import ROOT

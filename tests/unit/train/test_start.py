@@ -30,7 +30,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_run import prepare_start
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.inputs import check_fingerprints, dump_training_recipe, fingerprint_weights
+from dstrain.train.input_digests import check_fingerprints, dump_training_recipe, fingerprint_weights
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.start import ResumeOptions, ResumePoint, Start, decide_start, find_resume_point
 from dstrain.train.state.manifest import (

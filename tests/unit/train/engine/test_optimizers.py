@@ -11,10 +11,10 @@ import torch
 
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
+from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import PresetError, RecipeError
 from dstrain.models.params import build_param_groups, muon_param_ids
 from dstrain.preset import Device, Precision, read_preset
-from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.optimizers import Lion, make_optimizer
 
 CPU = torch.device("cpu")

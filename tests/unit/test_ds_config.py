@@ -10,9 +10,9 @@ import pytest
 
 from dstrain.config import BatchPlan, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
+from dstrain.ds_config import batch_warnings, resolve_ds_config
 from dstrain.errors import RecipeError
 from dstrain.preset import Device, read_preset
-from dstrain.train.ds_config import batch_warnings, resolve_ds_config
 
 CPU = Device("cpu", True)
 

@@ -37,7 +37,7 @@ InputDigests = Mapping[str, Mapping[str, Any]]
 
     data.train        {digest, samples, images, tokens}    data.eval    {path, digest, samples, images, tokens}
     model.tokenizer   {digest}                             task         {digest}, for a task file of the user
-    model.path        {digest}: of the model's config; of its weights, where they count, see fingerprints.py
+    model.path        {digest}: of the model's config; of its weights, where they count, see models/weights.py
     options.safety.harmless_rm  {digest}: of the tokenizer or processor of a reward model; others likewise
                      {kept}: of the training samples that its precomputed scores leave
 """

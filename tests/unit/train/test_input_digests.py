@@ -22,7 +22,7 @@ from dstrain.models.weights import config_fingerprint
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_run import with_frozen_outputs
 from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.inputs import (
+from dstrain.train.input_digests import (
     check_inputs_unchanged,
     dump_training_recipe,
     iter_input_changes,

@@ -89,10 +89,10 @@ class PresetRuns:
         """Train or resume one run. Raises SelftestError for an exit code that is not expected. Collective."""
         from dstrain.train.build_run import build_run
         from dstrain.train.health.signals import SignalHandler
+        from dstrain.train.messages import finish_run
         from dstrain.train.plan import make_plan
         from dstrain.train.run import train
         from dstrain.train.start import ResumeOptions
-        from dstrain.train.startup import finish_run
 
         plan, problem = None, ""
         try:

@@ -21,7 +21,7 @@ from dstrain.ds_config import batch_warnings, check_offload_folders
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
-from dstrain.launch.multihost.plan import plan_launch, show_launch
+from dstrain.launch.plan import plan_launch, show_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.workload import Cluster

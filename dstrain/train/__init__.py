@@ -1,1 +1,1 @@
-"""Training: setup, loop, engine, checkpoints, health."""
+"""Training: start, plan, loop, engines, checkpoints, health."""

@@ -39,6 +39,13 @@ from dstrain.train.input_digests import (
     with_selected_samples,
 )
 from dstrain.train.memory import PRECOMPUTING, MemoryMonitor
+from dstrain.train.messages import (
+    finish_run,
+    make_sinks,
+    report_failure,
+    report_reduced_batch,
+    report_start,
+)
 from dstrain.train.plan import (
     RunPlan,
     build_loader,
@@ -66,13 +73,6 @@ from dstrain.train.saver import (
     get_free_bytes,
 )
 from dstrain.train.start import ResumePoint, get_run_dir
-from dstrain.train.startup import (
-    finish_run,
-    make_sinks,
-    report_failure,
-    report_reduced_batch,
-    report_start,
-)
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count

@@ -18,10 +18,10 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.data.loading.loader import Loader, Step
 from dstrain.launch.topology import Worker
 from dstrain.train.build_run import build_run, with_frozen_outputs
+from dstrain.train.messages import finish_run
 from dstrain.train.plan import make_plan
 from dstrain.train.run import train
 from dstrain.train.start import ResumeOptions
-from dstrain.train.startup import finish_run
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader
 from tests.memory_limits import limit_micro_batch

@@ -1,1 +1,1 @@
-"""Loading: sampler, collation and the background loader."""
+"""Loading: sampler, micro-batches, rows and the background loader."""

@@ -1,1 +1,1 @@
-"""Base classes that tasks share."""
+"""What tasks share: their interface, models, forward passes, judges and registry."""

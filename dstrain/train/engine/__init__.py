@@ -1,1 +1,1 @@
-"""Engines: one training step on DeepSpeed."""
+"""Engines: one training step, on DeepSpeed or in plain torch."""

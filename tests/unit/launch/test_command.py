@@ -22,7 +22,7 @@ from dstrain.launch.command import (
     plan_local_launch,
     select_devices,
 )
-from dstrain.launch.multihost.plan import plan_launch
+from dstrain.launch.plan import plan_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)

@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.commands.evaluate import show_metrics
 from dstrain.report.run_log import RunLog
-from dstrain.train.startup import format_last_eval, task_name
+from dstrain.train.messages import format_last_eval, task_name
 
 
 def test_the_last_evaluation_is_a_step_of_the_whole_run(tmp_path: Path) -> None:

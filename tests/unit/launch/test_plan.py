@@ -16,7 +16,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning, rank_command
 from dstrain.launch.multihost import probe
 from dstrain.launch.multihost.agent_client import agent_command
-from dstrain.launch.multihost.plan import (
+from dstrain.launch.plan import (
     build_remote_env,
     plan_launch,
     read_env_file,
@@ -32,7 +32,7 @@ SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o Server
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("dstrain.launch.multihost.plan.shutil.which", lambda name: name)
+    monkeypatch.setattr("dstrain.launch.plan.shutil.which", lambda name: name)
     (tmp_path / "F").write_text("host1 slots=2\nhost2 slots=4\n")
 
     def make(env: dict[str, str] | None = None, config: LaunchConfig | None = None, **options):
@@ -87,7 +87,7 @@ def test_options_that_do_not_fit_are_refused(plan, options, said):
 
 
 def test_ssh_that_is_missing_is_named_with_its_package(plan, monkeypatch):
-    monkeypatch.setattr("dstrain.launch.multihost.plan.shutil.which", lambda name: None)
+    monkeypatch.setattr("dstrain.launch.plan.shutil.which", lambda name: None)
     with pytest.raises(UsageError, match=r"ssh is not installed here; install it \(apt install openssh-client\)"):
         plan()
 

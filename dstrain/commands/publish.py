@@ -226,10 +226,12 @@ def _make_eval_results(row: Mapping[str, Any], recipe: RunConfig, auto_class: st
     if source is None:
         return []
     label = one_line(_name(source.path))
+    # The Hub refuses a card whose type is no `[\w-]+/[\w-.]+`, the form of a dataset's id.
+    dataset_type = label if not _is_local(source.path) else re.sub(r"[^\w.-]+", "_", label, flags=re.ASCII)
     return [
         EvalResult(
             task_type=PIPELINE_TAGS.get(auto_class, "other"),
-            dataset_type=label,
+            dataset_type=dataset_type,
             dataset_name=label,
             dataset_config=source.name,
             dataset_split=source.split,

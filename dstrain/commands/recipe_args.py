@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         (values, "ds_config"),
     ):
         _resolve_path(place, key, recipe_dir)
+    values["log"]["sinks"] = [_resolve_sink(name, recipe_dir) for name in values["log"]["sinks"]]
     faults += _resolve_init(values["model"], recipe_dir)
     if faults:
         raise RecipeError(faults)
@@ -251,6 +253,19 @@ def _resolve_path(block: dict[str, Any], key: str, recipe_dir: Path) -> None:
     found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
     if found is not None:
         block[key] = str(found)
+
+
+def _resolve_sink(name: str, recipe_dir: Path) -> str:
+    """Return FILE.py:Class, with an absolute path, for a sink in a file, or in a module that only is next to the recipe."""
+    place, mark, class_name = name.rpartition(":" if ".py:" in name else ".")
+    found = find_path(place if mark == ":" else f"{place.replace('.', '/')}.py", recipe_dir)
+    if found is None:
+        return name
+    usual = None
+    with contextlib.suppress(ImportError, ValueError):  # of a module without a spec
+        usual = None if mark == ":" else find_spec(place.partition(".")[0])
+    is_other = usual is not None and (usual.origin is None or Path(usual.origin).resolve() != found.resolve())
+    return name if is_other else f"{found}:{class_name}"
 
 
 def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:

@@ -370,6 +370,17 @@ class WandbConfig(Section):
     """offline: write files that `wandb sync` uploads later. WANDB_MODE=offline or disabled overrides online."""
 
 
+def _check_sink(value: str) -> str:
+    module, mark, name = value.rpartition(":" if ".py:" in value else ".")
+    is_path = all(part.isidentifier() for part in module.split("."))
+    if not name.isidentifier() or not (module.endswith(".py") if mark == ":" else is_path):
+        raise ValueError("must be module.Class, or FILE.py:Class")
+    return value
+
+
+Sink = Annotated[str, AfterValidator(_check_sink)]
+
+
 class LogConfig(Section):
     """Logging of metrics."""
 
@@ -381,6 +392,8 @@ class LogConfig(Section):
     """Show memory in the lines of the console; metrics.jsonl has it in any case."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases, from rank 0."""
+    sinks: list[Sink] = []
+    """Further receivers of rows and events, on rank 0: classes by their import path, such as dstrain.report.sinks.MLflowSink, or FILE.py:Class; a module may be next to the recipe."""
 
 
 class GenerateConfig(Section):

@@ -244,7 +244,7 @@ def test_a_hub_that_does_not_answer_is_an_error_with_what_to_do(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RunError, match="--push-to-hub me/model: the upload failed .*is complete"):
+    with pytest.raises(RunError, match=r"--push-to-hub me/model: the upload failed .*is complete"):
         push_to_hub(folder, Publication(repo_id="me/model"))
 
 

@@ -13,8 +13,8 @@ from dstrain.tasks.common.registry import import_task_file
 KEY = "log.sinks"
 
 
-def find_sink_class(name: str) -> type[Any]:
-    """Return the class that `log.sinks` names, `module.Class` or `FILE.py:Class`. Raises UsageError."""
+def find_sink_class(name: str) -> Any:
+    """Return the class of a `UserSink` that `log.sinks` names, `module.Class` or `FILE.py:Class`. Raises UsageError."""
     place, _, class_name = name.rpartition(":" if ".py:" in name else ".")
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         raise UsageError(Fault(KEY, f"{name}: there is no file {place}", "correct the path"))

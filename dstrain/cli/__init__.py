@@ -261,7 +261,7 @@ def run_and_exit(
     "--max-shard-size",
     "--max_shard_size",
     metavar="SIZE",
-    show_default="2GB",
+    default="2GB",
     help="Largest file of weights, such as 5GB; adapters are one file.",
 )
 @click.option("--license", metavar="ID", help="License for the model card, such as apache-2.0.")
@@ -270,7 +270,7 @@ def run_and_exit(
 @click.option("--dry-run", is_flag=True, help="Check it and list its files; leave nothing, use no network.")
 def export(
     run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool,
-    max_shard_size: str | None, license: str | None, push_to_hub: str | None, private: bool, dry_run: bool,
+    max_shard_size: str, license: str | None, push_to_hub: str | None, private: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Export a run as a Hugging Face folder, with a model card.
 

@@ -16,11 +16,10 @@ from dstrain.commands.trained_model import LoadedModel
 from dstrain.config.schema import DatasetConfig, RunConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import RunError, UsageError, mask_secrets, one_line
-from dstrain.files import read_limited
 from dstrain.models.folder import is_local_path, resolve_base_model
 from dstrain.models.load import HUB_TIMEOUT_SECONDS
 from dstrain.process_setup import log_if_slow
-from dstrain.report.run_log import read_rows, task_metric_names
+from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
 from dstrain.train.start import read_recorded_recipe
 from dstrain.train.state.manifest import read_checkpoint_info
@@ -200,8 +199,10 @@ def _is_local(name: str) -> bool:
 
 def _find_eval_row(run_dir: Path, step: int | None) -> dict[str, Any]:
     """Return the last evaluation at this step; empty where there is none."""
-    rows = read_rows(run_dir / "metrics.jsonl") if step is not None else []
-    return next((row for row in reversed(rows) if (row.get("split"), row.get("step")) == ("eval", step)), {})
+    file = run_dir / "metrics.jsonl"
+    if step is None or not file.is_file():  # a FIFO in a folder of somebody else would block
+        return {}
+    return find_last_row(file, lambda row: (row.get("split"), row.get("step")) == ("eval", step)).row or {}
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -329,23 +330,20 @@ def _describe_license(values: Mapping[str, Any], is_chosen: bool) -> str:
 
 def _read_license(recipe: RunConfig) -> dict[str, str]:
     """Return the license in the model card of the base model, where this machine has it; else nothing."""
-    from huggingface_hub import ModelCard, try_to_load_from_cache
+    from huggingface_hub import metadata_load, try_to_load_from_cache
 
     base = resolve_base_model(recipe.model)
     if base.path is None:
         return {}
     folder = Path(base.path).expanduser()
     try:
-        file = (
-            folder / CARD_FILE
-            if folder.is_dir()
-            else try_to_load_from_cache(base.path, CARD_FILE, revision=base.revision)
-        )
-        if not isinstance(file, str | Path):
+        is_folder = folder.is_dir()
+        card = folder / CARD_FILE if is_folder else try_to_load_from_cache(base.path, CARD_FILE, revision=base.revision)
+        file = Path(card) if isinstance(card, str | Path) else None
+        if file is None or not file.is_file() or file.stat().st_size > MAX_CARD_BYTES:
             return {}
-        text = read_limited(Path(file), MAX_CARD_BYTES).decode()
-        values = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no such file, no Hub id, or a card with any content
+        values = metadata_load(file) or {}
+    except Exception:  # no Hub id, or a card with any content
         return {}
     found = {key: values[key] for key in LICENSE_KEYS if isinstance(values.get(key), str) and values[key].isprintable()}
     return found if "license" in found else {}

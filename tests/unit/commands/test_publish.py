@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ def card(folder: Path, changes: dict[str, Any] | None = None, rows: list[dict[st
         "data.eval": {"digest": "cd34", "samples": 16},
     }
     (checkpoint / "run.json").write_text(json.dumps({**recorded, **fields, **(info or {})}))
-    write_jsonl(folder / "run/metrics.jsonl", rows or [])
+    if rows is None:
+        os.mkfifo(folder / "run/metrics.jsonl")
+    else:
+        write_jsonl(folder / "run/metrics.jsonl", rows)
     model: Any = None
     loaded = LoadedModel(make_task(config), model, 4, checkpoint)
     return make_card(loaded, folder / "run", is_merged, name, Publication(**target))
@@ -136,6 +140,7 @@ def test_neither_paths_nor_secrets_are_in_a_card(tmp_path: Path, monkeypatch: py
         ("language: en", {}),
         ("license: [mit]", {}),
         ("license: !!python/object:x 1", {}),
+        ("a: &a [x, x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(24)) + "license: mit", {"license": "mit"}),
     ],
 )  # fmt: skip
 def test_the_license_of_a_base_is_read_from_its_card_and_never_guessed(
@@ -149,6 +154,14 @@ def test_the_license_of_a_base_is_read_from_its_card_and_never_guessed(
     assert {key: data[key] for key in data if key.startswith("license")} == found
     assert ("of the base model." if found else "Not stated") in text
     assert "base_model" not in data  # it is no name on the Hub
+
+
+def test_files_that_are_no_files_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    os.mkfifo(tmp_path / "base/README.md")
+    (tmp_path / "base/config.json").write_text(json.dumps(find_task("sft").tiny(tmp_path)["model"]["config"]))
+    text = card(tmp_path, {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": "x/y"}}, None)
+    assert "Not stated" in text
 
 
 def test_what_is_on_the_hub_is_linked_and_adapters_name_their_base(tmp_path: Path) -> None:

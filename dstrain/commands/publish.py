@@ -141,7 +141,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
     recipe = task.recipe if checkpoint is None else read_recorded_recipe(checkpoint)
     auto_class = _find_auto_class(task)
     base = resolve_base_model(recipe.model).path
-    base_on_hub = base if base and not _is_local(base) else None
+    is_on_hub = base is not None and not is_local_path(base) and not Path(base).is_dir()
     row = _find_eval_row(run_dir, loaded.step)
     license_values = {"license": target.license} if target.license else _read_license(recipe)
     known_task = recipe.task if recipe.task in builtin_tasks() else "custom"
@@ -150,7 +150,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
     results = _make_eval_results(row, recipe, auto_class) or None
     data = ModelCardData(
         **license_values,
-        base_model=base_on_hub,
+        base_model=base if is_on_hub else None,
         datasets=[item.path for item in recipe.data.train if not _is_local(item.path)] or None,
         library_name=library,
         pipeline_tag=PIPELINE_TAGS.get(auto_class),

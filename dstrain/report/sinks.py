@@ -293,6 +293,7 @@ class MLflowSink:
     """
 
     def __init__(self, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

@@ -164,13 +164,14 @@ def test_files_that_are_no_files_are_not_waited_for(tmp_path: Path) -> None:
     assert "Not stated" in text
 
 
-def test_what_is_on_the_hub_is_linked_and_adapters_name_their_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_id", ["org/base", "gpt2"])
+def test_what_is_on_the_hub_is_linked_and_adapters_name_their_base(base_id: str, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     values = {
         "r": 2,
         "lora_alpha": 4,
         "peft_type": "LORA",
-        "base_model_name_or_path": "org/base",
+        "base_model_name_or_path": base_id,
         "target_modules": ["q_proj"],
     }
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(values))
@@ -186,7 +187,7 @@ def test_what_is_on_the_hub_is_linked_and_adapters_name_their_base(tmp_path: Pat
     monkey.setattr("dstrain.commands.publish._find_auto_class", lambda task: "AutoModelForCausalLM")
     data = metadata(make_card(loaded, tmp_path, False, "it", Publication()))
     monkey.undo()
-    assert (data["base_model"], data["datasets"]) == ("org/base", ["org/chats"])
+    assert (data["base_model"], data["datasets"]) == (base_id, ["org/chats"])
 
 
 @pytest.fixture

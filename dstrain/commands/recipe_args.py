@@ -217,7 +217,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     if "lora" not in config.model.model_fields_set:
         del values["model"]["lora"]  # a null would mean no adapters
     faults: list[Fault] = []
-    runs = {key: run for key in ("path", "init") if (run := _find_run(values["model"][key], recipe_dir))}
+    runs = {key: run for key in ("path", "init") if (run := find_run(values["model"][key], recipe_dir))}
     for place, usual_split in _data_sources(values):
         found = find_path(place["path"], recipe_dir)
         if found is not None:
@@ -261,7 +261,7 @@ def _resolve_path(block: dict[str, Any], key: str, recipe_dir: Path) -> None:
         block[key] = str(found)
 
 
-def _find_run(text: str | None, recipe_dir: Path) -> tuple[Path, str] | None:
+def find_run(text: str | None, recipe_dir: Path) -> tuple[Path, str] | None:
     """Return run folder and checkpoint of a value RUN, RUN@best, RUN@last or RUN@STEP; None for other values."""
     before, _, after = (text or "").rpartition("@")
     for name, step in ((text, "best"), (before, after)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from dstrain.errors import RecipeError
 from dstrain.tasks import find_task, make_task
 from tests.contract.export_cases import make_run
 from tests.contract.lora_cases import save_base
-from tests.vocabulary import write_recipe
+from tests.vocabulary import invoke, write_recipe
 
 
 def start(folder: Path, **model: Any) -> Any:
@@ -67,6 +69,22 @@ def test_the_export_is_written_once(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert Path(start(tmp_path, path=f"{run}@last").model.path) == first
     assert first.stat().st_mtime_ns == before
     assert "exporting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["run", "adapted"])
+def test_a_plan_takes_the_sizes_of_a_run_and_exports_nothing(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
+    shutil.rmtree(run / "exports", ignore_errors=True)
+    values = find_task("sft").tiny(tmp_path)
+    totals = []
+    for model in ({"config": values["model"]["config"]}, {"path": f"{run}@last"}):
+        plan = invoke("plan", write_recipe(tmp_path, values | {"model": model}), "--gpu-memory", "24GiB", "--json")
+        assert plan.exit_code == 0, plan.output
+        totals.append(json.loads(plan.output)["presets"])
+    assert totals[0] == totals[1]
+    assert not (run / "exports").exists()
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["merged into the base", "trained on"])

@@ -17,6 +17,8 @@ import pytest
 from tests.workers import ROOT, Workers
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
+# The commands of this environment. DeepSpeed's kernels are compiled anew, for minutes, whenever another ninja is found.
+os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C; `nohup` does so for SIGHUP.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

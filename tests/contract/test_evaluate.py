@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.workers import Workers
 
 CASES = "tests.contract.export_cases:"
 EVALUATE = CASES + "evaluate"
-BIN = Path(sys.executable).parent
 
 RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "rm": ("rm", "zero2", {}, {}),
@@ -165,7 +163,7 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
 def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """With a folder for temporary files of its own."""
     (folder / "tmp").mkdir(exist_ok=True)
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(folder / "tmp")}
+    env = {**os.environ, "TMPDIR": str(folder / "tmp")}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, cwd=folder)
 
 

@@ -83,23 +83,6 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
     assert thirteen[1] == pytest.approx(thirteen[0], rel=1e-5, abs=1e-6), "a share without a sample weighs nothing"
 
 
-@pytest.mark.slow  # in shards: test_metrics_do_not_depend_on_the_processes; exported adapters: contract/test_lora
-@pytest.mark.parametrize("name", ["rm, adapters", "dpo, adapters"])
-def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
-    task, _, _, model = RUNS[name]
-    values = find_task(task).tiny(tmp_path)
-    one("tests.contract.lora_cases:save_base", folder=str(tmp_path / "base"), recipe=values)
-    values |= {"model": {"path": str(tmp_path / "base"), **model}, "ds_config": "zero2"}
-    write_recipe(tmp_path, values)
-    two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
-    one("tests.contract.export_cases:export_only", run=str(tmp_path / "run"), to=str(tmp_path / "out"))
-    data = str(tmp_path / "eval.jsonl")
-    wanted = numbers(one(EVALUATE, folder=str(tmp_path / "run"), data=data)[0])
-    for hold in (None, "zero3"):
-        for row in two(EVALUATE, folder=str(tmp_path / "out"), data=data, ds_config=hold):
-            assert numbers(row) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-
-
 def test_the_longer_answer_is_a_baseline_and_ties_count_half(tmp_path: Path) -> None:
     values = find_task("rm").tiny(tmp_path)
     answers = [("a longer answer", "no"), ("no", "a longer answer"), ("a longer answer", "yes"), ("ab", "ba")]

@@ -10,7 +10,7 @@ import pytest
 from dstrain.tasks import find_task
 from tests.cells import mark_slow
 from tests.parity.test_optimizers import distance
-from tests.vocabulary import RUN, metric_rows, read_jsonl, write_recipe
+from tests.vocabulary import RUN, write_recipe
 from tests.workers import WorkerError, Workers
 
 pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
@@ -72,22 +72,6 @@ def test_a_checkpoint_goes_on_with_other_partitions(
     for workers in (one, two):
         for found in workers(f"{CASES}:moved", kind=read, optim=EIGHT_BIT, folder="", load=kept):
             assert distance(found, wanted) < NEAR
-
-
-@pytest.mark.slow  # its parts: the two tests above; a run: resume/test_resume
-def test_a_run_is_resumed_bit_for_bit_and_by_another_number_of_processes(
-    tmp_path: Path, one: Workers, two: Workers
-) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 2, "keep": 9}, "ds_config": "zero2"}
-    recipe = str(write_recipe(tmp_path, values | {"optim": {"name": "adamw_8bit", "lr": 1e-3}}))
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=5)
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
-    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole")
-    two(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), crash_at=5)
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), sets=["ds_config=zero3"])
-    rows = [read_jsonl(tmp_path / name / "metrics.jsonl")[-1]["loss"] for name in ("elastic", "whole")]
-    assert rows[0] == pytest.approx(rows[1], rel=1e-2)
 
 
 def test_8_bit_state_with_offload_is_refused(tmp_path: Path, one: Workers) -> None:

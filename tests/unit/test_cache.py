@@ -225,13 +225,6 @@ DAMAGES: list[tuple[Any, list[Any]]] = [
 ]  # fmt: skip
 
 
-def cached_files(kind: str, of: Callable[[], Any]) -> list[Path]:
-    """Return the files of the kind that a call adds to the cache."""
-    before = {*cache_root().glob(f"{kind}/**/*")}
-    of()
-    return sorted(path for path in {*cache_root().glob(f"{kind}/**/*")} - before if path.is_file())
-
-
 def is_quick(kind: Any, damage: Any) -> bool:
     """Every damage with one kind of entries, every kind with one damage: one mechanism reads them all."""
     return kind is tokens or damage is flip_bit

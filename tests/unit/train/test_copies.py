@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dstrain.train.plan import open_copy
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import find_fault
 from tests.unit.train.test_checkpoints import OneRank, save, solo, steps
-from tests.vocabulary import read_events, write_recipe
+from tests.vocabulary import read_events, wait_until, write_recipe
 
 
 @pytest.fixture(params=["path", "object store"])
@@ -36,10 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def copy_now(copy: RunCopy, name: str) -> tuple[str, dict[str, Any]]:
     """Copy a checkpoint; the event."""
     copy.request(name)
-    until = time.monotonic() + 30
-    while copy.in_use:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    wait_until(lambda: not copy.in_use)
     (outcome,) = copy.pop_outcomes()
     return outcome
 

@@ -118,9 +118,10 @@ def fresh_copy(module: ModuleType) -> Any:
     return copy
 
 
-def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:
+def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.muon import original_muon
 
+    monkeypatch.setattr("torch._dynamo.config.disable", False)  # the variable TORCH_COMPILE_DISABLE of all tests
     fresh = fresh_copy(original_muon)
     compiled = [name for name in MUON_COMPILED if inspect.unwrap(getattr(fresh, name)) is not getattr(fresh, name)]
     assert compiled == [*MUON_COMPILED], "without the patch: remove disable_muon_compile if this fails"
@@ -139,7 +140,8 @@ def test_importing_muon_does_not_load_torchs_compiler() -> None:
 
     def loads_compiler(code: str) -> bool:
         command = [sys.executable, "-c", probe.format(code)]
-        done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "0"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1] == "True"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,11 @@ import pytest
 from tests.workers import ROOT, Workers
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
+if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
+    # On a CPU only bitsandbytes has functions compiled, which takes each process ten seconds, and dstrain none.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# The commands of this environment. DeepSpeed's kernels are compiled anew, for minutes, whenever another ninja is found.
+os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C; `nohup` does so for SIGHUP.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

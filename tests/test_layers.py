@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -47,8 +48,10 @@ def imports(path: Path) -> Iterator[str]:
                 yield dotted if dotted in MODULES else str(node.module)
 
 
-# `from dstrain import __version__` needs nothing else of it.
-IMPORTS = {name: {*imports(path)} & MODULES.keys() - {name, "dstrain"} for name, path in MODULES.items()}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """Module -> the modules that it imports; `from dstrain import __version__` needs nothing else of dstrain."""
+    return {name: {*imports(path)} & MODULES.keys() - {name, "dstrain"} for name, path in MODULES.items()}
 
 
 def top(module: str) -> str:
@@ -60,7 +63,7 @@ def test_a_module_imports_from_its_own_package_or_below() -> None:
     assert {top(module) for module in MODULES} == {*LEVELS}
     wrong = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in all_imports().items()
         for other in sorted(others)
         if top(other) != top(module) and LEVELS[top(other)] >= LEVELS[top(module)]
     ]
@@ -68,7 +71,7 @@ def test_a_module_imports_from_its_own_package_or_below() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    left = dict(IMPORTS)
+    left = dict(all_imports())
     while free := [module for module, needed in left.items() if not needed & left.keys()]:
         for module in free:
             del left[module]

@@ -7,7 +7,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def run_dstrain(*words: Any) -> str:
     done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    """Return when it holds; fail after a time that it does not take on a busy machine either."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds:g} s"
+        time.sleep(0.02)
 
 
 def find_processes(folder: Path) -> list[Any]:

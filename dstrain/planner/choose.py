@@ -15,6 +15,7 @@ from dstrain.errors import DstrainError, Fault, PresetError, UsageError
 from dstrain.launch.topology import gpus_support_bf16, visible_gpus
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import (
+    ListBase,
     ModelShape,
     TaskProperties,
     named_config,
@@ -98,14 +99,15 @@ def suggest_fixes(
     shape: ModelShape | None = None,
     budget: Budget | None = None,
     properties: TaskProperties | None = None,
+    list_base: ListBase | None = None,
 ) -> list[Fix]:
     """Return changes that save memory, those first that cost least speed; without `budget`, for a GPU that is too small.
 
     Each is computed by planning the changed recipe. Changes that save nothing, or that the recipe does not allow, are
-    left out. Raises what `plan_memory` raises for the recipe itself.
+    left out. `list_base`: as in `read_shape`. Raises what `plan_memory` raises for the recipe itself.
     """
     properties = properties or read_properties(config)
-    shape = shape or read_shape(config, properties)
+    shape = shape or read_shape(config, properties, list_base)
     plan = plan_memory(config, preset, cluster, shape, properties)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
     found: list[Fix] = []
@@ -113,7 +115,7 @@ def suggest_fixes(
         try:
             changed, other = with_changes(config, preset, changes)
             changed_traits = properties if _keeps_properties(changes) else read_properties(changed)
-            new_shape = read_shape(changed, changed_traits) if "model.lora" in changes else shape
+            new_shape = read_shape(changed, changed_traits, list_base) if "model.lora" in changes else shape
             after = plan_memory(changed, other, cluster, new_shape, changed_traits)
         except UsageError:
             continue

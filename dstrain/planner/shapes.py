@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -551,6 +551,9 @@ SHAPES_FILE = Path(__file__).parent / "shapes.json"
 META_MODULE = "dstrain.train.list_parameters"
 """Module that a subprocess runs: it builds the model on the meta device and prints its parameters as JSON."""
 META_TIMEOUT_SECONDS = 300
+MetaParameters = Iterable[tuple[str, Sequence[int], bool]]
+"""(name, size, whether it is trained) of every parameter of a model."""
+ListBase = Callable[[ModelConfig], MetaParameters]
 HUB_SUFFIXES = ("-Instruct", "-Chat", "-Base", "-it")
 """Of Hub ids that have the shape of the model without it."""
 
@@ -580,16 +583,18 @@ def suggested_models(kind: Literal["text", "vision"]) -> Mapping[str, str]:
     return found
 
 
-def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
+def read_shape(config: RunConfig, properties: TaskProperties, list_base: ListBase | None = None) -> ModelShape:
     """Return the shape of the model that a recipe trains: with the task's head, its adapters and frozen parameters.
 
-    Imports no torch in this process. Raises RecipeError where the model cannot be read.
+    `list_base` lists the parameters of a base in this process, which has imported torch; without it a subprocess does,
+    and this process imports no torch. Raises RecipeError where the model cannot be read.
     """
     if not properties.is_known:
-        return _with_meta_parameters(config, ModelShape(**_UNKNOWN_SIZES))
+        return _with_meta_parameters(ModelShape(**_UNKNOWN_SIZES), _list_in_subprocess(config))
     shape = read_base_shape(config.model)
     if shape is None:
-        sizes = _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}), "--base")
+        rows = list_base(config.model) if list_base else _list_in_subprocess(config, "--base")
+        sizes = _with_meta_parameters(generic_shape(_read_config(config.model) or {}), rows)
         has_qk_norm = any(".q_norm." in tensor.name for tensor in sizes.tensors)
         shape = replace(sizes, tied=not sizes.count("head"), has_qk_norm=has_qk_norm)
     if properties.is_scored:
@@ -681,8 +686,14 @@ def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def _with_meta_parameters(config: RunConfig, shape: ModelShape, *options: str) -> ModelShape:
-    """Return the shape with the parameters that a subprocess counts on the meta device. Raises RecipeError."""
+def _with_meta_parameters(shape: ModelShape, rows: MetaParameters) -> ModelShape:
+    """Return the shape with the parameters of a model on the meta device."""
+    tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+    return replace(shape, tensors=tensors, param_source="meta device")
+
+
+def _list_in_subprocess(config: RunConfig, *options: str) -> MetaParameters:
+    """Return the parameters of a recipe's model, which a subprocess builds on the meta device. Raises RecipeError."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", META_MODULE, *options], input=dump_recipe(config), capture_output=True, text=True,
@@ -692,14 +703,12 @@ def _with_meta_parameters(config: RunConfig, shape: ModelShape, *options: str) -
         problem = f"building the model on the meta device takes over {META_TIMEOUT_SECONDS} s"
         raise RecipeError(Fault("model", problem, "name a preset in ds_config")) from None
     try:
-        rows = json.loads(done.stdout.splitlines()[-1])
-        tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+        return [(str(name), [*size], bool(trained)) for name, size, trained in json.loads(done.stdout.splitlines()[-1])]
     except (LookupError, ValueError, TypeError):  # it failed, or a library ended the process with code 0
         reason = (done.stderr.strip().splitlines() or [f"no output, exit code {done.returncode}"])[-1]
         fix = "correct the recipe, or pass --model-shape NAME to plan"
         problem = f"its parameters cannot be counted ({reason.removeprefix('error: ')})"
         raise RecipeError(Fault("model", problem, fix)) from None
-    return replace(shape, tensors=tensors, param_source="meta device")
 
 
 def reference_shape(config: RunConfig, properties: TaskProperties, policy: ModelShape) -> ModelShape | None:

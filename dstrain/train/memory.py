@@ -22,6 +22,7 @@ from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
 from dstrain.planner.choose import list_fixes, suggest_fixes
 from dstrain.planner.memory import plan_memory
+from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
@@ -29,6 +30,7 @@ from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
 from dstrain.train.engine.module import OPTIMIZER_UPDATE
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
+from dstrain.train.list_parameters import list_base_parameters
 from dstrain.train.start import describe_reduction, write_reduced_batch
 from dstrain.units import format_bytes
 
@@ -50,8 +52,11 @@ class MemoryForecast:
 def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
     """Return the planner's forecast; None where it cannot read the shape of the model."""
     try:
-        plan = plan_memory(config, preset, cluster)
-        fixes = [fix.describe() for fix in suggest_fixes(config, preset, cluster)]
+        properties = read_properties(config)
+        shape = read_shape(config, properties, list_base_parameters)
+        plan = plan_memory(config, preset, cluster, shape, properties)
+        fixes = suggest_fixes(config, preset, cluster, shape, None, properties, list_base_parameters)
+        described = tuple(fix.describe() for fix in fixes)
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
@@ -60,7 +65,7 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
         device_bytes=plan.tensor_bytes if cluster.kind == "cuda" else plan.gpu_bytes,
         host_bytes_per_node=plan.host_bytes_per_node,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
-        fixes=tuple(fixes),
+        fixes=described,
     )
 
 

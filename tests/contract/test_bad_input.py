@@ -29,7 +29,6 @@ from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import write_hashed_file
 from tests.contract.wrong_inputs import ALL, PLAIN, RANK
 
-Folder = Path
 RECIPE = "recipe.yaml"
 
 

@@ -104,15 +104,6 @@ def test_metrics_are_those_of_the_answers(trained: Path, one: Workers) -> None:
 
 
 @pytest.mark.slow  # the run it needs takes half a minute
-def test_generate_needs_no_answers(trained: Path, one: Workers) -> None:
-    records = read_jsonl(trained / "eval.jsonl")[:3]
-    ask = {"folder": str(trained / "run"), "sampling": {"max_new_tokens": 8, "batch": 2}}
-    wanted = one(GENERATE, **ask, data=str(write_jsonl(trained / "asked.jsonl", records)))
-    bare = [{name: record[name] for name in ("question", "images")} for record in records]
-    assert one(GENERATE, **ask, data=str(write_jsonl(trained / "bare.jsonl", bare))) == wanted
-
-
-@pytest.mark.slow  # the run it needs takes half a minute
 def test_each_sample_counts_once_where_ranks_have_unequal_shares(trained: Path, one: Workers, two: Workers) -> None:
     records = read_jsonl(trained / "eval.jsonl")[:3]
     data = str(write_jsonl(trained / "three.jsonl", records))

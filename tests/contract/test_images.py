@@ -27,10 +27,9 @@ from dstrain.train.plan import make_plan
 from dstrain.train.precompute_outputs import OutputsJob, build_cache_key, iter_model_jobs
 from dstrain.train.start import ResumeOptions
 from tests.vision_recipes import picture
-from tests.vocabulary import invoke, read_jsonl, write_recipe
+from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
 
-RUN = "tests.resume.cases:run"
 Write = Callable[[Path], Any]
 
 

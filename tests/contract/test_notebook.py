@@ -19,59 +19,18 @@ from dstrain.config import read_recipe
 from dstrain.errors import TaskError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run
+from tests.forked import fork
 from tests.vocabulary import invoke, metric_rows, read_events
-
-SCRIPT = """
-import json, os, sys
-import dstrain
-from pathlib import Path
-
-recipe, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-before = dict(os.environ)
-here = dstrain.train(recipe, run_dir=folder / "here", in_process=True, overrides={"steps": 4})
-assert dict(os.environ) == before, "later commands must not take this process for a rank"
-again = dstrain.train(recipe, run_dir=folder / "here", in_process=True, overrides={"steps": 4})
-assert [row["step"] for row in again.metrics if row["split"] == "train"] == [1, 2, 3, 4]
-there = dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 4})
-assert there == dstrain.commands.notebook.Run(folder / "there")
-assert [row["step"] for row in there.checkpoints] == [4, 2]
-data = folder / "eval.jsonl"
-scores = there.evaluate(data, "last")
-assert scores["step"] == 4 and scores["loss"] == dstrain.evaluate(str(folder / "there"), data, step="last")["loss"]
-exported = there.export(folder / "out", license="mit", max_shard_size="20KB")
-assert exported == folder / "out" and "license: mit" in (exported / "README.md").read_text()
-assert abs(dstrain.evaluate(exported, data)["loss"] - scores["loss"]) < 1e-5
-for wrong, told in (({"data": "nowhere.jsonl"}, "no such file"), ({"data": data, "gpus": 2}, "no such option")):
-    try:
-        dstrain.evaluate(exported, **wrong)
-    except dstrain.commands.notebook.UsageError as error:
-        assert told in str(error), error
-    else:
-        raise AssertionError(wrong)
-policy = here.load("last")
-assert policy.step == 4
-(answer,) = policy.generate("How do I mend the pump?", max_new_tokens=4)
-assert policy.generate([[{"role": "user", "content": "How?"}]], max_new_tokens=4) != [answer]
-try:
-    dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 9, "optim.lr": 0.5})
-except dstrain.commands.notebook.UsageError as error:
-    assert "--allow-change optim.lr" in str(error), error
-else:
-    raise AssertionError("another learning rate is refused")
-print("done")
-"""
 
 
 def test_a_run_from_python_is_the_run_of_the_command(tmp_path: Path) -> None:
     values = find_task("sft").tiny(tmp_path) | {"log": {"every": 1}, "save": {"every": 2}, "seed": 3}
-    (tmp_path / "values.json").write_text(json.dumps(values))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "values.json"), str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    process = fork(
+        0, "tests.contract.notebook_cases:train", values, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert done.stdout.count("finished: 4 steps") == 2, "also what the ranks print"
+    code, said = process.wait(timeout=400), (tmp_path / "said.txt").read_text()
+    assert code == 0, said[-5000:]
+    assert said.count("finished: 4 steps") == 2, "also what the ranks print"
     assert metric_rows(tmp_path / "here") == metric_rows(tmp_path / "there"), "bit for bit"
     assert read_events(tmp_path / "here", "already_finished")
     here, there = (

@@ -15,10 +15,9 @@ from dstrain.report import flops
 from dstrain.tasks import find_task
 from dstrain.train import profiler
 from dstrain.train.profiler import MAX_ALLOCATIONS, MemoryHistory
-from tests.vocabulary import read_events, read_jsonl, write_recipe
+from tests.vocabulary import RUN, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 
-RUN = "tests.resume.cases:run"
 CASES = "tests.contract.profile_cases"
 
 

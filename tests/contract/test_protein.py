@@ -40,18 +40,3 @@ def test_an_export_holds_weights_and_recipe_and_is_read_without_the_task_being_n
         "dstrain_recipe.yaml",
         "model.safetensors",
     ]
-
-
-@pytest.mark.slow  # entries of the cache are read again: unit/data/test_structures
-def test_prepare_parses_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    recipe = written(tmp_path, "protein")
-    first = invoke("prepare", recipe)
-    assert first.exit_code == 0, first.output
-    assert "train: 64 samples" in first.output
-    for file in (tmp_path / "train").iterdir():
-        file.chmod(0)
-    with monkeypatch.context() as patch:
-        patch.setattr("dstrain.tasks.protein.read_chains", lambda path: pytest.fail(f"{path} is parsed again"))
-        again = invoke("prepare", recipe)
-    assert again.exit_code == 0, again.output

@@ -69,21 +69,6 @@ def test_adapters_are_trained_and_exported_in_16_bits(kind: str, preset: str, tm
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-@pytest.mark.slow  # the loading: parity/test_quantized_bases; the export: test_adapters_are_trained_and_exported_in_16_bits
-@pytest.mark.parametrize("kind", BASES)
-def test_all_weights_are_trained_as_those_of_the_base_in_16_bits(kind: str, tmp_path: Path, two: Workers) -> None:
-    recipe, weights = base_recipe(tmp_path, kind)
-    for folder in ("quantized", "plain"):
-        two(RUN, recipe=str(recipe), run_dir=str(tmp_path / folder))
-        assert invoke("export", tmp_path / folder, "--to", tmp_path / f"{folder} out").exit_code == 0
-        if folder == "quantized":
-            float32 = {name: one.bfloat16() for name, one in weights.items()}
-            in_16_bits(tmp_path, float32)
-    out = [json.loads((tmp_path / f"{folder} out/config.json").read_text()) for folder in ("quantized", "plain")]
-    assert out[0] == out[1]
-    assert "quantization_config" not in out[0]
-
-
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_other_methods_are_refused(method: str, command: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -46,36 +45,6 @@ def wait(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
 def read_status(run_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run_dstrain("status", run_dir, "--json"))
     return found
-
-
-@pytest.mark.slow  # the last page: the two other tests; the live one: unit/train/test_run_report
-def test_a_run_has_a_live_page_and_leaves_its_last_one(recipe: Path) -> None:
-    run_dir = recipe.parent / "run"
-    page = run_dir / "report.html"
-    process = start(recipe)
-    wait(process, lambda: page.exists() and 'badge running"' in page.read_text())
-    found = read_status(run_dir)
-    assert found["state"] == "running"
-    assert (found["total_steps"], found["launch"]["pid"], found["launch"]["alive_ranks"]) == (100_000, process.pid, [0])
-    assert found["step"] >= 1
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output[-3000:]
-    text = page.read_text()
-    assert 'badge stopped"' in text
-    assert "Stopped by SIGTERM at step" in text
-    found = read_status(run_dir)
-    assert found["state"] == "stopped"
-    assert found["last_checkpoint"]["step"] == found["step"]
-
-    done = start(recipe, "--set", f"steps={found['step'] + 2}", "--allow-change", "steps")
-    output, _ = done.communicate(timeout=120)
-    assert done.returncode == 0, output[-3000:]
-    text = page.read_text()
-    assert 'badge finished"' in text
-    assert "Resumed once." in text
-    assert f"step-{found['step'] + 2:08d}" in text
-    assert read_status(run_dir)["state"] == "finished"
 
 
 @pytest.mark.slow

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from dstrain.commands.export import export_model
 from dstrain.commands.prepare import PrepareJob
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.errors import ResumeError
@@ -53,23 +50,6 @@ def test_training_holds_no_reward_model_after_prepare(preset: str, tmp_path: Pat
     assert started[0]["train_samples"] == 64 - data[0]["pairs_dropped"] < 64
     row = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]
     assert "harmless_margin" in row
-
-
-@pytest.mark.slow  # exports hold what learns: contract/test_export
-@pytest.mark.parametrize("scoring", ["cached", "online"])
-def test_checkpoints_and_exports_hold_the_policy_alone(scoring: str, tmp_path: Path, two: Workers) -> None:
-    recipe, run = written(tmp_path, scoring, ds_config="zero3"), tmp_path / "run"
-    two("tests.resume.cases:run", recipe=recipe, run_dir=str(run))
-    for name in ("helpful", "harmless"):
-        shutil.rmtree(tmp_path / name)
-    export_model(run, "last", tmp_path / "policy")
-    files = [*run.rglob("*.safetensors"), *(tmp_path / "policy").rglob("*.safetensors")]
-    assert files
-    keys = [key for file in files for key in safe_open(file, "np").keys()]  # noqa: SIM118  not a mapping
-    assert not [key for key in keys if "score" in key or "reward" in key]
-    gone = invoke("evaluate", run, "--data", tmp_path / "eval.jsonl")
-    assert gone.exit_code == 2
-    assert "options.safety.helpful_rm: " in gone.stderr
 
 
 def test_a_resume_with_another_reward_model_is_refused_by_its_key(tmp_path: Path, two: Workers) -> None:

@@ -16,7 +16,6 @@ from tests.vocabulary import RUN, invoke, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
 EVALUATE, EXPORT = "tests.contract.export_cases:evaluate", "tests.contract.export_cases:export_only"
-LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 
 def recipe(folder: Path, preset: str, options: dict[str, Any], **changes: Any) -> str:
@@ -49,29 +48,6 @@ def save_language_model(folder: Path, values: dict[str, Any]) -> None:
     AutoModelForCausalLM.from_config(task.model_source.language_source.build_config(task.recipe.model)).save_pretrained(
         folder
     )
-
-
-@pytest.mark.slow  # parity/test_tasks [temporal, adapters-3] and [temporal, align-3]
-def test_adapters_follow_an_alignment_from_a_language_models_folder(
-    base: Path, tmp_path: Path, one: Workers, two: Workers
-) -> None:
-    """The weights to begin with, and so the losses, are those of one process also where two hold shards."""
-    file = recipe(tmp_path / "align", "zero3", {"stage": "align"}, model={"path": str(base)})
-    two(RUN, recipe=file, run_dir=str(tmp_path / "align/run"))
-    one(RUN, recipe=file, run_dir=str(tmp_path / "align/alone"), sets=["ds_config=zero1"])
-    pairs = zip(rows(tmp_path / "align/run"), rows(tmp_path / "align/alone"), strict=True)
-    assert all(found["loss"] == pytest.approx(wanted["loss"], rel=1e-5) for found, wanted in pairs)
-    one(EXPORT, run=str(tmp_path / "align/run"), to=str(tmp_path / "aligned"))
-    model = {"path": str(tmp_path / "aligned"), "lora": LORA}
-    file = recipe(tmp_path / "sft", "zero2", {"stage": "sft", "encoder": {}}, model=model)
-    two(RUN, recipe=file, run_dir=str(tmp_path / "sft/run"))
-    one(EXPORT, run=str(tmp_path / "sft/run"), to=str(tmp_path / "merged"), merge=True)
-    data = str(tmp_path / "sft/eval.jsonl")
-    trained, exported = (
-        one(EVALUATE, folder=str(at), data=data)[0] for at in (tmp_path / "sft/run", tmp_path / "merged")
-    )
-    assert exported["loss"] == pytest.approx(trained["loss"], rel=1e-5)
-    assert exported["pattern_accuracy"] == trained["pattern_accuracy"]
 
 
 LEARNT = 80

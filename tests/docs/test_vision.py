@@ -25,7 +25,6 @@ from dstrain.train.build_run import summarize_components
 from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 
-BIN = Path(sys.executable).parent
 UNFILLED = ("vlm-pretrain", "vlm-sft")
 LEARNING = {"vlm-pretrain": {"projector"}, "vlm-sft": {"projector", "language"}}
 
@@ -95,7 +94,7 @@ def test_the_demos_images_are_those_its_script_draws(tmp_path: Path) -> None:
 
 def run(command: list[str], folder: Path, seconds: float) -> str:
     folder.mkdir(exist_ok=True)
-    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=folder, env=quiet, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

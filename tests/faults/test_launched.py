@@ -7,14 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dstrain.tasks import find_task
 from dstrain.train.state.manifest import find_checkpoints
-from tests.vocabulary import find_processes, read_jsonl, write_recipe
+from tests.vocabulary import find_processes, read_jsonl, wait_until, write_recipe
 from tests.workers import ROOT
 
 AT_THE_SHARD_OF_STEP_3 = """
@@ -113,10 +112,7 @@ def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_mor
         [*command, "--run-dir", str(run)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert train.stdout is not None
-    until = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_bytes():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes(), 120)
     train.stdout.close()
     train.send_signal(signal.SIGHUP)
     assert train.wait(timeout=60) == 75

@@ -6,39 +6,25 @@ Threads stand for the ranks in tests/unit/train/test_rendezvous.py, which has th
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dstrain.launch.command import free_port
 from dstrain.launch.worker import log_path
-from tests.forked import Forked, fork, start_origins
+from tests.faults.test_silence import start_ranks
+from tests.forked import Forked
 
 RANK = "tests.faults.rank_preparing_data"
 HOST = socket.gethostname()
 
 
-@contextlib.contextmanager
-def launched(folder: Path, fault: str, timeout: float = 4.0) -> Iterator[list[Forked]]:
-    """Two ranks of a launch, each with a cache of its own, as on two hosts; none is left behind."""
-    start_origins()
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout)}
-    processes = []
-    for rank in range(2):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "DSTRAIN_CACHE": str(folder / f"cache-{rank}")}
-        processes.append(fork(rank, f"{RANK}:main", folder, fault, env=env | own, quiet=True))
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def launched(folder: Path, fault: str, timeout: float = 4.0) -> contextlib.AbstractContextManager[list[Forked]]:
+    """Two ranks of a launch, each with a cache of its own, as on two hosts."""
+    caches = [str(folder / f"cache-{rank}") for rank in range(2)]
+    return start_ranks(f"{RANK}:main", folder, fault, timeout=timeout, caches=caches)
 
 
 def ended(folder: Path, fault: str, timeout: float = 4.0) -> list[tuple[int | None, str]]:

@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -24,21 +25,27 @@ MEND = "fix the cause and start again: the run resumes from its latest complete 
 
 
 @contextlib.contextmanager
-def launched(folder: Path, fault: str, ranks: int = 2, timeout: float = 4.0) -> Iterator[list[Forked]]:
-    """Ranks of a launch; none is left behind."""
+def start_ranks(
+    function: str, folder: Path, fault: str, ranks: int = 2, timeout: float = 4.0, caches: Sequence[str] = ()
+) -> Iterator[list[Forked]]:
+    """Ranks of a launch, which call the function; none is left behind. `caches`: DSTRAIN_CACHE of each."""
     start_origins()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout)}
-    processes = [
-        fork(rank, f"{RANK}:main", folder, fault, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, quiet=True)
-        for rank in range(ranks)
-    ]
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"DSTRAIN_CACHE": caches[rank]} if caches else {})
+        processes.append(fork(rank, function, folder, fault, env=env | own, quiet=True))
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def launched(folder: Path, fault: str, ranks: int = 2, timeout: float = 4.0) -> AbstractContextManager[list[Forked]]:
+    return start_ranks(f"{RANK}:main", folder, fault, ranks, timeout)
 
 
 def last_line(folder: Path, rank: int = 0) -> str:

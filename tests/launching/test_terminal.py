@@ -1,4 +1,7 @@
-"""`dstrain train` in a terminal: a line before long silence, a table and a progress line, and a usable terminal after Ctrl-C."""
+"""`dstrain train` in a terminal: a line before long silence, a table and a progress line, and a usable terminal after Ctrl-C.
+
+No secret of the environment is in its output, its logs or its run folder.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,24 @@ from tests.vocabulary import write_recipe
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
-def run_in_terminal(folder: Path, width: int, stop_after: str = "") -> tuple[int, str, bool]:
+SECRETS = {
+    "WANDB_API_KEY": "fedcba9876543210" * 2 + "12345678",
+    "HF_TOKEN": "hf_PlantedTokenOfThisTest",
+    "AWS_SECRET_ACCESS_KEY": "PlantedAwsSecretAccessKey0123",
+    "HTTPS_PROXY": "http://me:PlantedProxyPassword@127.0.0.1:9",
+    "https_proxy": "http://me:PlantedProxyPassword@127.0.0.1:9",
+    "MY_SERVICE_PASSWORD": "PlantedServicePassword",
+}
+PLANTED = [value.partition("me:")[2].partition("@")[0] or value for value in SECRETS.values()]
+
+
+def run_in_terminal(folder: Path, width: int, *words: str, stop_after: str = "") -> tuple[int, str, bool]:
     """Train in a pseudo-terminal, with Ctrl-C after a text; return exit code, output, and if the terminal is as before."""
-    command = [sys.executable, "-m", "dstrain", "train", "recipe.yaml", "--run-dir", "run", "--num-gpus", "1"]
+    command = [sys.executable, "-m", "dstrain", "train", "recipe.yaml", "--run-dir", "run", "--num-gpus", "1", *words]
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
-        os.environ.update(TERM="xterm-256color", CUDA_VISIBLE_DEVICES="")
+        os.environ.update(SECRETS, TERM="xterm-256color", CUDA_VISIBLE_DEVICES="")
         os.environ.pop("NO_COLOR", None)
         os.execv(command[0], command)
     before = termios.tcgetattr(terminal)
@@ -48,13 +62,25 @@ def run_in_terminal(folder: Path, width: int, stop_after: str = "") -> tuple[int
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "log": {"every": 2, "tensorboard": False}}
+    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "launch": {"env": ["MY_SERVICE_PASSWORD"]}}
+    values["log"] = {"every": 2, "tensorboard": True, "wandb": {"project": "p", "mode": "offline"}}
     write_recipe(tmp_path, values)
     return tmp_path
 
 
-def test_a_run_in_a_terminal_shows_each_step_and_a_table(folder: Path) -> None:
-    code, text, is_same = run_in_terminal(folder, 100)
+def find_secrets(folder: Path) -> dict[str, str]:
+    """Return file -> the secret that it holds; names of files and targets of links too."""
+    found = {}
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        text = str(path).encode() + (os.readlink(path).encode() if path.is_symlink() else b"") + content
+        found |= {str(path): secret for secret in PLANTED if secret.encode() in text}
+    return found
+
+
+def test_a_run_in_a_terminal_shows_each_step_and_a_table_and_no_secret(folder: Path) -> None:
+    named = ("--set", f"log.wandb.name={SECRETS['HF_TOKEN'][:5]}", "--allow-change", "optim.lr")
+    code, text, is_same = run_in_terminal(folder, 100, *named)
     assert (code, is_same) == (0, True), text[-3000:]
     plain = ESCAPE.sub("", text)
     assert plain.index("starting 1 process; loading torch and DeepSpeed takes some seconds") < plain.index("model: ")
@@ -66,6 +92,10 @@ def test_a_run_in_a_terminal_shows_each_step_and_a_table(folder: Path) -> None:
     assert re.search(r"memory: measured [\d.]+ MiB", plain)
     assert "predicted" not in plain
     assert "\x1b[?25l" not in text
+    assert (folder / "run/environment.json").is_file()
+    assert list((folder / "run/wandb").rglob("*.wandb")), "W&B ran, and its files were looked through"
+    assert find_secrets(folder / "run") == {}
+    assert [secret for secret in PLANTED if secret in text] == []
 
 
 @pytest.mark.slow  # Ctrl-C: faults/test_kill, contract/test_bench; the terminal: unit/report/test_console

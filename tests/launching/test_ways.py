@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.cells import SLOW
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
 
-BIN = Path(sys.executable).parent
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,7 +23,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    path = f"{ROOT / 'launchers'}:{BIN}:{os.environ['PATH']}"
+    path = f"{ROOT / 'launchers'}:{os.environ['PATH']}"
     return subprocess.run(command, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True, timeout=400)
 
 

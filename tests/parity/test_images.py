@@ -179,19 +179,6 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow  # answers in memory and remembered at stage 2: test_answers_kept_are_those_asked_online
-@pytest.mark.parametrize(("reference", "stage"), product(REFERENCES, range(4)))
-def test_preferences_learn_where_one_rank_never_sees_an_image(
-    reference: str, stage: int, brisk: Workers, definition: Any
-) -> None:
-    run = {"task": "dpo, with images", "course": PAIRS, "changes": REFERENCES[reference]}
-    wanted = definition(f"dpo, {reference}", **run)
-    for told in brisk(CASES + "losses", kind=f"zero{stage}", **run):
-        assert told["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
-        assert told["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert told["sharded reference"] == (stage == 3 and reference == "in memory")
-
-
 @pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, SLOW(3)])
 def test_answers_kept_are_those_asked_online(stage: int, brisk: Workers) -> None:
     first, moved = Course(PAIRS.steps[:1]), {"moved": True}

@@ -67,16 +67,6 @@ def test_a_packed_step_is_the_padded_one(
         check_equal(found, definition(case))
 
 
-@pytest.mark.slow  # parity/test_images: no rank waits where images are uneven
-@pytest.mark.parametrize("task", ["dpo, with images", SLOW("vlm, with images"), SLOW("rm, with images")])
-def test_one_process_may_have_no_images(task: str, one: Workers, two: Workers) -> None:
-    """Its packed rows end with a blank image, so that it gathers the vision tower's weights as the other does."""
-    own: dict[str, Any] = {"samples": [0, 9, 3, 6, 2, 14, 7], "function": "tests.parity.cases:one_step", "task": task}
-    wanted = one(**own, kind="torch", accumulate=1, changes={"moved": True} | SGD | PADDED)[0]
-    for found in two(**own, kind="zero3", accumulate=2, changes={"moved": True} | SGD | PACKED):
-        check_equal(found, wanted)
-
-
 @pytest.mark.parametrize("scoring", ["online", SLOW("cached")])  # kept: unit/tasks/test_packing
 def test_reward_models_score_packed_pairs_in_shards(scoring: str, one: Workers, two: Workers, tmp_path: Path) -> None:
     rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}

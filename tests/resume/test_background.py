@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from dstrain.tasks import find_task
-from tests.vocabulary import metric_rows, read_events, write_recipe
+from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import WorkerError, Workers
-
-RUN = "tests.resume.cases:run"
 
 
 @pytest.fixture

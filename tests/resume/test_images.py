@@ -12,9 +12,9 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.tasks import Task, make_task
-from tests.resume.test_elastic import RUN, by_step, close
+from tests.resume.test_elastic import by_step, close
 from tests.vision_recipes import named_recipe
-from tests.vocabulary import metric_rows, read_events, write_recipe
+from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import Workers
 
 ALTERED = {"horizontal_flip": 0.5, "random_translate": True}

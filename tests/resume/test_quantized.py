@@ -115,17 +115,6 @@ def test_an_evaluation_in_between_does_not_change_the_training(tmp_path: Path, o
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-@pytest.mark.slow  # the reference without adapters: [dpo-nf4-zero2] above
-def test_the_cached_reference_of_dpo_is_the_quantized_base(tmp_path: Path, one: Workers) -> None:
-    recipe = str(quantized_recipe(tmp_path, "dpo", one))
-    cached = [*SETS, "options.precompute_ref_log_probs=true"]
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "adapter"), sets=SETS)
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "cached"), sets=cached)
-    np.testing.assert_allclose(losses(tmp_path / "cached"), losses(tmp_path / "adapter"), rtol=1e-5)
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[*cached, "model.quantize=null"])
-    assert abs(losses(tmp_path / "whole")[2] - losses(tmp_path / "cached")[2]) > 1e-6, "other weights, other outputs"
-
-
 def test_quantized_runs_that_cannot_work_are_refused(tmp_path: Path, one: Workers) -> None:
     recipe = str(quantized_recipe(tmp_path, "sft", one))
     run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}

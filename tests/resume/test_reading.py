@@ -12,7 +12,6 @@ from tests.resume.elastic_cases import SHAPE, save_model
 from tests.workers import Workers
 
 CASES = "tests.resume.elastic_cases:"
-RUN = "tests.resume.cases:run"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow.easyvqa import measure
+from benchmarks.easyvqa import measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

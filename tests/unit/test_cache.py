@@ -52,6 +52,7 @@ from dstrain.files import partial_path
 from dstrain.train.precompute_outputs import read_columns, write_columns
 from tests.unit.data.documents.pdf_files import write_pdf
 from tests.vision_recipes import named_recipe
+from tests.vocabulary import wait_until
 
 KEY = {"what": "test", "n": 1}
 
@@ -225,13 +226,6 @@ DAMAGES: list[tuple[Any, list[Any]]] = [
 ]  # fmt: skip
 
 
-def cached_files(kind: str, of: Callable[[], Any]) -> list[Path]:
-    """Return the files of the kind that a call adds to the cache."""
-    before = {*cache_root().glob(f"{kind}/**/*")}
-    of()
-    return sorted(path for path in {*cache_root().glob(f"{kind}/**/*")} - before if path.is_file())
-
-
 def is_quick(kind: Any, damage: Any) -> bool:
     """Every damage with one kind of entries, every kind with one damage: one mechanism reads them all."""
     return kind is tokens or damage is flip_bit
@@ -370,13 +364,6 @@ FILES = "['MANIFEST.json', 'a', 'b'] False\n"
 def child(folder: Path, seconds: float, before: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", before + CHILD, str(folder), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_until(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_of_processes_that_race_one_builds(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert started.poll() is None
         time.sleep(0.02)
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=30)
+    _, said = started.communicate(timeout=60)
     assert started.returncode == 1
     assert "ended at once, as asked\n" in said
     assert {path.name for path in tmp_path.iterdir()} == {"pid"}

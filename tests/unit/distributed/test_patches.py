@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -117,9 +118,10 @@ def fresh_copy(module: ModuleType) -> Any:
     return copy
 
 
-def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:
+def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.muon import original_muon
 
+    monkeypatch.setattr("torch._dynamo.config.disable", False)  # the variable TORCH_COMPILE_DISABLE of all tests
     fresh = fresh_copy(original_muon)
     compiled = [name for name in MUON_COMPILED if inspect.unwrap(getattr(fresh, name)) is not getattr(fresh, name)]
     assert compiled == [*MUON_COMPILED], "without the patch: remove disable_muon_compile if this fails"
@@ -138,7 +140,8 @@ def test_importing_muon_does_not_load_torchs_compiler() -> None:
 
     def loads_compiler(code: str) -> bool:
         command = [sys.executable, "-c", probe.format(code)]
-        done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "0"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1] == "True"
 
@@ -159,10 +162,14 @@ def take_steps(adam: Any, weight: torch.nn.Parameter, steps: range) -> None:
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
-def test_a_loaded_cpu_adam_goes_on_to_the_bit_with_the_patch_alone(is_replayed: bool) -> None:
-    cache = Path.home() / ".cache/torch_extensions"
-    if not [*cache.glob("*/cpu_adam/*.so")]:
+def test_a_loaded_cpu_adam_goes_on_to_the_bit_with_the_patch_alone(
+    is_replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = Path.home() / ".cache/torch_extensions"
+    if not [*built.glob("*/cpu_adam/*.so")]:
         pytest.skip("DeepSpeed's CPU Adam is not compiled here (python -m tests.kernels)")
+    cpuinfo: Any = importlib.import_module("cpuinfo")
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", cache(cpuinfo.get_cpu_info))  # each Adam asks, by a process of its own
     steps, resumed_at, weights = 60, 37, []
     for is_resumed in (False, True):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 4096))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import socket
 import subprocess
@@ -25,7 +24,6 @@ from dstrain.launch.command import (
 from dstrain.launch.plan import plan_launch
 
 ROOT = Path(__file__).resolve().parents[3]
-PYTHON = shlex.quote(sys.executable)
 
 
 def launch(monkeypatch, present: int, env: dict[str, str] | None = None, **options):

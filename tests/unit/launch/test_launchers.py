@@ -44,7 +44,7 @@ def stubs(tmp_path: Path) -> dict[str, str]:
 
 
 def start(words: list[str], stubs: Mapping[str, str], **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env={**stubs, **env}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(words, env={**stubs, **env}, capture_output=True, text=True, timeout=60)
 
 
 def launched(script: str, words: str, stubs: Mapping[str, str], **env: str) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dstrain.errors import ResumeError, RunError
 from dstrain.files import atomic_write
 from dstrain.launch.lease import Lease, LeaseHolder, check_lease, read_latest_lease
 from dstrain.launch.processes import start_time
+from tests.vocabulary import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -168,9 +169,7 @@ def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_pat
         lease.acquire()
         lease.on_lost = heard.append
         write(tmp_path, replace(holder_of(tmp_path), launch="another", host="node8", pid=4711))
-        deadline = time.monotonic() + 10
-        while not heard and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: heard)
         assert "another launch took" in heard[0]
         assert "process 4711 on node8" in heard[0]
         with pytest.raises(RunError, match="process 4711 on node8"):
@@ -184,10 +183,7 @@ def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
         lease.acquire()
         file = tmp_path / ".workers/lease-00000001.json"
         before, inode = holder_of(tmp_path), file.stat().st_ino
-        deadline = time.monotonic() + 10
-        while holder_of(tmp_path).beat == before.beat and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert holder_of(tmp_path).beat > before.beat
+        wait_until(lambda: holder_of(tmp_path).beat > before.beat)
         assert file.stat().st_ino == inode
 
 
@@ -250,13 +246,6 @@ def test_a_second_start_of_a_command_ends_before_anything_is_touched(more: list[
 
 
 # Lease of a run folder on a network file system, and in a folder that is removed.
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_lease_that_a_cached_listing_lacks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

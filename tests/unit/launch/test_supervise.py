@@ -20,6 +20,7 @@ import pytest
 from dstrain.launch import supervise
 from dstrain.launch.supervise import LaunchOutcome, compute_outcome
 from dstrain.launch.worker import RankRecord
+from tests.vocabulary import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,7 +100,7 @@ class Run:
         return found
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.process.communicate(timeout=20)
+        said, _ = self.process.communicate(timeout=60)
         return self.process.returncode, said
 
     def left(self) -> list[int]:
@@ -125,13 +126,6 @@ def run(tmp_path):
     for one in runs:
         one.process.kill()
         wait_until(lambda one=one: not one.left())
-
-
-def wait_until(true, seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def test_a_crash_after_every_rank_has_ended_exits_0(run):

@@ -67,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "docqa": ("docqa", {"moved": True, "options": {"label_smoothing": 0.1, "focal_gamma": 1.0}}),
     "kto of a vision-language model": ("kto", {"moved": True, "seed": 6, "model": {"config": TINY_CONFIG}}),
 }  # fmt: skip
-FORMS: dict[str, dict[str, Any]] = {"packed": {"prefix_sharing": False}, "packed, beginnings shared": {}}
 
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")

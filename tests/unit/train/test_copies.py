@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from dstrain.train.copies import RunCopy
 from dstrain.train.plan import open_copy
 from dstrain.train.start import ResumeOptions
 from dstrain.train.state.manifest import find_fault
-from tests.resume.test_background import RUN
 from tests.unit.train.test_checkpoints import OneRank, save, solo, steps
-from tests.vocabulary import metric_rows, read_events, write_recipe
-from tests.workers import Workers
+from tests.vocabulary import read_events, wait_until, write_recipe
 
 
 @pytest.fixture(params=["path", "object store"])
@@ -38,10 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def copy_now(copy: RunCopy, name: str) -> tuple[str, dict[str, Any]]:
     """Copy a checkpoint; the event."""
     copy.request(name)
-    until = time.monotonic() + 30
-    while copy.in_use:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    wait_until(lambda: not copy.in_use)
     (outcome,) = copy.pop_outcomes()
     return outcome
 
@@ -190,24 +184,6 @@ def test_copies_that_cannot_be_read_end_the_start(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match=r"backup/one cannot be read \(PermissionError: denied\); fix the cause"):
         open_copy(config, tmp_path / "one", ResumeOptions(), OneRank())  # type: ignore[arg-type]
     assert open_copy(config, tmp_path / "one", ResumeOptions("never"), OneRank()) is not None  # type: ignore[arg-type]
-
-
-@pytest.mark.slow  # its parts: above
-def test_a_run_whose_disk_is_gone_ends_as_the_unbroken_one(tmp_path: Path, one: Workers) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6}
-    write_recipe(tmp_path, values | {"save": {"every": 2, "copy_to": f"{tmp_path}/backup"}})
-    recipe, run_dir = str(tmp_path / "recipe.yaml"), tmp_path / "run"
-    one(RUN, recipe=recipe, run_dir=str(tmp_path / "unbroken"))
-    one(RUN, recipe=recipe, run_dir=str(run_dir), crash_at=6)
-    manifest = tmp_path / "backup/run/checkpoints/step-00000004/MANIFEST.json"
-    until = time.monotonic() + 30
-    while not manifest.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    shutil.rmtree(run_dir)
-    one(RUN, recipe=recipe, run_dir=str(run_dir))
-    assert metric_rows(run_dir) == metric_rows(tmp_path / "unbroken")
-    assert [event["step"] for event in read_events(run_dir, "resumed")] == [4]
 
 
 @pytest.mark.slow

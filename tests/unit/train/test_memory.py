@@ -159,8 +159,9 @@ def test_the_planner_is_asked_for_lines_and_fixes(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
     )  # fmt: skip
     fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
-    monkeypatch.setattr("dstrain.train.memory.plan_memory", lambda config, preset, cluster: plan)
-    monkeypatch.setattr("dstrain.train.memory.suggest_fixes", lambda *_: [fix])
+    monkeypatch.setattr("dstrain.train.memory.read_shape", lambda *_: None)
+    monkeypatch.setattr("dstrain.train.memory.plan_memory", lambda *_: plan)
+    monkeypatch.setattr("dstrain.train.memory.suggest_fixes", lambda *_, **__: [fix])
     watch = monitor(tmp_path)
     found = make_forecast(watch.config, watch.preset, Cluster(kind=kind))
     assert found == replace(FORECAST, device_bytes=device_bytes)
@@ -169,6 +170,16 @@ def test_the_planner_is_asked_for_lines_and_fixes(
 def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
     watch = monitor(tmp_path)  # its model does not exist
     assert make_forecast(watch.config, watch.preset, Cluster()) is None
+
+
+def test_a_forecast_of_another_family_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start of a run on such a model took as long as importing torch twice."""
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a process is started"))
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 320, "n_positions": 64}
+    config = RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"config": gpt2, "tokenizer": None}})
+    found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"))
+    assert found is not None
+    assert found.device_bytes > 2**20
 
 
 def test_a_run_from_a_config_has_a_forecast(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dstrain.train.plan import (
     remove_stale_locks,
 )
 from dstrain.train.start import ResumeOptions
+from tests.vocabulary import wait_until
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:
@@ -90,10 +91,7 @@ def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
     (said,) = remove_stale_locks(tmp_path)
     assert "Another host may be compiling" in said
     assert lock.exists()
-    until = time.monotonic() + 10
-    while lock.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not lock.exists()
+    wait_until(lambda: not lock.exists())
 
 
 def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(

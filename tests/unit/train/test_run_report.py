@@ -18,7 +18,7 @@ from tests.vocabulary import write_jsonl
 
 
 def wait_for(path: Path, words: str) -> str:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         if path.exists() and words in (text := path.read_text()):
             return text

@@ -251,7 +251,7 @@ steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, 
 steps = steps.iter_steps(0)
 print(len(next(steps).batches))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout.strip(), done.stderr) == ("1", "")
 
 

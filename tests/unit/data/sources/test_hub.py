@@ -190,42 +190,6 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
     assert found["digest"] != said["org/pairs"]["digest"]
 
 
-MIX = """
-import json, sys
-from pathlib import Path
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.tasks import find_task, make_task
-model = json.dumps(find_task("rm").tiny(Path.cwd())["model"])
-sources = json.dumps([{"path": "org/pairs"}, {"path": "train.jsonl", "weight": 2}])
-for more in json.loads(sys.argv[1]):
-    config = resolve_recipe(TrainRequest(task="rm", overrides=[f"model={model}", f"data.train={sources}", *more])).config
-    task = make_task(config)
-    train, test = task.examples("train"), task.examples("eval")
-    print(json.dumps({
-        "splits": [item.split for item in [*config.data.train, config.data.eval] if item],
-        "sizes": train.sizes, "weights": train.weights, "held out": test.sizes,
-        "train": sorted(train[at]["sample"] for at in range(len(train))),
-        "test": sorted(test[at]["sample"] for at in range(len(test))),
-    }))
-"""
-
-
-@pytest.mark.slow  # each alone: above; mixtures: unit/data/test_prepare
-def test_hub_and_file_make_one_mixture(hub: Hub, tmp_path: Path) -> None:
-    """Nine records of the hub, 64 of a file; four are in the split that held-out data usually has."""
-    wanted = [["data.eval_fraction=0.25"], ["data.eval=org/pairs", "data.max_samples=5"]]
-    command = [sys.executable, "-c", MIX, json.dumps(wanted)]
-    told = environment(tmp_path / "hub", hub.endpoint)
-    done = subprocess.run(command, env=told, cwd=tmp_path, stdout=subprocess.PIPE, check=True, text=True)
-    shared, apart = map(json.loads, done.stdout.splitlines())
-    assert shared["splits"] == ["train", None]
-    assert (shared["sizes"], shared["weights"], shared["held out"]) == ([7, 48], [1.0, 2.0], [2, 16])
-    assert sorted(shared["train"] + shared["test"]) == list(range(9 + 64))
-    assert apart["splits"] == ["train", None, "test"]
-    assert (apart["sizes"], apart["held out"]) == ([5, 5], [4])
-    assert (apart["train"], apart["test"]) == ([*range(10)], [*range(4)])
-
-
 def test_a_check_of_a_hub_dataset_ends_with_2_where_it_cannot_be_had(tmp_path: Path) -> None:
     told = environment(tmp_path, "http://127.0.0.1:9")
     command = [sys.executable, "-m", "dstrain", "data", "check", "org/pairs", "--task", "rm"]

@@ -1,6 +1,6 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 900]
+    DSTRAIN_DATA=DATA python -m benchmarks.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 900]
         [--seeds 0 1 2] [--inputs text soft blind]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.

@@ -1,6 +1,6 @@
 """Train a small vision-language model from scratch on easy-VQA; compare exact answers with a question-only baseline.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.easyvqa [--run DIR] [--num-gpus 2]
+    DSTRAIN_DATA=DATA python -m benchmarks.easyvqa [--run DIR] [--num-gpus 2]
 
 Trains docs/examples/easyvqa.yaml, has the last checkpoint answer the held-out questions, and prints the curve as Markdown.
 """

@@ -1,6 +1,6 @@
 """Run the chain of docs/safety.md on hh-rlhf with a small model, and compare plain with safe DPO at equal steps.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.safe_dpo [--to DIR] [--steps 60]
+    DSTRAIN_DATA=DATA python -m benchmarks.safe_dpo [--to DIR] [--steps 60]
 
 Two processes train a base (sft), both reward models (zero2 and zero3), and policies. The order of the pairs is drawn by
 a coin, so that it says nothing about harmlessness; `chosen_safe` and `rejected_safe` label the answer that people found

@@ -1,6 +1,6 @@
 """Train task protein on the unbound chains of BM5; compare recovery on held-out chains with two baselines.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.protein_bm5 [--run DIR] [--num-gpus 2] [--masks 10] [KEY=VALUE ...]
+    DSTRAIN_DATA=DATA python -m benchmarks.protein_bm5 [--run DIR] [--num-gpus 2] [--masks 10] [KEY=VALUE ...]
 
 Trains the recipe `protein` on DATA/pdb/bm5 with a fifth of the chains held out by similarity, and scores the last
 checkpoint on hidden residues of the held-out chains, drawn anew for each of --masks seeds. KEY=VALUE overrides the recipe.

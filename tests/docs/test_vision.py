@@ -158,3 +158,18 @@ def test_scores_read_in_python_are_those_of_the_run(chain: tuple[Path, str], dat
     (tmp_path / "one.jsonl").write_text(json.dumps(record) + "\n")
     told = run(["dstrain", "evaluate", str(out / "judge-model"), "--data", "one.jsonl", "--json"], tmp_path, 120)
     assert chosen - rejected == pytest.approx(json.loads(told)["margin"], abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_day_of_a_user_ends_with_a_model_that_others_load(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (data / "mm").is_dir() or not (data / "hh").is_dir():
+        pytest.skip(f"no dialogs or images in {data}")
+    monkeypatch.setenv("STEPS", "2")
+    said = run(["sh", str(ROOT / "docs/examples/user-day.sh"), str(data), "out"], tmp_path, 1800)
+    assert "adapter and merged model agree; dstrain was not imported" in said
+    assert "\nlibrary_name: transformers\n" in said
+    assert len(read_jsonl(tmp_path / "out/scores-dpo.jsonl")) == 8
+    assert (tmp_path / "out/answers/processor_config.json").is_file()

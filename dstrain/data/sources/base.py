@@ -227,7 +227,7 @@ class LazySource:
     ) -> None:
         """Take what an earlier `load` of the unchanged file has found."""
         self._path, self._load, self.digest, self._count = path, load, digest, count
-        self.missing_columns = missing_columns
+        self.missing_columns, self.base_dir = missing_columns, path.parent
         self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 
     def _get_source(self) -> Source:
@@ -257,4 +257,4 @@ class LazySource:
         return self._get_source().location(index)
 
     def get_base_dir(self, index: int) -> Path:
-        return self._path.parent
+        return self.base_dir

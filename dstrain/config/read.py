@@ -406,10 +406,11 @@ def _suggest_key(key: KeyPath) -> str:
     if answer is not None and (answer.kind == "keys" or len(key) == 1 or key[0] not in RunConfig.model_fields):
         return str(answer)
     hint = suggest_name(name, siblings)
-    if hint.startswith("did you mean"):
-        return hint
     elsewhere = [dotted_name(other) for other in _iter_keys(RunConfig) if other[-1] == name]
-    return f"did you mean '{elsewhere[0]}'?" if elsewhere else hint
+    # At the top the block is missing; in a block a misspelt key of it is likelier.
+    if elsewhere and (len(key) == 1 or not hint.startswith("did you mean")):
+        return f"did you mean '{elsewhere[0]}'?"
+    return hint
 
 
 def _section_fields(model: type[BaseModel], key: KeyPath) -> dict[str, Any]:

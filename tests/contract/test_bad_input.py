@@ -110,7 +110,7 @@ BODY = "    def examples(self, split): ...\n    def collate(self, examples): ...
 TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a key misspelt": (sets("optim.lrr=1"), ["--set optim.lrr", "no such key", "did you mean 'lr'?"]),
     "a key misspelt in a file": (recipe("task: rm\noptim:\n  warmupp: 3\n"), ["bad.yaml:3 optim.warmupp", "did you mean 'warmup'?"]),
-    "a key at the wrong level": (sets("lr=1"), ["did you mean 'optim.lr'?"]),
+    "a key at the wrong level": (sets("betas=1"), ["did you mean 'optim.betas'?"]),
     "HF's batch size": (sets("per_device_train_batch_size=1"), ["here it is batch.micro"]),
     "TRL's packing": (sets("data.packing=true"), ["--set data.packing: no such key", "here it is batch.packing"]),
     "HF's output folder": (sets("output_dir=x"), ["here it is --run-dir"]),

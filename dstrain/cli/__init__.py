@@ -409,12 +409,14 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
 
 @main.command()
 @with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
+@click.option("--lines", "has_formulas", is_flag=True, help="Print each line with its formula and its source.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
 def plan(
     recipe: str | None,
     task: str | None,
     ds_config: str | None,
     overrides: tuple[str, ...],
+    has_formulas: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -427,7 +429,7 @@ def plan(
 
     request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
     report = make_report(request)
-    echo(report_as_json(report) if as_json else show_report(report))
+    echo(report_as_json(report) if as_json else show_report(report, has_formulas))
 
 
 @main.command()

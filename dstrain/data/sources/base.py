@@ -75,7 +75,9 @@ class BaseSource:
         )
         # No names at all: there is no good record, and the bad ones are reported instead.
         absent = [(old, new) for old, new in self.columns.items() if new and old not in column_names and column_names]
-        hints = {old: suggest_name(old, sorted(column_names)) for old, _ in absent}
+        hints = {
+            old: suggest_name(old, sorted(column_names)).replace("known here:", "its columns are") for old, _ in absent
+        }
         # A file that has the key itself needs no renaming: a recipe may have files of several forms.
         self.missing_columns = {old: hints[old] for old, new in absent if new in column_names}
         missing = [old for old, new in absent if new not in column_names]

@@ -108,6 +108,10 @@ def test_a_column_that_no_record_has_is_refused_with_the_near_one(write_lines):
     path = write_lines([{"question": "q"}, {"answer": "a"}])
     with pytest.raises(DataError, match=r"data\.columns\.qestion: no record of train.jsonl .*mean 'question'"):
         open_source(path, {"qestion": "prompt"})
+    with pytest.raises(
+        DataError, match=r"no record of train.jsonl has the column 'xyz'; its columns are answer, question"
+    ):
+        open_source(path, {"xyz": "prompt"})
     assert open_source(path, {"answer": "chosen"})[1] == {"chosen": "a"}
 
 

@@ -150,5 +150,7 @@ def to_yaml(value: object) -> str:
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # on one line; YAML reads it alike
     return (
-        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True).removesuffix("...\n").strip()
+        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+        .removesuffix("...\n")
+        .strip()
     )

@@ -478,6 +478,13 @@ class _Converter:
             self.put("model.path", path, name)
         else:
             self.to_fill_in["model", "path"] = "folder or Hub id of the model"
+        name, is_trusted = self.take("trust_remote_code")
+        if is_trusted is True:  # often a line that was copied
+            self.note(
+                name,
+                "it runs Python code of the model's folder; write model.trust_remote_code: true if you mean that",
+                False,
+            )
         for other in ("chat_template_jinja", "chat_template_path", "chat_template", "template"):
             name, value = self.take(other)
             if isinstance(value, str) and ("{%" in value or "{{" in value or value.endswith(".jinja")):
@@ -803,12 +810,13 @@ class _Converter:
     def _convert_option(self, name: str, value: Any, option: str) -> None:
         known = {one.name for one in task_options(find_task(str(self.task)))}
         value = value[0] if isinstance(value, list) and len(value) == 1 else to_number(value)
+        is_set = value not in (False, 0, None)
         if name in ("train_on_prompt", "train_on_inputs"):
             value = not value
         if option == "loss_type" and self.loss_type is not None:
             self.note(name, f"the method is {self.loss_type}", is_lost=False)
         elif option not in known:
-            self.note(name, f"task {self.task} has no option {option}", is_lost=value not in (False, 0, None))
+            self.note(name, f"task {self.task} has no option {option}", is_lost=is_set)
         else:
             self.put(("options", option), value, name)
 

@@ -181,7 +181,7 @@ train_cfgs:
   ds_cfgs: ds_z3_config.json
 data_cfgs: {train_datasets: null, train_data_files: pairs.jsonl, train_split: null, train_size: 10}
 logger_cfgs: {log_type: wandb, log_project: mine, log_run_name: first, output_dir: null, save_total_limit: 1}
-model_cfgs: {model_name_or_path: model, trust_remote_code: False, model_max_length: 64}
+model_cfgs: {model_name_or_path: model, trust_remote_code: True, model_max_length: 64}
 lora_cfgs: {use_lora: False, r: 16, lora_alpha: 16, target_modules: [q_proj]}
 bnb_cfgs: {use_bnb: False, load_in_4bit: True, bnb_4bit_quant_type: nf4}
 special_tokens: null
@@ -270,7 +270,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "task": "dpo",
             "options": {"beta": 0.1},
-            "model": {"path": "model", "trust_remote_code": False},
+            "model": {"path": "model"},
             "data": {"train": "pairs.jsonl", "max_length": 64, "max_samples": 10},
             "ds_config": "zero3",
             "batch": {"micro": 1, "accumulate": 2},

@@ -48,6 +48,48 @@ def load(
     return read(run_or_export, step, task, overrides or {}, device)
 
 
+def evaluate(
+    run_or_export: str | Path,
+    data: str | Path,
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    **launch: Any,
+) -> dict[str, Any]:
+    """Return the metrics of a run's checkpoint, or of an exported folder, on a file: those of `dstrain evaluate --json`.
+
+    `launch`: `num_gpus` and the other launch options. Raises UsageError, RunError.
+    """
+    from dstrain.commands.notebook import evaluate as run
+
+    return run(run_or_export, data, step, task, overrides or {}, launch)
+
+
+def export(
+    run: str | Path,
+    to: str | Path,
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    merge_lora: bool = False,
+    max_shard_size: str | None = None,
+    license: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> Path:
+    """Write a folder that transformers loads, with a model card, as `dstrain export` does; return it.
+
+    `push_to_hub`: OWNER/NAME to upload it to. Raises UsageError, CheckpointError; RunError where the upload fails, and the
+    folder stays.
+    """
+    from dstrain.commands.notebook import export as write
+
+    target = {"license": license, "repo_id": push_to_hub, "private": private}
+    return write(run, to, step, task, overrides or {}, merge_lora, max_shard_size, **target)
+
+
 class _TrainPackage(ModuleType):
     """The package `dstrain.train`, which can be called as a function."""
 

@@ -257,17 +257,32 @@ def run_and_exit(
 @with_options([FOLDER_TASK_OPTION])
 @set_option("Override a recipe key, such as data.eval=FILE for probes.")
 @click.option("--merge-lora", is_flag=True, help="Merge the adapters into the base and write one model.")
-def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool) -> None:
-    """Export a run as a Hugging Face folder.
+@click.option(
+    "--max-shard-size",
+    "--max_shard_size",
+    metavar="SIZE",
+    default="2GB",
+    help="Largest file of weights, such as 5GB; adapters are one file.",
+)
+@click.option("--license", metavar="ID", help="License for the model card, such as apache-2.0.")
+@click.option("--push-to-hub", "--push_to_hub", metavar="OWNER/NAME", help="Upload it to the Hugging Face Hub.")
+@click.option("--private", is_flag=True, help="Create a private repository.")
+@click.option("--dry-run", is_flag=True, help="Check it and list its files; leave nothing, use no network.")
+def export(
+    run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool,
+    max_shard_size: str, license: str | None, push_to_hub: str | None, private: bool, dry_run: bool,
+) -> None:  # fmt: skip
+    """Export a run as a Hugging Face folder, with a model card.
 
-    The folder is reloaded with transformers and verified on a probe batch.
+    The folder is reloaded with transformers and verified on a probe batch before it is uploaded.
     """
     from dstrain.commands.export import export_model
+    from dstrain.commands.publish import Publication
 
     named = [f"task={json.dumps(task)}"] if task else []
-    report = export_model(run, step, to, [*named, *overrides], merge_lora)
-    step_text = "" if report.step is None else f"step {report.step}, "
-    echo(f"{to}: {step_text}{report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
+    target = Publication(repo_id=push_to_hub, private=private, license=license, dry_run=dry_run)
+    report = export_model(run, step, to, [*named, *overrides], merge_lora, max_shard_size, target)
+    echo(report.describe(to, target))
 
 
 def is_terminal() -> bool:

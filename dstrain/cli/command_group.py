@@ -208,6 +208,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "dstrain export": (
         "dstrain export runs/rm --to exported",
         "dstrain export runs/sft --step last --to merged --merge-lora",
+        "dstrain export runs/rm --to exported --push-to-hub me/my-rm --private --dry-run",
     ),
     "dstrain init": (
         "dstrain init dpo --to dpo.yaml",

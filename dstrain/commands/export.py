@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from dstrain.batch import Batch
+from dstrain.commands.publish import Publication, list_files, make_card, push_to_hub, write_card
 from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.commands.untrusted import check_probe_data, is_precision_enabled
 from dstrain.config import dump_recipe
@@ -48,7 +50,7 @@ from dstrain.units import format_bytes
 NUM_PROBES = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 MAX_SHARD_SIZE = "2GB"
-"""Largest file: safetensors below 0.8 copies a file's tensors before it writes them."""
+"""Largest file by default: safetensors below 0.8 copies a file's tensors before it writes them."""
 EXTRA_FILES_BYTES = 64 << 20
 """Bytes for the files next to the weights: tokenizer and configs."""
 
@@ -61,6 +63,22 @@ class ExportReport:
     dtype: str
     max_diff: float
     """Largest difference of an output, relative for outputs above 1."""
+    files: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Path in the folder -> size in bytes."""
+    url: str | None = None
+    """Address of the repository that it was uploaded to."""
+
+    def describe(self, folder: Path, target: Publication) -> str:
+        """Return what was written and where; of a dry run, each file with its size."""
+        step = "" if self.step is None else f"step {self.step}, "
+        line = f"{folder}: {step}{self.dtype}; reloaded, outputs differ by at most {self.max_diff:.2g}"
+        if not target.dry_run:
+            return line if self.url is None else f"{line}\n{self.url}: uploaded"
+        files = [f"{format_bytes(size):>12}  {name}" for name, size in self.files.items()]
+        private = ", private" if target.private else ""
+        place = "" if target.repo_id is None else f", for {target.repo_id} on the Hub{private}"
+        total = f"{len(self.files)} files, {format_bytes(sum(self.files.values()))}{place}"
+        return "\n".join([line, *files, f"{total}; a dry run: nothing was written or uploaded"])
 
 
 @dataclass(frozen=True)
@@ -76,16 +94,27 @@ class _Expected:
 
 
 def export_model(
-    run_dir: Path, step: str, output_dir: Path, overrides: Sequence[str] = (), merge_lora: bool = False
+    run_dir: Path,
+    step: str,
+    output_dir: Path,
+    overrides: Sequence[str] = (),
+    merge_lora: bool = False,
+    max_shard_size: str | None = None,
+    publication: Publication | None = None,
 ) -> ExportReport:
     """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises
     UsageError.
 
     With `merge_lora`, adapters are merged into their base, and one complete model is written; the weights of a
-    quantized base are dequantized before.
+    quantized base are dequantized before. `max_shard_size`: of a file of weights, such as 5GB; adapters, and a model
+    that is not transformers', are one file. Uploads the folder where `publication` names a repository: raises RunError
+    where that fails, and the folder stays.
     Memory holds one model: it is freed before the folder is reloaded. Raises CheckpointError if the
     reloaded model differs.
     """
+    publication, max_shard_size = publication or Publication(), max_shard_size or MAX_SHARD_SIZE
+    publication.check()
+    _check_size(max_shard_size)
     place = Path(os.path.realpath(output_dir))
     if place.exists() and not place.is_dir():
         raise UsageError(f"--to {output_dir}: is a file; choose another name")
@@ -97,17 +126,30 @@ def export_model(
         )
     check_probe_data(run_dir, EXPORT_RECIPE, overrides)
     remove_stale_partials(place)
-    with atomic_folder(place, _rename_synced) as partial:
+    # A dry run leaves the partial folder, which is removed.
+    with atomic_folder(place, (lambda *_: None) if publication.dry_run else _rename_synced) as partial:
         # A merge into quantized weights would round the sum again.
         with dequantized_weights() if merge_lora else nullcontext():
             loaded = load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides])
         with log_if_slow(f"writing {output_dir}"):
-            expected = _write_export(loaded, partial, merge_lora)
+            card = make_card(loaded, run_dir, merge_lora, publication.repo_id or place.name, publication)
+            expected = _write_export(loaded, partial, merge_lora, max_shard_size, card)
         del loaded
         gc.collect()  # modules are in reference cycles
         with log_if_slow("reloading it and comparing outputs"):
             difference = _verify_reload(expected, partial)
-    return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference)
+        files = list_files(partial)
+    is_pushed = publication.repo_id is not None and not publication.dry_run
+    url = push_to_hub(place, publication) if is_pushed else None
+    return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url)
+
+
+def _check_size(text: str) -> None:
+    """Raise UsageError for a --max-shard-size that huggingface_hub cannot read."""
+    if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", text, re.ASCII | re.IGNORECASE):
+        raise UsageError(
+            f"--max-shard-size {text}: is no size; write a whole number with KB, MB, GB or TB, such as 5GB"
+        )
 
 
 def _fp16_overrides(run_dir: Path) -> list[str]:
@@ -153,7 +195,7 @@ def _as_checkpoint_error(action: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expected:
+def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard_size: str, card: str) -> _Expected:
     """Write the export, and return what its reload is compared with.
 
     Raises CheckpointError if the folder differs from the checkpoint.
@@ -171,7 +213,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
     whole: Any = merge_adapters(model) if merge_lora else model
     if merge_lora:
         check_params_finite(whole)
-    _save_model(whole, folder, task, merge_lora)
+    _save_model(whole, folder, task, merge_lora, max_shard_size, card)
     return _Expected(
         task,
         loaded.step,
@@ -182,8 +224,8 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
     )
 
 
-def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
-    """Write weights, tokenizer and recipe.
+def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shard_size: str, card: str) -> None:
+    """Write weights, tokenizer, recipe and model card.
 
     Raises CheckpointError if the files differ from the model.
     """
@@ -196,13 +238,14 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
     with _as_checkpoint_error(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(str(folder), **({"max_shard_size": MAX_SHARD_SIZE} if of_a_library else {}))
+            model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
         else:
             save_module(model, folder)
         copy_task_files(task, folder)
         task.export.save_extras(folder)
         recipe = folder / EXPORT_RECIPE
         recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
+        write_card(folder, card)
         # safetensors writes files that only their owner may read; the recipe has the permissions that the umask gives.
         for path in folder.rglob("*"):
             if path.is_file():

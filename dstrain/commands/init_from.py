@@ -727,8 +727,10 @@ class _Converter:
         if seconds is not None:
             self.put("timeout_minutes", min(max(seconds / 60, 0.1), 1e6), name)
         name, logged = self.number("logging_steps")
-        if logged is not None:
-            self.put("log.every", max(int(logged), 1), name)
+        if logged is not None and logged >= 1:
+            self.put("log.every", int(logged), name)
+        elif logged is not None:
+            self.note(name, "log.every is a number of steps, not a share of them")
 
     def _convert_trackers(self) -> None:
         name, trackers = self.take("report_to", "log_type")
@@ -751,8 +753,10 @@ class _Converter:
         ):
             if is_set:
                 self.put("log.tensorboard", True, key)
-        if others := {*names} - {"none", "all", "wandb", "tensorboard", "true", "false"}:
-            self.note(name, f"no other trackers than TensorBoard and Weights & Biases: {', '.join(sorted(others))}")
+        if "mlflow" in names or self.take("use_mlflow")[1] is True:
+            self.put("log.sinks", ["dstrain.report.sinks.MLflowSink"], name or "use_mlflow")
+        if others := {*names} - {"none", "all", "wandb", "tensorboard", "mlflow", "true", "false"}:
+            self.note(name, f"log.sinks takes a class of yours for {', '.join(sorted(others))}")
 
     def _convert_ds_config(self) -> None:
         name, value = self.take("deepspeed", "ds_cfgs", "config_file")

@@ -1,7 +1,8 @@
-"""dstrain.train and dstrain.load: runs and models from Python."""
+"""dstrain.train, evaluate, export and load: runs and models from Python."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -63,12 +64,17 @@ class Run:
 
         return load(self.folder, step=step, **options)
 
-    def export(self, to: str | Path, step: str = "best", merge_lora: bool = False) -> Path:
-        """Write a folder that transformers loads, as `dstrain export` does; return it. Raises DstrainError."""
-        from dstrain.commands.export import export_model
+    def evaluate(self, data: str | Path, step: str = "best", **options: Any) -> dict[str, Any]:
+        """Return `dstrain.evaluate` of a checkpoint."""
+        from dstrain import evaluate
 
-        export_model(self.folder, step, Path(to), (), merge_lora)
-        return Path(to)
+        return evaluate(self.folder, data, step=step, **options)
+
+    def export(self, to: str | Path, step: str = "best", merge_lora: bool = False, **options: Any) -> Path:
+        """Return `dstrain.export` of a checkpoint."""
+        from dstrain import export
+
+        return export(self.folder, to, step=step, merge_lora=merge_lora, **options)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,57 @@ def load(
     return TrainedModel(found)
 
 
+def evaluate(
+    run_or_export: str | Path,
+    data: str | Path,
+    step: str,
+    task: str | None,
+    overrides: Mapping[str, Any],
+    launch: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Evaluate; see `dstrain.evaluate`."""
+    _check_launch("evaluate", launch)
+    folder, file = (os.path.expanduser(path) for path in (run_or_export, data))
+    words = ["evaluate", folder, "--data", file, "--step", step, "--json", *_launch_words({"task": task, **launch})]
+    words += [word for value in _to_sets(overrides) for word in ("--set", value)]
+    code, fault, output = _run_command(words, False)
+    _raise_for(code, fault, f"dstrain evaluate {folder} ended with exit code {code}")
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def export(
+    run: str | Path, to: str | Path, step: str, task: str | None, overrides: Mapping[str, Any], merge_lora: bool,
+    max_shard_size: str | None, **publication: Any,
+) -> Path:  # fmt: skip
+    """Export; see `dstrain.export`."""
+    from dstrain.commands.export import export_model
+    from dstrain.commands.publish import Publication
+
+    sets = _to_sets({**({} if task is None else {"task": task}), **overrides})
+    place = Path(to).expanduser()
+    export_model(Path(run).expanduser(), step, place, sets, merge_lora, max_shard_size, Publication(**publication))
+    return place
+
+
+def _check_launch(function: str, launch: Mapping[str, Any]) -> None:
+    """Raise UsageError for an unknown launch option, and in a process that is a rank itself."""
+    unknown = [name for name in launch if name not in _LAUNCH_KEYS]
+    if unknown:
+        known = ", ".join(_LAUNCH_KEYS)
+        raise UsageError(f"dstrain.{function}({unknown[0]}=...): no such option; launch options are {known}")
+    if worker_from_env(os.environ) is not None:
+        problem = f"this process is a rank of a launcher, and dstrain.{function} starts ranks itself"
+        raise UsageError(f"{problem}; start the script with python, or give the recipe to the launcher")
+
+
+def _raise_for(code: int, fault: str, otherwise: str) -> None:
+    if code == EXIT_USAGE:
+        raise UsageError(fault)
+    if code not in (EXIT_DONE, EXIT_STOPPED):
+        raise RunError(fault or otherwise)
+
+
 def train(
     recipe: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any],
@@ -153,16 +210,9 @@ def train(
     launch: Mapping[str, Any],
 ) -> Run:
     """Train; see `dstrain.train`."""
-    unknown = [name for name in launch if name not in _LAUNCH_KEYS]
-    if unknown:
-        raise UsageError(
-            f"dstrain.train({unknown[0]}=...): no such option; launch options are {', '.join(_LAUNCH_KEYS)}"
-        )
+    _check_launch("train", launch)
     if in_process and launch:
         raise UsageError(f"dstrain.train(in_process=True): is one process; leave {next(iter(launch))} out")
-    if worker_from_env(os.environ) is not None:
-        problem = "this process is a rank of a launcher, and dstrain.train starts ranks itself"
-        raise UsageError(f"{problem}; start the script with python, or give the recipe to the launcher")
     is_dict = isinstance(recipe, Mapping)
     request = TrainRequest(
         recipe=None if is_dict else str(recipe),
@@ -179,11 +229,8 @@ def train(
 
         code, fault = train_in_process(request), ""
     else:
-        code, fault = _run_command([*request.to_argv(folder), *_launch_words(launch)])
-    if code == EXIT_USAGE:
-        raise UsageError(fault)
-    if code not in (EXIT_DONE, EXIT_STOPPED):
-        raise RunError(fault or f"the run in {folder} ended with exit code {code}; its logs tell why")
+        code, fault, _ = _run_command([*request.to_argv(folder), *_launch_words(launch)])
+    _raise_for(code, fault, f"the run in {folder} ended with exit code {code}; its logs tell why")
     return Run(folder, code == EXIT_STOPPED)
 
 
@@ -215,10 +262,10 @@ def _launch_words(launch: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _run_command(arguments: Sequence[str]) -> tuple[int, str]:
+def _run_command(arguments: Sequence[str], shows_output: bool = True) -> tuple[int, str, str]:
     """Run `dstrain ARGUMENTS`, and print its output as this process does, which in a notebook is the cell.
 
-    Returns the exit code and the message of an error. Ctrl-C is given to the command, which saves and stops; then
+    Returns the exit code, the message of an error, and what it wrote to stdout, which `shows_output` prints too. Ctrl-C is given to the command, which saves and stops; then
     raises KeyboardInterrupt.
     """
     command = [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
@@ -227,9 +274,11 @@ def _run_command(arguments: Sequence[str]) -> tuple[int, str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
         text=True, errors="replace", bufsize=1,
     )  # fmt: skip
-    faults = list[str]()
+    output, faults = list[str](), list[str]()
     readers = [
-        threading.Thread(target=_relay, args=(process.stdout, sys.stdout, []), daemon=True),
+        threading.Thread(
+            target=_relay, args=(process.stdout, sys.stdout if shows_output else None, output), daemon=True
+        ),
         threading.Thread(target=_relay, args=(process.stderr, sys.stderr, faults), daemon=True),
     ]
     for reader in readers:
@@ -246,7 +295,7 @@ def _run_command(arguments: Sequence[str]) -> tuple[int, str]:
         reader.join()
     if interrupted:
         raise KeyboardInterrupt
-    return code, _ERROR_LINE.split("".join(faults))[-1].strip()
+    return code, _ERROR_LINE.split("".join(faults))[-1].strip(), "".join(output)
 
 
 def _relay(source: IO[str] | None, target: Any, lines: list[str]) -> None:
@@ -254,4 +303,5 @@ def _relay(source: IO[str] | None, target: Any, lines: list[str]) -> None:
     with source:
         for line in source:
             lines.append(line)
-            print(line, end="", file=target, flush=True)
+            if target is not None:
+                print(line, end="", file=target, flush=True)

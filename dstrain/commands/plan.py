@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.commands.recipe_args import find_path, find_recipe
+from dstrain.commands.recipe_args import find_path, find_recipe, find_run
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus
@@ -119,6 +119,10 @@ def read_plan_recipe(request: PlanRequest) -> RunConfig:
     config, model = recipe.config, recipe.config.model
     if request.model_shape is not None:
         model = model.model_copy(update={"path": None, "config": named_config(request.model_shape)})
+    elif (run := find_run(model.path, recipe.folder)) is not None:  # its shapes, without an export
+        trained = read_recipe(run[0] / "recipe.yaml").config.model
+        base = str(run[0] / "model") if (run[0] / "model" / "config.json").is_file() else trained.path
+        model = model.model_copy(update={"path": base, "config": trained.config})
     elif model.path is not None and (found := find_path(model.path, recipe.folder)) is not None:
         model = model.model_copy(update={"path": str(found)})
     ds_config = config.ds_config

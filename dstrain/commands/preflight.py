@@ -9,6 +9,7 @@ from typing import Any
 
 from dstrain.cache import file_state, load_file_result, save_file_result
 from dstrain.config import RunConfig
+from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRecord, BadRow, try_parse
@@ -87,9 +88,7 @@ def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
 
 def _check_records(config: RunConfig) -> None:
     """Raise DataError if too many of the first records are bad for the limit of all records."""
-    # Records are parsed without a tokenizer, and so without the adapter that is trained on.
-    unnamed = config.model.model_copy(update={"path": None, "config": None, "lora": None})
-    task = make_task(config.model_copy(update={"model": unnamed}))
+    task = make_task(config.model_copy(update={"model": ModelConfig()}))  # records are parsed without a tokenizer
     if not isinstance(task, TextTask):
         return
     for items in (config.data.train, [config.data.eval] if config.data.eval else []):

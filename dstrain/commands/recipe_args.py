@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dstrain.cache import file_digest
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, suggest_name
 from dstrain.files import not_file_reason
 from dstrain.models.weights import find_init_files
+from dstrain.process_setup import log_stderr
 from dstrain.tasks import fill_learning_rate, fill_lora, find_task
 
 RECIPES_DIR = Path(__file__).parents[1] / "recipes"
@@ -213,6 +217,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     if "lora" not in config.model.model_fields_set:
         del values["model"]["lora"]  # a null would mean no adapters
     faults: list[Fault] = []
+    runs = {key: run for key in ("path", "init") if (run := find_run(values["model"][key], recipe_dir))}
     for place, usual_split in _data_sources(values):
         if place["media_dir"] is not None:
             place["media_dir"] = str(find_path(place["media_dir"], recipe_dir) or place["media_dir"])
@@ -234,7 +239,8 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         (values, "ds_config"),
     ):
         _resolve_path(place, key, recipe_dir)
-    faults += _resolve_init(values["model"], recipe_dir)
+    values["log"]["sinks"] = [_resolve_sink(name, recipe_dir) for name in values["log"]["sinks"]]
+    faults += _resolve_init(values["model"], recipe_dir) if "init" not in runs else []
     if faults:
         raise RecipeError(faults)
     for option in find_task(values["task"]).path_options:
@@ -244,6 +250,8 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
             block = block.get(name) if isinstance(block, dict) else None
         if isinstance(block, dict):
             _resolve_path(block, key, recipe_dir)
+    for key, (run_dir, step) in runs.items():
+        values["model"][key] = str(_export_run(f"model.{key}", run_dir, step, is_init=key == "init"))
     return RunConfig.model_validate(values)
 
 
@@ -253,6 +261,57 @@ def _resolve_path(block: dict[str, Any], key: str, recipe_dir: Path) -> None:
     found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
     if found is not None:
         block[key] = str(found)
+
+
+def find_run(text: str | None, recipe_dir: Path) -> tuple[Path, str] | None:
+    """Return run folder and checkpoint of a value RUN, RUN@best, RUN@last or RUN@STEP; None for other values."""
+    before, _, after = (text or "").rpartition("@")
+    for name, step in ((text, "best"), (before, after)):
+        folder = find_path(name, recipe_dir) if name else None
+        if folder is not None and path_exists(folder / "recipe.yaml") and path_exists(folder / "checkpoints"):
+            return folder, step
+    return None
+
+
+def _export_run(key: str, run_dir: Path, step: str, is_init: bool) -> Path:
+    """Return the export of a run's checkpoint, RUN/exports/…: of adapters their folder, merged for model.init.
+
+    It is written once, by one process; the others of its host wait. Raises RecipeError, CheckpointError.
+    """
+    from dstrain.commands.export import export_model
+    from dstrain.train.checkpoints import select_checkpoint
+    from dstrain.train.state.manifest import MANIFEST_FILE
+
+    try:
+        found = select_checkpoint(run_dir, step)
+        merges = is_init and read_recipe(run_dir / "recipe.yaml").config.model.lora is not None
+        # With its hash: after `--resume never` the run has another checkpoint of the same step.
+        name = f"{found.path.name}-{file_digest(found.path / MANIFEST_FILE)[:12]}{'-merged' if merges else ''}"
+        place = run_dir / "exports" / name
+        place.parent.mkdir(exist_ok=True)
+        with (place.parent / ".lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: the first to finish gives the name
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.is_dir():
+                log_stderr(f"{key}: exporting step {found.step} of {run_dir}, once")
+                export_model(run_dir, str(found.step), place, merge_lora=merges)
+    except (UsageError, OSError) as error:
+        fix = "name another checkpoint (RUN@STEP, `dstrain checkpoints RUN`), or export it yourself (dstrain export)"
+        raise RecipeError(Fault(key, f"{run_dir}@{step} cannot be exported ({error})", fix)) from error
+    return place
+
+
+def _resolve_sink(name: str, recipe_dir: Path) -> str:
+    """Return FILE.py:Class, with an absolute path, for a sink in a file, or in a module that only is next to the recipe."""
+    place, mark, class_name = name.rpartition(":" if ".py:" in name else ".")
+    found = find_path(place if mark == ":" else f"{place.replace('.', '/')}.py", recipe_dir)
+    if found is None:
+        return name
+    usual = None
+    with contextlib.suppress(ImportError, ValueError):  # of a module without a spec
+        usual = None if mark == ":" else find_spec(place.partition(".")[0])
+    is_other = usual is not None and (usual.origin is None or Path(usual.origin).resolve() != found.resolve())
+    return name if is_other else f"{found}:{class_name}"
 
 
 def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:

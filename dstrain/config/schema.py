@@ -151,7 +151,7 @@ class ModelConfig(Section):
     """The model, its tokenizer and processor, and the trained parameters."""
 
     path: str | None = None
-    """Local folder or Hub id of a transformers model."""
+    """Local folder or Hub id of a transformers model, or a run folder of dstrain: RUN (its best checkpoint), RUN@last or RUN@STEP, which is exported to RUN/exports once."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Branch, tag or commit of a Hub id in `path`; of its config, weights, tokenizer and processor. Empty: main."""
     config: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as {enable_thinking: false}, in training, generation, scoring and chats. The exported template has them as defaults, which a server may override."""
     init: str | None = None
-    """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
+    """Initial weights: safetensors, a .pt file with or without "module." prefixes, or a run folder as in `path`, its adapters merged."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype in which the weights are loaded. Empty: float32; DeepSpeed then casts them to `precision`."""
     attn_implementation: AttnImplementation = "auto"
@@ -374,6 +374,17 @@ class WandbConfig(Section):
     """offline: write files that `wandb sync` uploads later. WANDB_MODE=offline or disabled overrides online."""
 
 
+def _check_sink(value: str) -> str:
+    module, mark, name = value.rpartition(":" if ".py:" in value else ".")
+    is_path = all(part.isidentifier() for part in module.split("."))
+    if not name.isidentifier() or not (module.endswith(".py") if mark == ":" else is_path):
+        raise ValueError("must be module.Class, or FILE.py:Class")
+    return value
+
+
+Sink = Annotated[str, AfterValidator(_check_sink)]
+
+
 class LogConfig(Section):
     """Logging of metrics."""
 
@@ -385,6 +396,8 @@ class LogConfig(Section):
     """Show memory in the lines of the console; metrics.jsonl has it in any case."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases, from rank 0."""
+    sinks: list[Sink] = []
+    """Further receivers of rows and events, on rank 0: classes by their import path, such as dstrain.report.sinks.MLflowSink, or FILE.py:Class; a module may be next to the recipe."""
 
 
 class GenerateConfig(Section):

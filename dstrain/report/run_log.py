@@ -86,6 +86,8 @@ class RunLog:
         self.folder = folder
         self._check_owner, self._checked_at = check_owner, _read_clock()
         self._is_writer = rank == 0
+        self._events_so_far = list[dict[str, Any]]()
+        self._listeners = list[Callable[[Row], object]]()
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = _JsonLinesFile(folder / "metrics.jsonl")
@@ -101,8 +103,18 @@ class RunLog:
         """Append a row to events.jsonl and sync it to disk. Raises RunError if it cannot be written."""
         if self._is_writer:
             self._check_after_pause()
-            self._events.append({"time": format_current_time(), "event": event, **fields})
+            row = {"time": format_current_time(), "event": event, **fields}
+            self._events.append(row)
             self._events.sync()
+            self._events_so_far.append(row)
+            for listener in self._listeners:
+                listener(row)
+
+    def add_listener(self, listener: Callable[[Row], object]) -> None:
+        """Call `listener` with each event from here on, after those of this start."""
+        for row in self._events_so_far:
+            listener(row)
+        self._listeners.append(listener)
 
     def announce(self, line: str, event: str, **fields: Any) -> None:
         """Log an event, and print its line on the terminal."""

@@ -1,4 +1,4 @@
-"""Sinks of metrics beside the run's files: TensorBoard, Weights & Biases."""
+"""Sinks of metrics beside the run's files: TensorBoard, Weights & Biases, MLflow, and those of users."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import importlib.util
 import logging
 import os
+import queue
 import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from dstrain.config.schema import LogConfig, WandbConfig
-from dstrain.errors import EXIT_STOPPED, UsageError, mask_secrets
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, UsageError, describe_unexpected, mask_secrets, one_line
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import Row, RunLog
 
@@ -203,6 +205,148 @@ class Sink(Protocol):
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close; `exit_code` is that of the run."""
+
+
+class UserSink(Protocol):
+    """What a class in `log.sinks` has: a sink of rank 0 that is built as Class(run_dir, recipe).
+
+    `run_dir` is the run folder, `recipe` a dict with every key. All calls come from one thread, which is the sink's own.
+    Two methods may be left out: `log_event`, and a static `check()` without arguments, called before the run, which
+    raises dstrain.errors.UsageError where the sink cannot work on this machine.
+    """
+
+    def write(self, row: Row) -> None:
+        """Take one row, as metrics.jsonl has it."""
+
+    def log_event(self, event: Mapping[str, Any]) -> None:
+        """Take one row of events.jsonl, from the start of this launch on."""
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and close; `exit_code` is that of the run."""
+
+
+MAX_QUEUED = 10_000
+"""Rows that wait for a slow sink; later ones are dropped."""
+CLOSE_SECONDS = 30.0
+"""Time that a sink has for its last rows at the end of the run."""
+
+
+class QueuedSink:
+    """A user's sink in a thread of its own: one that fails, blocks or exits neither stops the run nor delays its steps."""
+
+    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+        """`build` makes the sink; it is called in the thread."""
+        self._name, self._build = name, build
+        self._calls: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_QUEUED)
+        self._has_dropped = False
+        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        self._put("write", dict(row))
+
+    def log_event(self, event: Mapping[str, Any]) -> None:
+        """Hand on a row of events.jsonl."""
+        self._put("log_event", dict(event))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the sink once it has taken its rows; wait CLOSE_SECONDS for it."""
+        end = time.monotonic() + CLOSE_SECONDS
+        while self._thread.is_alive() and not self._put("close", exit_code) and time.monotonic() < end:
+            time.sleep(0.1)
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("sink %s does not end, and may not have the last rows", self._name)
+
+    def _put(self, method: str, value: Any) -> bool:
+        """Hand over a call where there is room."""
+        if not self._thread.is_alive():
+            return True
+        try:
+            self._calls.put_nowait((method, value))
+        except queue.Full:
+            if not self._has_dropped:
+                log.warning("sink %s is too slow: %d rows wait, and later ones are dropped", self._name, MAX_QUEUED)
+            self._has_dropped = True
+            return False
+        return True
+
+    def _run(self) -> None:
+        try:
+            sink = self._build()
+            while True:
+                method, value = self._calls.get()
+                call = getattr(sink, method, None)
+                if call is not None:
+                    call(value)
+                if method == "close":
+                    return
+        except BaseException as error:  # also SystemExit: the run is not the sink's to end
+            log.warning("sink %s failed (%s); this run continues without it", self._name, describe_unexpected(error))
+
+
+class MLflowSink:
+    """MLflow: one MLflow run per run folder, also across resumes. Name it in `log.sinks`.
+
+    Server, experiment and credentials are those of MLflow's own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME,
+    MLFLOW_TRACKING_TOKEN). The run's id is in `mlflow/id`, or comes from MLFLOW_RUN_ID at the first start.
+    """
+
+    def __init__(self, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric = MlflowClient(), Metric
+        path = run_dir / "mlflow" / "id"
+        self._run_id = path.read_text().strip() if path.is_file() else ""
+        if self._run_id:
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        self._run_id = os.environ.get("MLFLOW_RUN_ID", "")
+        if not self._run_id:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+            self._run_id = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._run_id)
+        params = [Param(key, one_line(str(value))[:MAX_PARAM_LENGTH]) for key, value in _flatten(recipe).items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+
+    @staticmethod
+    def check() -> None:
+        """Raise UsageError if MLflow is not installed. Does not import it."""
+        if not getattr(importlib.util.find_spec("mlflow"), "origin", None):  # a plain folder mlflow has no origin
+            raise UsageError(
+                "log.sinks names MLflowSink, but mlflow is not installed; run `pip install 'dstrain[mlflow]'`, or remove it"
+            )
+
+    def write(self, row: Row) -> None:
+        """Log the numbers of a row as `train/…` or `eval/…`."""
+        now, step = int(time.time() * 1000), int(row["step"])
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
+        metrics = [self._metric(f"{row['split']}/{name}", value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Set the status: FINISHED, KILLED for a run that was stopped and can continue, FAILED."""
+        status = {EXIT_DONE: "FINISHED", EXIT_STOPPED: "KILLED"}.get(exit_code, "FAILED")
+        self._client.set_terminated(self._run_id, status)
+
+
+MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500
+"""Limits of MLflow's servers for the parameters of a request and the length of one."""
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value, without empty ones."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= _flatten(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value} if value is not None else {}
+    return found
 
 
 class StepDisplay(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,12 +19,13 @@ from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
-from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
+from dstrain.report.sinks import QueuedSink, RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import make_judge
 from dstrain.train.plan import RunPlan
 from dstrain.train.run import Run
 from dstrain.train.run_report import ReportSink
+from dstrain.train.sink_classes import find_sink_class
 from dstrain.train.start import REDUCED_BATCH_FILE, read_reduced_batch
 from dstrain.train.state.manifest import CheckpointInfo
 
@@ -62,6 +64,11 @@ def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None
         tracker = WandbSink(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
         run_log.log_event("wandb", **tracker.event_fields)
         yield tracker
+    for name in wanted.sinks:
+        build = partial(find_sink_class(name), plan.run_dir, plan.config.model_dump(mode="json"))
+        queued = QueuedSink(name, build)
+        run_log.add_listener(queued.log_event)
+        yield queued
 
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:

@@ -48,6 +48,7 @@ from dstrain.train.input_digests import (
 from dstrain.train.memory import MemoryMonitor, make_forecast
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.sink_classes import check_sinks
 from dstrain.train.start import ResumeOptions, Start, decide_start
 
 
@@ -219,6 +220,7 @@ def _prepare_datasets(
         check_bitsandbytes(key)
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
+        check_sinks(task.recipe.log.sinks)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (
         rendezvous.local_main_process_first() if rendezvous and task.encodes_records else contextlib.nullcontext(),

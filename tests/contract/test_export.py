@@ -149,10 +149,9 @@ def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path
     assert export_model(run, "last", tmp_path / "wide", ["model.dtype=float32"], lora is not None).dtype == "float32"
 
 
-def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "MAX_SHARD_SIZE", "20KB")
+def test_a_model_in_several_files_is_whole(tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", "sft")
-    export_model(run, "last", tmp_path / "out")
+    export_model(run, "last", tmp_path / "out", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     model, told = read_as_a_stranger(tmp_path / "out", False)
     assert not told["missing_keys"]

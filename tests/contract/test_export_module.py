@@ -36,7 +36,12 @@ def exported(tmp_path: Path, changes: dict[str, Any] | None = None, merge: bool 
 @pytest.mark.parametrize(("changes", "merge"), [(None, False), (LORA, True)], ids=["whole", "merged adapters"])
 def test_an_exported_module_is_read_back_the_same(changes: dict[str, Any] | None, merge: bool, tmp_path: Path) -> None:
     run, out = exported(tmp_path, changes, merge)
-    assert sorted(path.name for path in out.iterdir()) == ["dstrain_recipe.yaml", "model.safetensors", "task.py"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "dstrain_recipe.yaml",
+        "model.safetensors",
+        "task.py",
+    ]
     held = load_file(out / "model.safetensors")
     assert {"norm.running_mean", "norm.num_batches_tracked", "table", "out.weight"} <= held.keys()
     assert "again.weight" not in held  # one tensor with out.weight

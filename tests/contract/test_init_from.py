@@ -396,7 +396,7 @@ frobnicate: {a: 1}
 leraning_rate: 3
 optim: rmsprop
 lr_scheduler_type: polynomial
-report_to: [swanlab, wandb]
+report_to: [swanlab, wandb, mlflow]
 save_strategy: "no"
 max_steps: -1
 warmup_steps: 0
@@ -410,7 +410,7 @@ def test_odd_values_are_read_and_unknown_keys_are_named(folder: Path) -> None:
     assert recipe["epochs"] == 3
     assert recipe["options"] == {"beta": 0.1}
     assert recipe["model"]["lora"] == {"rank": 8, "alpha": 16}
-    assert recipe["log"]["wandb"] == {"project": "huggingface"}
+    assert recipe["log"] == {"wandb": {"project": "huggingface"}, "sinks": ["dstrain.report.sinks.MLflowSink"]}
     said = invoke("init", "--from", "odd.yaml").stdout
     for words in (
         "frobnicate: no trainer has this key",
@@ -418,7 +418,7 @@ def test_odd_values_are_read_and_unknown_keys_are_named(folder: Path) -> None:
         "optim: optim.name has no `rmsprop`",
         "lr_scheduler_type: optim.schedule has no `polynomial`",
         "val_size: data.eval_fraction is a share of the records, below 1",
-        "report_to: no other trackers than TensorBoard and Weights & Biases: swanlab",
+        "report_to: log.sinks takes a class of yours for swanlab",
         "save_strategy: the last checkpoint and the best are kept",
     ):
         assert words in said, words
@@ -527,7 +527,7 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
         ("train demo-rm --optim.lr 2", "write --set optim.lr=VALUE"),
         ("train demo-rm optim.lr=1e-5", "write --set optim.lr=1e-5"),
         ("train demo-rm --output_dir x", "here it is --run-dir"),
-        ("train demo-rm --push_to_hub", "not supported (no upload"),
+        ("train demo-rm --push_to_hub", "here it is `dstrain export --push-to-hub`"),
         ("merge x", "write `dstrain export RUN --to FOLDER --merge-lora`"),
         ("sft x.yaml", "write `dstrain train --task sft`"),
     ],

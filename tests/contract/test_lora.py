@@ -224,3 +224,10 @@ def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(
     recipe = yaml.safe_load((tmp_path / "second/dstrain_recipe.yaml").read_text())
     assert recipe["model"]["path"] == str(tmp_path / "it/base")
     assert recipe["options"]["ref_model"] == str(tmp_path / "first"), "what it was compared with"
+
+
+def test_records_are_checked_before_a_launch_of_quantized_weights(tmp_path: Path) -> None:
+    write_recipe(tmp_path, find_task("sft").tiny(tmp_path))
+    words = ("--set", "model.lora={rank: 4}", "--set", "model.quantize=nf4", "--run-dir", tmp_path / "none")
+    started = invoke("train", tmp_path / "recipe.yaml", "--dry-run", *words)
+    assert started.exit_code == 0, started.output

@@ -35,6 +35,19 @@ assert [row["step"] for row in again.metrics if row["split"] == "train"] == [1, 
 there = dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 4})
 assert there == dstrain.commands.notebook.Run(folder / "there")
 assert [row["step"] for row in there.checkpoints] == [4, 2]
+data = folder / "eval.jsonl"
+scores = there.evaluate(data, "last")
+assert scores["step"] == 4 and scores["loss"] == dstrain.evaluate(str(folder / "there"), data, step="last")["loss"]
+exported = there.export(folder / "out", license="mit", max_shard_size="20KB")
+assert exported == folder / "out" and "license: mit" in (exported / "README.md").read_text()
+assert abs(dstrain.evaluate(exported, data)["loss"] - scores["loss"]) < 1e-5
+for wrong, told in (({"data": "nowhere.jsonl"}, "no such file"), ({"data": data, "gpus": 2}, "no such option")):
+    try:
+        dstrain.evaluate(exported, **wrong)
+    except dstrain.commands.notebook.UsageError as error:
+        assert told in str(error), error
+    else:
+        raise AssertionError(wrong)
 policy = here.load("last")
 assert policy.step == 4
 (answer,) = policy.generate("How do I mend the pump?", max_new_tokens=4)

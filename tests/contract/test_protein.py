@@ -35,7 +35,11 @@ def test_an_export_holds_weights_and_recipe_and_is_read_without_the_task_being_n
     run = make_run(tmp_path / "it", "protein")
     result = invoke("export", run, "--to", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dstrain_recipe.yaml", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "dstrain_recipe.yaml",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.slow  # entries of the cache are read again: unit/data/test_structures

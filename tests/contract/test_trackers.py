@@ -137,3 +137,46 @@ def test_tensorboard_shows_each_step_once_after_a_crash(recipe: Path, tmp_path: 
     texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in shown.Tensors("recipe/text_summary")]
     assert {step for step, _ in texts} == {0, 4}, "as it began, and as it was resumed"
     assert "task: rm" in texts[0][1]
+
+
+SINK = """
+import json
+
+class Lines:
+    def __init__(self, run_dir, recipe):
+        self.file = open(run_dir / "lines.jsonl", "a")
+        self.put("init", recipe["task"])
+
+    def put(self, *call):
+        print(json.dumps(call), file=self.file, flush=True)
+
+    def write(self, row):
+        self.put("write", row)
+        if row["step"] == 3:
+            raise ValueError("full")
+
+    def log_event(self, event):
+        self.put("event", event["event"])
+
+    def close(self, exit_code=0):
+        self.put("close", exit_code)
+"""
+
+
+def test_a_sink_of_ones_own_gets_rows_and_events_and_its_fault_stops_nothing(
+    recipe: Path, tmp_path: Path, two: Workers
+) -> None:
+    (tmp_path / "own_sinks.py").write_text(SINK)
+    sets = ["log={every: 1, tensorboard: false, sinks: [own_sinks.Lines]}"]
+    for steps in (2, 5):
+        more = [*sets, f"steps={steps}"]
+        two("tests.resume.cases:run", recipe=str(recipe), run_dir=str(tmp_path / "run"), sets=more, allowed=["steps"])
+    calls = read_jsonl(tmp_path / "run" / "lines.jsonl")
+    first, second = calls[: calls.index(["init", "rm"], 1)], calls[calls.index(["init", "rm"], 1) :]
+    assert first[0] == ["init", "rm"]
+    assert ["event", "started"] in first
+    written = [{key: value for key, value in row.items() if key != "time"} for row in told(tmp_path / "run")]
+    taken = [call[1] for call in (*first, *second) if call[0] == "write"]
+    assert taken == written[: len(taken)], "each row once, by rank 0 alone"
+    assert [row["step"] for row in taken] == [1, 2, 2, 3], "with the evaluation, and up to the row that it fails at"
+    assert [row["step"] for row in written if row["split"] == "train"] == [1, 2, 3, 4, 5]

@@ -118,6 +118,16 @@ def test_a_folders_task_of_its_own_does_not_run(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_the_sinks_of_a_folder_are_not_imported(kind: str, command: str, folder: Path) -> None:
+    mark, evil = folder / "PWNED", folder / kind / "evil_sinks.py"
+    evil.write_text(f"open({str(mark)!r}, 'w')")
+    change(recipe_of(folder, kind), log__sinks=[f"{evil}:Evil", "evil_sinks.Evil"])
+    dstrain(*COMMANDS[command](folder, folder / kind))
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize("kind", ["run", "exported"])
 @pytest.mark.parametrize("word", ["--task {}", "--set task={}"])
 def test_a_task_file_runs_only_if_the_user_names_it(kind: str, word: str, folder: Path) -> None:

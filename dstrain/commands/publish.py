@@ -1,0 +1,408 @@
+"""The model card of an export, and its upload to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrain.commands.trained_model import LoadedModel
+from dstrain.config.schema import DatasetConfig, RunConfig
+from dstrain.data.sources.hub import is_hub_name
+from dstrain.errors import RunError, UsageError, mask_secrets, one_line
+from dstrain.models.folder import is_local_path, resolve_base_model
+from dstrain.models.load import HUB_TIMEOUT_SECONDS
+from dstrain.process_setup import log_if_slow
+from dstrain.report.run_log import find_last_row, task_metric_names
+from dstrain.tasks import Task, builtin_tasks
+from dstrain.train.start import read_recorded_recipe
+from dstrain.train.state.manifest import read_checkpoint_info
+
+CARD_FILE = "README.md"
+MAX_CARD_BYTES = 1 << 20
+"""Largest model card of a base model that is read."""
+LICENSE_KEYS = ("license", "license_name", "license_link")
+PIPELINE_TAGS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoRewardModel": "text-classification",
+}
+"""Auto class -> task of the Hub (huggingface.js, packages/tasks/src/pipelines.ts)."""
+LIBRARY_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
+"""Files from which a library finds a model: those of an earlier upload that an export does not have are removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """Where an export is published, and under which license."""
+
+    repo_id: str | None = None
+    """OWNER/NAME on the Hub; None: it is not uploaded."""
+    private: bool = False
+    """Create a private repository."""
+    license: str | None = None
+    """Identifier for the model card, such as apache-2.0; None: that of the base model, if its model card can be read."""
+    dry_run: bool = False
+    """List the files, and leave nothing."""
+
+    def check(self) -> None:
+        """Raise UsageError for what can be found wrong without a network, before anything is written."""
+        if self.license is not None and not re.fullmatch(r"[\w.+-]+", self.license, re.ASCII):
+            fix = "write an identifier such as apache-2.0, or other (huggingface.co/docs/hub/repositories-licenses)"
+            raise UsageError(f"--license {self.license}: is not an identifier; {fix}")
+        if self.repo_id is None:
+            if self.private:
+                raise UsageError("--private: is about a repository, and none is named; add --push-to-hub OWNER/NAME")
+            return
+        from huggingface_hub import constants, get_token
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        option = f"--push-to-hub {self.repo_id}"
+        try:
+            validate_repo_id(self.repo_id)
+        except HFValidationError as error:
+            raise UsageError(f"{option}: {one_line(str(error)).rstrip('.')}; write OWNER/NAME") from None
+        if "/" not in self.repo_id:
+            raise UsageError(f"{option}: names no owner; write OWNER/NAME")
+        if self.dry_run:
+            return
+        if constants.HF_HUB_OFFLINE:
+            raise UsageError(f"{option}: HF_HUB_OFFLINE forbids it; unset it, or leave the option out")
+        if get_token() is None:
+            raise UsageError(f"{option}: there is no token; set HF_TOKEN, or run `hf auth login`")
+
+
+def push_to_hub(folder: Path, target: Publication) -> str:
+    """Upload an exported folder; return the address of its repository.
+
+    The repository is created where it does not exist. Raises RunError; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import get_session
+
+    repo_id = target.repo_id
+    assert repo_id is not None
+    api = HfApi(library_name="dstrain")
+    try:
+        # huggingface_hub's other requests have no time limit.
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
+        api.create_repo(repo_id, private=target.private or None, exist_ok=True)
+        if target.private and not api.model_info(repo_id).private:
+            raise ValueError("it exists and is public, which --private does not change; make it private there first")
+        with log_if_slow(f"uploading {folder} to {repo_id}"):
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message="Upload the export of dstrain",
+                delete_patterns=[*LIBRARY_FILES],
+            )
+    except Exception as error:  # huggingface_hub's own errors, those of its HTTP library and of hf_xet
+        words = ["hf", "upload", *(["--private"] if target.private else []), repo_id, str(folder)]
+        fix = f"`{shlex.join(words)}` sends it, without a new export"
+        problem = f"--push-to-hub {repo_id}: {_describe_hub_error(error, repo_id)}"
+        raise RunError(f"{problem}; the export in {folder} is complete: {fix}") from error
+    return f"{constants.ENDPOINT}/{repo_id}"
+
+
+def _describe_hub_error(error: Exception, repo_id: str) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    text = one_line(" ".join(str(error).split()))[:300] or type(error).__name__
+    if status == 401:
+        return f"the Hub refuses the token ({text})"
+    if status == 403:
+        return f"the token may not write to {repo_id.partition('/')[0]} ({text})"
+    return f"the upload failed ({text})"
+
+
+def list_files(folder: Path) -> dict[str, int]:
+    """Return the files of a folder by their relative paths, with their sizes in bytes."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, target: Publication) -> str:
+    """Return the model card of an export, with the metadata of the Hub.
+
+    `name`: of the model. Texts of the run are escaped; paths are shown by their last part.
+    """
+    from huggingface_hub import ModelCardData
+
+    task = loaded.task
+    checkpoint = None if loaded.checkpoint is None else read_checkpoint_info(loaded.checkpoint, None)
+    info = {} if checkpoint is None else checkpoint.run_info
+    recipe = task.recipe if checkpoint is None else read_recorded_recipe(checkpoint)
+    auto_class = _find_auto_class(task)
+    base = resolve_base_model(recipe.model).path
+    is_on_hub = base is not None and not is_local_path(base) and not Path(base).is_dir()
+    row = _find_eval_row(run_dir, loaded.step)
+    license_values = {"license": target.license} if target.license else _read_license(recipe)
+    known_task = recipe.task if recipe.task in builtin_tasks() else "custom"
+    is_adapter = recipe.model.lora is not None and not is_merged
+    library = "peft" if is_adapter else "transformers" if auto_class else "dstrain"
+    results = _make_eval_results(row, recipe, auto_class) or None
+    data = ModelCardData(
+        **license_values,
+        base_model=base if is_on_hub else None,
+        datasets=[item.path for item in recipe.data.train if not _is_local(item.path)] or None,
+        library_name=library,
+        pipeline_tag=PIPELINE_TAGS.get(auto_class),
+        tags=["dstrain", known_task],
+        model_name=one_line(name) if results else None,
+        eval_results=results,
+    )
+    inputs = _as_mapping(info.get("inputs"))
+    parts = [
+        f"# {_escape(name)}",
+        _describe_training(recipe, info, base, is_merged),
+        "## Use",
+        _describe_use(target.repo_id or "FOLDER", auto_class, base if is_adapter else None, known_task == "custom"),
+        "## Training data",
+        _make_table(("data", "samples", "digest"), _data_rows(recipe, inputs)),
+        "## Evaluation",
+        _describe_evaluation(row, recipe, inputs),
+        "## Recipe",
+        "Keys that differ from the defaults; paths by their last part. `dstrain_recipe.yaml` has every key.",
+        _fence(yaml.safe_dump(_without_paths(_own_keys(recipe)), sort_keys=False, allow_unicode=True), "yaml"),
+        "## Versions",
+        _make_table(("library", "version"), _as_mapping(info.get("versions")).items()) or "Not recorded.",
+        "## License",
+        _describe_license(license_values, target.license is not None),
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    return mask_secrets(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write the model card; it takes the place of one that a library has written."""
+    (folder / CARD_FILE).write_bytes(card.encode(errors="backslashreplace"))  # file names need not be UTF-8
+
+
+def _find_auto_class(task: Task) -> str:
+    """Return the name of the class that loads the exported model; empty for a model that is the task's own."""
+    source = getattr(task, "model_source", None)
+    if source is None or task.loads_own_model:
+        return ""
+    return str(getattr(source.auto_class, "__name__", type(source.auto_class).__name__))
+
+
+def _is_local(name: str) -> bool:
+    return is_local_path(name) or not is_hub_name(name) or Path(name).expanduser().exists()
+
+
+def _find_eval_row(run_dir: Path, step: int | None) -> dict[str, Any]:
+    """Return the last evaluation at this step; empty where there is none."""
+    file = run_dir / "metrics.jsonl"
+    if step is None or not file.is_file():  # a FIFO in a folder of somebody else would block
+        return {}
+    return find_last_row(file, lambda row: (row.get("split"), row.get("step")) == ("eval", step)).row or {}
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss and the task's metrics of a row that are finite numbers."""
+    values = {name: row.get(name) for name in ("loss", *task_metric_names(row))}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _eval_source(recipe: RunConfig) -> DatasetConfig | None:
+    """Return the held-out data: that of data.eval, or the training data of which a fraction was held out."""
+    return recipe.data.eval or next(iter(recipe.data.train), None)
+
+
+def _make_eval_results(row: Mapping[str, Any], recipe: RunConfig, auto_class: str) -> list[Any]:
+    from huggingface_hub import EvalResult
+
+    source = _eval_source(recipe)
+    if source is None:
+        return []
+    label = one_line(_name(source.path))
+    # The Hub refuses a card whose type is no `[\w-]+/[\w-.]+`, the form of a dataset's id.
+    dataset_type = label if not _is_local(source.path) else re.sub(r"[^\w.-]+", "_", label, flags=re.ASCII)
+    return [
+        EvalResult(
+            task_type=PIPELINE_TAGS.get(auto_class, "other"),
+            dataset_type=dataset_type,
+            dataset_name=label,
+            dataset_config=source.name,
+            dataset_split=source.split,
+            metric_type=one_line(name),
+            metric_value=value,
+        )
+        for name, value in _metrics(row).items()
+    ]
+
+
+def _describe_training(recipe: RunConfig, info: Mapping[str, Any], base: str | None, is_merged: bool) -> str:
+    model, lora = recipe.model, recipe.model.lora
+    versions = _as_mapping(info.get("versions"))
+    trained = "all weights" if lora is None else f"LoRA adapters (rank {lora.rank}, alpha {lora.alpha:g})"
+    trained += ", merged into the base model" if is_merged else ""
+    rows = [
+        ("task", _name(recipe.task)),
+        ("base model", _name(base) if base else "none: trained from scratch"),
+        ("base revision", model.revision),
+        ("initial weights", model.init and _name(model.init)),
+        ("trained", trained + (f", without {', '.join(model.freeze)}" if model.freeze else "")),
+        ("checkpoint", f"step {info['step']} of {info.get('steps', '?')}" if "step" in info else None),
+        ("samples taken", info.get("samples")),
+        ("processes", info.get("world_size")),
+        ("ZeRO stage", info.get("zero_stage")),
+        ("preset", info.get("preset")),
+    ]
+    with_version = f"dstrain {versions['dstrain']}" if "dstrain" in versions else "dstrain"
+    table = _make_table(("training", ""), [(key, value) for key, value in rows if value is not None])
+    return f"Trained with {_escape(with_version)}.\n\n{table}"
+
+
+def _describe_use(place: str, auto_class: str, adapter_base: str | None, is_own_task: bool) -> str:
+    """Return the lines that load the model; `adapter_base`: the base model of adapters."""
+    named = repr(place)
+    is_generative = auto_class in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+    part = "processor" if auto_class == "AutoModelForImageTextToText" else "tokenizer"
+    reader = f"Auto{part.capitalize()}"
+    last = f"{part} = {reader}.from_pretrained({named})"
+    if auto_class == "AutoRewardModel" and adapter_base is None:
+        lines = ["import dstrain", "", f"model = dstrain.load_reward_model({named})"]
+    elif not auto_class or (adapter_base is not None and not is_generative):
+        options = ', task="TASK_FILE.py"' if is_own_task else ""
+        lines = ["import dstrain", "", f"model = dstrain.load({named}{options}).model"]
+    elif adapter_base is not None:
+        base = repr(one_line(_name(adapter_base)))
+        lines = [
+            *("from peft import PeftModel", f"from transformers import {auto_class}, {reader}", ""),
+            f"base = {auto_class}.from_pretrained({base})",
+            *(f"model = PeftModel.from_pretrained(base, {named})", last),
+        ]
+    else:
+        first = f"from transformers import {auto_class}, {reader}"
+        lines = [first, "", f"model = {auto_class}.from_pretrained({named})", last]
+    return _fence("\n".join(lines), "python")
+
+
+def _data_rows(recipe: RunConfig, inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return (names, samples, digest) of the training data and of the held-out data."""
+    splits: dict[str, Sequence[DatasetConfig]] = {"data.train": recipe.data.train}
+    splits |= {"data.eval": [recipe.data.eval]} if recipe.data.eval else {}
+    rows = []
+    for key, items in splits.items():
+        recorded = _as_mapping(inputs.get(key))
+        names = ", ".join(_describe_source(item) for item in items)
+        rows.append((f"{key}: {names}", recorded.get("samples"), recorded.get("digest")))
+    return rows
+
+
+def _describe_source(source: DatasetConfig) -> str:
+    more = [part for part in (source.name, source.split) if part]
+    weight = getattr(source, "weight", 1.0)
+    return _name(source.path) + "".join(f":{part}" for part in more) + (f" x {weight:g}" if weight != 1.0 else "")
+
+
+def _describe_evaluation(row: Mapping[str, Any], recipe: RunConfig, inputs: Mapping[str, Any]) -> str:
+    metrics, source = _metrics(row), _eval_source(recipe)
+    if not metrics or source is None:
+        return "There is no evaluation at the step of this checkpoint."
+    recorded = _as_mapping(inputs.get("data.eval"))
+    what = _describe_source(source) if recipe.data.eval else f"{recipe.data.eval_fraction:g} of the training records"
+    facts = [f"{recorded[key]} samples" for key in ("samples",) if key in recorded]
+    facts += [f"digest {recorded['digest']}"] if "digest" in recorded else []
+    about = f"Measured after step {row.get('step')} on {what}" + (f" ({', '.join(facts)})" if facts else "")
+    table = _make_table(("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
+    return f"{_escape(about)}.\n\n{table}"
+
+
+def _describe_license(values: Mapping[str, Any], is_chosen: bool) -> str:
+    if not values:
+        return "Not stated: neither the export nor the model card of the base model names one."
+    named = _escape(values.get("license_name") or values["license"])
+    return f"{named}." if is_chosen else f"{named}, of the base model."
+
+
+def _read_license(recipe: RunConfig) -> dict[str, str]:
+    """Return the license in the model card of the base model, where this machine has it; else nothing."""
+    from huggingface_hub import metadata_load, try_to_load_from_cache
+
+    base = resolve_base_model(recipe.model)
+    if base.path is None:
+        return {}
+    folder = Path(base.path).expanduser()
+    try:
+        is_folder = folder.is_dir()
+        card = folder / CARD_FILE if is_folder else try_to_load_from_cache(base.path, CARD_FILE, revision=base.revision)
+        file = Path(card) if isinstance(card, str | Path) else None
+        if file is None or not file.is_file() or file.stat().st_size > MAX_CARD_BYTES:
+            return {}
+        values = metadata_load(file) or {}
+    except Exception:  # no Hub id, or a card with any content
+        return {}
+    found = {key: values[key] for key in LICENSE_KEYS if isinstance(values.get(key), str) and values[key].isprintable()}
+    return found if "license" in found else {}
+
+
+def _own_keys(recipe: RunConfig) -> dict[str, Any]:
+    left_out = {"launch", "log", "save", "profile"}
+    return recipe.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
+
+
+_PATH_IN_TEXT = re.compile(r"(?<![\w/:.~<])(?:~|\.{1,2})?(?:/[^\s/'\"<>]+){2,}/?")
+
+
+def _without_paths(value: Any) -> Any:
+    """Return values of a recipe with each local path and URL replaced by its last part."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if "\n" not in value and (is_local_path(value) or "://" in value):
+        return _name(value)
+    return _PATH_IN_TEXT.sub(lambda found: _name(found[0]), value)
+
+
+def _name(text: str) -> str:
+    """Return the last part of a path or URL; a name that is neither, such as ORG/NAME, as it is."""
+    if "://" in text:
+        text = re.split(r"[?#]", text.partition("://")[2])[0]
+    elif not is_local_path(text) and not Path(text).is_absolute():
+        return text
+    return [part for part in text.split("/") if part][-1:][0] if text.strip("/") else text
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+_MARKUP = re.compile(r"([\\`*_\[\]|~$])")
+_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+
+
+def _escape(value: Any) -> str:
+    """Return a value as Markdown that shows it literally, on one line."""
+    text = _MARKUP.sub(r"\\\1", one_line(str(value)))
+    return re.sub("[<>&]", lambda found: _ENTITIES[found[0]], text)
+
+
+def _make_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table; empty without rows. None is an empty cell."""
+    lines = ["| " + " | ".join("" if cell is None else _escape(cell) for cell in row) + " |" for row in rows]
+    if not lines:
+        return ""
+    return "\n".join([f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *lines])
+
+
+def _fence(text: str, language: str) -> str:
+    """Return a code block, whose fence is longer than any in the text."""
+    longest = max((len(found) for found in re.findall("`+", text)), default=0)
+    mark = "`" * max(3, longest + 1)
+    return f"{mark}{language}\n{text.rstrip()}\n{mark}"

@@ -123,9 +123,9 @@ _PLAIN_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _COMMANDS = {"llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
 _COMMAND = re.compile(
     r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
-    r"|\S*?(sft|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
+    r"|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
 )
-"""A trainer's command, or a script of TRL's form."""
+"""A trainer's command, or a script of TRL's form, or one of ms-swift's."""
 _SHELL_VALUE = object()
 """Stands for a value that a shell would fill in."""
 
@@ -187,7 +187,9 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
             raise UsageError(
                 f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
             ) from None
-        return _read_words(path, f"{path.name}:{place}", found[2] or found[3], words), _COMMANDS[found[1] or "trl"]
+        return _read_words(path, f"{path.name}:{place}", found[2] or found[3], words), _COMMANDS[
+            found[1] or ("swift" if "swift/" in found[0] else "trl")
+        ]
     raise UsageError(f"{path}: has no `swift sft`, `llamafactory-cli train` or `trl dpo`; give the YAML file")
 
 

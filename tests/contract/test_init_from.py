@@ -514,6 +514,9 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
     Path("below.yaml").write_text("model_name_or_path: model\nmax_length: 32\nlearning_rate: 1e-5\n")
     recipe = convert("run.sh", "trl sft --config below.yaml --learning_rate 2e-5 # fast")
     assert (recipe["optim"]["lr"], recipe["data"]["max_length"]) == (2e-5, 32)
+    text = "torchrun --nproc_per_node 8 swift/cli/rlhf.py --rlhf_type kto --model model --dataset pairs.jsonl"
+    assert convert("run.sh", text)["task"] == "kto"
+    assert "a configuration of ms-swift" in invoke("init", "--from", "run.sh").stderr
     assert "run.sh:2: names nowhere.yaml, which is not here" in refuse("\ntrl sft --config nowhere.yaml", "run.sh")
     assert "run.sh:1: the command cannot be read" in refuse("swift sft --model 'x", "run.sh")
     assert "has no `swift sft`" in refuse("swift infer --model x", "run.sh")

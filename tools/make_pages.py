@@ -16,7 +16,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from dstrain.cli import main
 from dstrain.cli.options import LAUNCH_OPTION_NAMES
-from dstrain.config.aliases import KEY_ALIASES
+from dstrain.config.aliases import read_aliases
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options
 from dstrain.tasks.common.task import Option
@@ -62,7 +62,8 @@ dstrain completion fish > ~/.config/fish/completions/dstrain.fish
 ```
 """
 ALIASES_INTRO = """\
-A recipe with one of these names is refused, and the error names the key of the second column.
+A recipe with one of these names is refused, and the error says what the row says; a `*` stands for any letters.
+`dstrain init --from THEIR.yaml --to recipe.yaml` converts a whole file.
 [Coming from other trainers](coming-from.md) compares whole recipes.
 """
 
@@ -205,9 +206,24 @@ def render_keys() -> str:
         parts.append(f"## {title}\n\n{text}" + render_table(("key", "type", "default", "effect"), rows))
     parts.append("## Options of the tasks\n\nKeys of the block `options`; [Tasks](tasks/index.md) explains them.\n")
     parts += [render_task(name) for name in builtin_tasks()]
-    aliases = [[f"`{name}`", key if " " in key else f"`{key}`"] for name, key in sorted(KEY_ALIASES.items())]
-    parts.append("## Names of other trainers\n\n" + ALIASES_INTRO + "\n" + render_table(("name", "here"), aliases))
+    parts.append("## Names of other trainers\n\n" + ALIASES_INTRO + "\n" + render_aliases())
     return "\n".join(parts)
+
+
+def render_aliases() -> str:
+    """Return a table for each kind of answer to a key of another trainer."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, answer in read_aliases().items():
+        rows.setdefault(answer.kind, {}).setdefault(answer.text, []).append(f"`{name}`")
+    titles = {"keys": "here"}
+    tables = [
+        render_table(
+            (titles.get(kind, kind), "names"),
+            [[text if re.search("[ `]", text) else f"`{text}`", ", ".join(names)] for text, names in found.items()],
+        )
+        for kind, found in rows.items()
+    ]
+    return "\n".join(tables)
 
 
 def option_row(context: click.Context, option: click.Option) -> list[str]:

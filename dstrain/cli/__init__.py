@@ -424,12 +424,14 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
 
 @main.command()
 @with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
+@click.option("--lines", "has_formulas", is_flag=True, help="Print each line with its formula and its source.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
 def plan(
     recipe: str | None,
     task: str | None,
     ds_config: str | None,
     overrides: tuple[str, ...],
+    has_formulas: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -442,7 +444,7 @@ def plan(
 
     request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
     report = make_report(request)
-    echo(report_as_json(report) if as_json else show_report(report))
+    echo(report_as_json(report) if as_json else show_report(report, has_formulas))
 
 
 @main.command()
@@ -481,29 +483,50 @@ def recipes(name: str | None) -> None:
 
 
 @main.command()
-@click.argument("task", shell_complete=complete_names(task_names, or_file=True))
+@click.argument("task", required=False, shell_complete=complete_names(task_names, or_file=True))
 @with_options(MACHINE_OPTIONS)
+@click.option(
+    "--from",
+    "theirs",
+    type=PathArgument(exists=True, dir_okay=False, path_type=Path),
+    help="Configuration of TRL, LLaMA-Factory, axolotl, ms-swift or align-anything (YAML, JSON, or a shell script).",
+)
 @click.option("--to", type=PathArgument(path_type=Path), help="File to write; default: stdout.")
-def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -> None:
-    """Write a commented starter recipe for TASK and this machine.
+def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Path | None, to: Path | None) -> None:
+    """Write a recipe: a starter for TASK and this machine, or from another trainer's configuration.
 
-    Model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
-    --gpus and --gpu-memory for another machine.
+    In a starter, model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
+    --gpus and --gpu-memory for another machine. With --from, each key of the file is in the recipe, or in a comment
+    with the reason; TASK is needed where the file does not say the method.
     """
-    from dstrain.commands.init import render_recipe_template
-    from dstrain.planner.choose import detect_hardware
+    if to is not None and to.exists():
+        raise UsageError(f"--to {to}: already exists; choose another name")
+    if theirs is not None:
+        from dstrain.commands.init_from import convert_file
 
-    text = render_recipe_template(task, detect_hardware(gpus, gpu_memory))
+        if gpus is not None or gpu_memory is not None:
+            raise UsageError("--gpus and --gpu-memory: are for a starter recipe; leave them out with --from")
+        converted = convert_file(theirs, task)
+        text, hint = converted.text, converted.describe()
+    elif task is None:
+        raise UsageError(
+            "no TASK was given; name one (`dstrain tasks` lists them), or another trainer's file with --from"
+        )
+    else:
+        from dstrain.commands.init import render_recipe_template
+        from dstrain.planner.choose import detect_hardware
+
+        text, hint = render_recipe_template(task, detect_hardware(gpus, gpu_memory)), "fill in data.train and data.eval"
     if to is None:
         click.echo(text, nl=False)
-    elif to.exists():
-        raise UsageError(f"--to {to}: already exists; choose another name")
+        if theirs is not None:
+            echo(hint, err=True)
     else:
         try:
             to.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
-        click.echo(f"{to}: fill in data.train and data.eval, then `dstrain train {to}`")
+        click.echo(f"{to}: {hint}, then `dstrain train {to}`")
 
 
 @main.command()

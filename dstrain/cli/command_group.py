@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -44,12 +45,24 @@ class GroupedCommand(click.Command):
 
 
 class SubcommandGroup(click.Group):
-    """Group whose help ends with examples."""
+    """Group whose help ends with examples, and whose errors say what another trainer's word is here."""
 
     command_class = GroupedCommand
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_examples(ctx, formatter)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if args[0] in OTHER_COMMANDS and ctx.parent is None:
+                raise click.UsageError(
+                    f"No such command '{args[0]}': write `{OTHER_COMMANDS[args[0]]}`.", ctx
+                ) from error
+            raise
 
 
 class CommandGroup(SubcommandGroup):
@@ -78,6 +91,8 @@ class CommandGroup(SubcommandGroup):
             if not discard_closed_output():
                 raise
             ctx.exit(EXIT_OUTPUT_CLOSED)
+        except click.UsageError as error:
+            raise _explain_setting(error) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -92,6 +107,27 @@ class CommandGroup(SubcommandGroup):
             problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
             raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
         return super().invoke(ctx)
+
+
+def _explain_setting(error: click.UsageError) -> click.UsageError:
+    """Return the error with the `--set` that was meant by another trainer's option, or by `key=value`."""
+    from dstrain.config import list_keys  # not at the top: --help answers at once
+    from dstrain.config.aliases import find_answer
+
+    if not any(param.name == "overrides" for param in (error.ctx.command.params if error.ctx else ())):
+        return error
+    if isinstance(error, click.NoSuchOption):
+        name = error.option_name.lstrip("-").replace("-", "_")
+        answer = find_answer((name,))
+        if name in list_keys():
+            hint = f"write --set {name}=VALUE"
+        elif answer is not None:
+            hint = f"{answer}" + (f": write --set {answer.text}=VALUE" if answer.text in list_keys() else "")
+        else:
+            return error
+        return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx)
+    found = re.search(r"unexpected extra arguments? \((\S+=\S*)", error.message)
+    return click.UsageError(f"{error.message}: write --set {found[1].rstrip(')')}.", error.ctx) if found else error
 
 
 def echo(text: str, err: bool = False) -> None:
@@ -177,6 +213,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "dstrain init": (
         "dstrain init dpo --to dpo.yaml",
         "dstrain init sft --gpus 8 --gpu-memory 80GiB --to sft.yaml",
+        "dstrain init --from llama3_lora_sft.yaml --to sft.yaml",
     ),
     "dstrain data": (
         "dstrain data check pairs.jsonl --task rm",
@@ -215,4 +252,18 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "dstrain completion": ("dstrain completion bash >> ~/.bashrc",),
 }
 """Command -> lines for a shell."""
+OTHER_COMMANDS: Mapping[str, str] = {
+    **{name: f"dstrain train --task {name}" for name in ("sft", "dpo", "kto", "rm")},
+    "reward": "dstrain train --task rm",
+    "pt": "dstrain train --task sft",
+    "rlhf": "dstrain train --task dpo",
+    "resume": "dstrain train RECIPE, which continues where the run is",
+    "merge": "dstrain export RUN --to FOLDER --merge-lora",
+    "merge-lora": "dstrain export RUN --to FOLDER --merge-lora",
+    "infer": "dstrain generate RUN --prompt TEXT",
+    "eval": "dstrain evaluate RUN --data FILE",
+    "preprocess": "dstrain prepare RECIPE",
+    "webchat": "dstrain chat RUN",
+}
+"""Command of another trainer -> the command here."""
 DOCUMENTATION = "docs/quickstart.md explains a first run, docs/data.md the data formats, docs/launch.md several hosts."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 import yaml
@@ -97,7 +98,7 @@ def _values_here(
     if section is ModelConfig:
         return {"path": model.name if model else None}
     if section is DataConfig:
-        return {"workers": hardware.loader_workers}
+        return {"workers": hardware.loader_workers, "max_length": _max_length(task)}
     if section is BatchConfig:
         total = 64 if 64 % max(hardware.gpus, 1) == 0 else 8 * hardware.gpus
         # On GPUs `ds_config: auto` finds the largest micro-batch that fits.
@@ -105,6 +106,20 @@ def _values_here(
     if section is OptimConfig:
         return {"lr": default_learning_rate(task, lora is not None)}
     return _default_eval_metric(task.metric_names) if section is EvalConfig else {}
+
+
+A4_INCHES = (8.27, 11.69)
+PIXELS_PER_TOKEN = 28
+"""Of each side: Qwen2.5-VL has patches of 14 pixels, of which 2 x 2 are one token (arXiv 2502.13923, section 2.1)."""
+
+
+def _max_length(task: type[Task]) -> int:
+    """Return a length in which the images of a sample fit, which are never cut: A4 pages, or photos of 1 megapixel."""
+    options = {option.name: option.default for option in task_options(task)}
+    if "dpi" in options and isinstance(pages := options["max_pages"], int):
+        width, height = (math.ceil(side * float(str(options["dpi"])) / PIXELS_PER_TOKEN) for side in A4_INCHES)
+        return 1024 * math.ceil((pages * width * height + 1024) / 1024)
+    return 4096 if task.__module__.endswith(".vlm") else 1024
 
 
 def _top_rows(hardware: Hardware) -> list[tuple[str, object, str]]:
@@ -125,12 +140,17 @@ def _lora_line(task: type[Task], lora: LoraConfig | None) -> str:
 
 
 def _add_comments(indent: str, rows: list[tuple[str, object, str]]) -> list[str]:
-    written = [(f"{key}: {_to_yaml(value)}", text) for key, value, text in rows]
+    written = [(f"{key}: {to_yaml(value)}", text) for key, value, text in rows]
     width = max(len(line) for line, _ in written) + 2
     return [f"{indent}{line:{width}}# {text}" for line, text in written]
 
 
-def _to_yaml(value: object) -> str:
+def to_yaml(value: object) -> str:
+    """Return a value as YAML in one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # on one line; YAML reads it alike
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+        .removesuffix("...\n")
+        .strip()
+    )

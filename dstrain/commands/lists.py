@@ -164,9 +164,14 @@ def _summarize_task(name: str) -> str:
 
 NEEDS = "# Needs: "
 """Begins the line of a packaged recipe on its hardware, model and data."""
-FILL_IN = re.compile(r"^ +(?P<key>path|train): .*# FILL IN", re.MULTILINE)
+FILL_IN = re.compile(r"^ +(?P<key>path|train|harmless_rm|helpful_rm): .*# FILL IN", re.MULTILINE)
 """Lines of keys that a recipe leaves to the user."""
-STAND_INS = {"path": "model.path=MODEL", "train": "data.train=FILE"}
+STAND_INS = {
+    "path": "model.path=MODEL",
+    "train": "data.train=FILE",
+    "harmless_rm": "options.safety.harmless_rm=FOLDER",
+    "helpful_rm": "options.safety.helpful_rm=FOLDER",
+}
 _RECIPES_NOTE = "`dstrain recipes NAME > mine.yaml` gives you a copy to edit."
 
 

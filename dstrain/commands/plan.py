@@ -168,8 +168,8 @@ def _fixes(
     return [fix.describe() + ("" if fix.is_enough else ", not enough alone") for fix in chosen]
 
 
-def show_report(report: PlanReport) -> str:
-    """Return the report as text."""
+def show_report(report: PlanReport, has_formulas: bool = False) -> str:
+    """Return the report as text; `has_formulas`: with the formula and the source of each line."""
     plans = [plan for plan in report.plans if isinstance(plan, MemoryPlan)]
     if not plans:
         return "\n".join(map(str, report.plans))
@@ -183,7 +183,7 @@ def show_report(report: PlanReport) -> str:
     if report.fixes and report.shown:
         parts += ["", f"{report.shown.preset} does not fit. Cheapest fixes:", *(f"  {line}" for line in report.fixes)]
     if report.shown is not None:
-        parts += ["", f"{report.shown.preset}, line by line, for one process", show_lines(report.shown)]
+        parts += ["", f"{report.shown.preset}, line by line, for one process", show_lines(report.shown, has_formulas)]
     return "\n".join(parts)
 
 
@@ -252,21 +252,22 @@ def _status(plan: MemoryPlan, budget: Budget, margin: float) -> str:
     return f"{word}, host not checked" if budget.host_bytes is None and plan.is_offloaded else word
 
 
-def show_lines(plan: MemoryPlan) -> str:
-    """Return every line of a plan with its formula and source, and the peak that they make."""
-    rows = [["what", "where", "when", "size", "formula", "source"]]
+def show_lines(plan: MemoryPlan, has_formulas: bool) -> str:
+    """Return every line of a plan, if asked with its formula and source, and the peak that they make."""
+    columns = 6 if has_formulas else 4
+    rows = [["what", "where", "when", "size", "formula", "source"][:columns]]
     order = {"gpu": 0, "host": 1, "nvme": 2}
     for line in sorted(plan.lines, key=lambda line: order[line.place]):
-        rows.append(
-            [line.name, line.place, _WHEN_LABELS[line.when], format_bytes(line.num_bytes), line.formula, line.source]
-        )
+        row = [line.name, line.place, _WHEN_LABELS[line.when], format_bytes(line.num_bytes), line.formula, line.source]
+        rows.append(row[:columns])
     times: tuple[When, ...] = ("always", "pass", "head", "layer", "step")
     at = {name: format_bytes(plan.total("gpu", name)) for name in times}
     peak = (
         f"peak per GPU: {format_bytes(plan.gpu_bytes)} = {at['always']} always + the larger of {at['pass']} in passes "
         f"with the larger of {at['head']} in the head and {at['layer']} in one layer, and {at['step']} in the step"
     )
-    return f"{_align(rows, 3)}\n{peak}"
+    hint = "" if has_formulas else "\n--lines prints the formula and the source of each line"
+    return f"{_align(rows, 3)}\n{peak}{hint}"
 
 
 def _align(rows: Sequence[Sequence[str]], first_number: int) -> str:

@@ -219,6 +219,8 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     faults: list[Fault] = []
     runs = {key: run for key in ("path", "init") if (run := find_run(values["model"][key], recipe_dir))}
     for place, usual_split in _data_sources(values):
+        if place["media_dir"] is not None:
+            place["media_dir"] = str(find_path(place["media_dir"], recipe_dir) or place["media_dir"])
         found = find_path(place["path"], recipe_dir)
         if found is not None:
             faults += _hub_key_faults(place)
@@ -351,6 +353,11 @@ def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
     path = Path(text).expanduser()
     if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
         return Fault(f"data file {text}", reason, "give a .jsonl, .json or .parquet file")
+    if "$" in text:
+        return Fault(f"data file {text}", "holds a $, and variables are not replaced", "write the path out")
+    if scheme := re.match(r"[A-Za-z][\w+.-]+://", text):
+        fix = "download or mount it, and give the local path; or write org/name for a dataset on the hub"
+        return Fault(f"data file {text}", f"data is not read from {scheme[0]}", fix)
     places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
     siblings = [other.name for other in path.parent.glob("*")] if path_exists(path.parent) else []
     hint = suggest_name(path.name, siblings) if siblings else ""

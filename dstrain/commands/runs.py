@@ -186,7 +186,9 @@ def _iter_lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{status['step']}{f' of {total}' if total else ''}{share}{'' if epoch is None else f', epoch {epoch:.3g}'}",
     )
     yield "speed", _show_speed(status)
-    if status["seconds_left"] is not None:
+    if status["seconds_left"] == 0:
+        yield "ends", f"overdue: the last row is {format_duration(status['seconds_since_update'])} old"
+    elif status["seconds_left"] is not None:
         yield "ends", f"in about {format_duration(status['seconds_left'])}, at {status['ends_at'].replace('T', ' ')}"
     for name in ("train", "eval"):
         if row := status[f"last_{name}"]:

@@ -1,129 +1,146 @@
-"""Key aliases of other frameworks, and recipe keys that are not supported."""
+"""What the keys of other trainers are here: TRL, HF Trainer, LLaMA-Factory, axolotl, ms-swift, align-anything."""
 
 from __future__ import annotations
 
-KEY_ALIASES: dict[str, str] = {
-    # HF Trainer and TRL
-    "per_device_train_batch_size": "batch.micro",
-    "per_device_eval_batch_size": "batch.micro",
-    "gradient_accumulation_steps": "batch.accumulate",
-    "learning_rate": "optim.lr",
-    "num_train_epochs": "epochs",
-    "max_steps": "steps",
-    "output_dir": "--run-dir",
-    "overwrite_output_dir": "a new --run-dir",
-    "warmup_steps": "optim.warmup",
-    "warmup_ratio": "optim.warmup",
-    "lr_scheduler_type": "optim.schedule",
-    "max_grad_norm": "optim.clip",
-    "weight_decay": "optim.weight_decay",
-    "adam_beta1": "optim.betas",
-    "adam_beta2": "optim.betas",
-    "adam_epsilon": "optim.eps",
-    "optim_type": "optim.name",
-    "adafactor": "optim.name: adafactor",
-    "use_muon": "optim.name: muon",
-    "logging_steps": "log.every",
-    "eval_steps": "eval.every",
-    "eval_strategy": "eval.every",
-    "evaluation_strategy": "eval.every",
-    "save_steps": "save.every",
-    "save_strategy": "save.every",
-    "save_total_limit": "save.keep",
-    "load_best_model_at_end": "`dstrain export --step best`",
-    "metric_for_best_model": "eval.metric",
-    "greater_is_better": "eval.best",
-    "early_stopping_patience": "eval.patience",
-    "report_to": "log.tensorboard, log.wandb or log.sinks",
-    "push_to_hub": "`dstrain export --push-to-hub`",
-    "hub_model_id": "`dstrain export --push-to-hub OWNER/NAME`",
-    "hub_private_repo": "`dstrain export --private`",
-    "run_name": "log.wandb.name",
-    "bf16": "precision: bf16",
-    "fp16": "precision: fp16",
-    "deepspeed": "ds_config",
-    "resume_from_checkpoint": "--resume",
-    "dataloader_num_workers": "data.workers",
-    "dataloader_prefetch_factor": "data.prefetch",
-    "dataloader_pin_memory": "data.pin",
-    "ddp_timeout": "timeout_minutes",
-    "data_seed": "seed",
-    **dict.fromkeys(
-        ("torch_compile", "compile"),
-        "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)",
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dstrain.source_map import KeyPath
+
+BLOCKS = frozenset(
+    (
+        "bnb_cfgs",
+        "data_cfgs",
+        "logger_cfgs",
+        "lora_cfgs",
+        "model_cfgs",
+        "model_init_kwargs",
+        "peft_config",
+        "train_cfgs",
+    )
+)
+"""Blocks of other trainers whose keys mean what they mean outside of the block."""
+LOSS_TYPES = ("ipo", "orpo", "simpo")
+"""Methods of other trainers that are a loss_type of task dpo."""
+DATASET_BLOCKS = frozenset(("datasets", "test_datasets", "pretraining_dataset"))
+"""Axolotl's and TRL's lists of data sets, whose keys are `datasets.NAME` in the table."""
+
+TRAINERS: dict[str, tuple[str, ...]] = {
+    "align-anything": ("train_cfgs", "data_cfgs", "model_cfgs"),
+    "axolotl": ("base_model", "sequence_len", "micro_batch_size datasets"),
+    "ms-swift": (
+        "tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "attn_impl", "torch_dtype model",
+        "load_from_cache_file", "tuner_backend", "freeze_vit",
     ),
-    "full_determinism": "deterministic",
-    "max_seq_length": "data.max_length",
-    "model_max_length": "data.max_length",
-    "attn_implementation": "model.attn_implementation",
-    "torch_dtype": "model.dtype",
-    "model_init_kwargs": "model",
-    "dataset_name": "data.train",
-    "dataset_config": "the `name` in data.train: {path, name}",
-    "dataset_config_name": "the `name` in data.train: {path, name}",
-    "dataset_train_split": "the `split` in data.train: {path, split}",
-    "dataset_test_split": "the `split` in data.eval: {path, split}",
-    "hub_token": "the environment variable HF_TOKEN",
-    "remove_unused_columns": "data.columns",
-    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "batch.packing"),
-    "use_prefix_sharing": "batch.prefix_sharing",
-    "completion_only_loss": "options.assistant_only_loss",
-    "use_peft": "model.lora",
-    "load_in_4bit": "model.quantize: nf4",
-    "load_in_8bit": "model.quantize: int8",
-    **dict.fromkeys(("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "double_quantization"), "model.quantize: nf4"),
-    "bnb_4bit_compute_dtype": "precision",
-    # LLaMA-Factory
-    "model_name_or_path": "model.path",
-    "model_revision": "model.revision",
-    "stage": "task",
-    "finetuning_type": "model.lora",
-    "lora_rank": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "lora_dropout": "model.lora.dropout",
-    "lora_target": "model.lora.targets",
-    "use_dora": "model.lora.dora",
-    **dict.fromkeys(("use_rslora", "peft_use_rslora", "lora_use_rslora"), "model.lora.use_rslora"),
-    "create_new_adapter": "model.lora.create_new_adapter",
-    **dict.fromkeys(
-        ("adapter_name_or_path", "lora_model_dir"),
-        "model.path: the adapter's folder, with model.lora: {create_new_adapter: false} to train it on",
+    "LLaMA-Factory": (
+        "finetuning_type", "stage", "cutoff_len", "dataset_dir", "lora_target", "pref_beta", "pref_loss", "model_class",
+        "template model_name_or_path",
     ),
-    **dict.fromkeys(("loraplus_lr_ratio", "lorap_lr_ratio"), "optim.loraplus_lr_ratio"),
-    "loraplus_lr_embedding": "optim.loraplus_lr_embedding",
-    "neftune_noise_alpha": "model.neftune_noise_alpha",
-    **dict.fromkeys(
-        ("pissa_init", "pissa_iter", "init_lora_weights"),
-        "leave it out: PiSSA changes the base weights, which the exported adapters would need",
-    ),
-    **dict.fromkeys(("moe_aux_loss_coef", "router_aux_loss_coef"), "model.router_aux_loss_coef"),
-    "quantization_bit": "model.quantize",
-    "dataset": "data.train",
-    "dataset_dir": "the folder in data.train's path",
-    "subset": "the `name` in data.train: {path, name}",
-    "chat_template_kwargs": "model.chat_template_kwargs",
-    "enable_thinking": "model.chat_template_kwargs: {enable_thinking: false}",
-    "template": "model.chat_template, or the template of model.tokenizer",
-    "hf_hub_token": "the environment variable HF_TOKEN",
-    "eval_dataset": "data.eval",
-    "val_size": "data.eval_fraction",
-    "cutoff_len": "data.max_length",
-    "preprocessing_num_workers": "data.workers",
-    "neat_packing": "batch.packing",
-    "flash_attn": "model.attn_implementation",
-    "freeze_trainable_layers": "model.freeze",
-    "pref_beta": "options.beta",
-    "pref_loss": "options.loss_type",
-    "plot_loss": "log.tensorboard",
-    "train_on_prompt": "options.assistant_only_loss",
-    # Axolotl
-    **dict.fromkeys(("sample_packing", "pack_sequences"), "batch.packing"),
-    # DeepSpeed
-    "train_batch_size": "batch.total",
-    "train_micro_batch_size_per_gpu": "batch.micro",
-    "gradient_clipping": "optim.clip",
-    "zero_optimization": "the JSON that ds_config names",
-    "optimizer": "optim",
-    "scheduler": "optim.schedule",
-}
-"""Name in another framework -> the recipe key for it."""
+    "TRL": ("model_name_or_path", "dataset_name", "per_device_train_batch_size", "learning_rate", "output_dir"),
+}  # fmt: skip
+"""Trainer -> keys of which one, or several in one text, show that a file is its; the first trainer that fits counts."""
+
+
+class Answer(NamedTuple):
+    """What a key of another trainer is here."""
+
+    kind: str
+    """keys, not needed because, or not supported."""
+    text: str
+    """The recipe key or option; the reason."""
+
+    def __str__(self) -> str:
+        if self.kind == "keys":
+            return f"here it is {self.text}"
+        return f"{self.kind} {self.text}" if self.kind.endswith("because") else f"{self.kind} ({self.text})"
+
+
+@cache
+def read_aliases() -> dict[str, Answer]:
+    """Return name -> answer; a name with a * stands for all that fit it."""
+    table = _read_table()
+    kinds = [kind for kind in table if kind != "values"]
+    return {name: Answer(kind, text) for kind in kinds for text, names in table[kind].items() for name in names}
+
+
+@cache
+def read_values() -> dict[str, dict[str, Any]]:
+    """Return recipe key -> value of another trainer, as text in lower case -> value here."""
+    return {
+        key: {str(theirs).lower(): ours for ours, values in rows.items() for theirs in (ours, *values)}
+        for key, rows in _read_table()["values"].items()
+    }
+
+
+def find_value(key: str, value: Any) -> Any:
+    """Return the value here for another trainer's value of a recipe key; None where there is none."""
+    return read_values()[key].get(str(value).lower())
+
+
+@cache
+def _read_table() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return table
+
+
+def describe_method(name: str) -> str | None:
+    """Return what another trainer's name of a method is here; None for a name that is none."""
+    if name in LOSS_TYPES:
+        return f"write dpo, with options.loss_type: {name}"
+    if (task := find_value("task", name)) is not None:
+        return f"here it is {task}"
+    if name in ("ppo", "grpo", "rloo", "gkd", "online_dpo"):
+        return "not supported (no generation in the training loop); rounds of DPO are in the recipe iterative-dpo"
+    return None
+
+
+def find_answer(key: KeyPath) -> Answer | None:
+    """Return what a key of another trainer is here; None for a key that none of them has."""
+    names = [str(name) for name in key if not isinstance(name, int)]
+    if len(names) > 1 and names[0] in DATASET_BLOCKS:
+        names[0] = "datasets"
+    table = read_aliases()
+    for start in range(len(names)):
+        name = ".".join(names[start:])
+        if name in table:
+            return table[name]
+        for pattern, answer in table.items():
+            if "*" in pattern and fnmatchcase(name, pattern):
+                return answer
+    return None
+
+
+def iter_foreign_keys(values: Any, key: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the keys of another trainer's file; those in a block that has no answer as a whole, one by one."""
+    items = enumerate(values) if isinstance(values, list) else values.items()
+    for name, value in items:
+        child, is_item = (*key, name), isinstance(values, list)
+        if is_item or name in BLOCKS:
+            inner = value
+        elif name in DATASET_BLOCKS and not key:
+            yield child
+            inner = value if isinstance(value, list) else [value]
+        else:
+            yield child
+            continue
+        if isinstance(inner, (dict, list)) and inner:
+            yield from iter_foreign_keys(inner, child)
+        elif not is_item:
+            yield child
+
+
+def find_trainer(values: Mapping[str, Any]) -> str | None:
+    """Return whose configuration the values are."""
+    return next(
+        (
+            trainer
+            for trainer, signs in TRAINERS.items()
+            if any(all(name in values for name in sign.split()) for sign in signs)
+        ),
+        None,
+    )

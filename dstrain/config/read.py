@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES
+from dstrain.config.aliases import find_answer, find_trainer, find_value, iter_foreign_keys, read_values
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig, hide_secret
 from dstrain.errors import URL_PASSWORD, Fault, RecipeError, describe_decode_error, one_line, suggest_name
@@ -208,10 +210,23 @@ def read_recipe(
             source.values[key] = value
             source.locations[(key,)] = option
     resolve_overrides(source)
+    config = check_values(source, os.path.relpath(path) if path else "")
+    name = path.stem if path else Path(config.task).stem
+    return Recipe(config, name, path.parent.resolve() if path else Path.cwd())
+
+
+def check_values(source: SourceMap, file: str = "") -> RunConfig:
+    """Return the recipe that the values are. Raises RecipeError with every fault found.
+
+    `file`: the path of the source, as the working directory has it.
+    """
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
-        faults = list(_schema_faults(error, source))
+        faults = _list_known_once(_schema_faults(error, source))
+        if "task" not in source.values and (trainer := find_trainer(source.values)):
+            fix = f"`dstrain init --from {shlex.quote(file or source.name)} --to recipe.yaml` writes the recipe"
+            faults.append(Fault(source.name, f"is a configuration of {trainer}", fix))
         raise RecipeError(faults) from None
     # pydantic takes true for 1, also where a number is meant.
     faults = list(_bool_faults(source.values, config.model_dump(), (), source))
@@ -219,8 +234,7 @@ def read_recipe(
     faults += list(_password_faults(config.model_dump(mode="json"), (), source))
     if faults:
         raise RecipeError(faults)
-    name = path.stem if path else Path(config.task).stem
-    return Recipe(config, name, path.parent.resolve() if path else Path.cwd())
+    return config
 
 
 def list_keys() -> list[str]:
@@ -264,10 +278,11 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
             continue  # reported by another branch of a union, such as text for a block
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            yield Fault(source.get_location(key), "no such key", _suggest_key(key))
+            yield from _unknown_key_faults(key, source)
             continue
         value = hide_secret(lookup(source.values, key))
-        yield Fault(source.get_location(key), _describe_problems(value, details), _suggest_fix(value, details))
+        fix = _suggest_value(key, value) or _suggest_fix(value, details)
+        yield Fault(source.get_location(key), _describe_problems(value, details), fix)
 
 
 _UNION_BRANCHES = ("TokenizerConfig", "ProcessorConfig")
@@ -318,6 +333,31 @@ def _describe_problem(detail: ErrorDetails) -> str:
     return message.removeprefix("value error, ").replace("input should be ", _MUST_BE)
 
 
+_BLOCK_KEYS: dict[KeyPath, tuple[str, str]] = {
+    ("model",): ("path", "NAME"),
+    ("optim",): ("name", "adamw"),
+    ("batch",): ("total", "64"),
+    ("data",): ("train", "FILE"),
+    ("model", "lora"): ("rank", "16"),
+    ("log", "wandb"): ("project", "NAME"),
+}
+"""Block -> the key in it that is meant where a single value is written, and an example."""
+
+
+def _suggest_value(key: KeyPath, value: Any) -> str:
+    """Return what another trainer's value is here, or how a block is written; empty where neither is known."""
+    dotted = dotted_name(key)
+    if dotted in read_values() and (ours := find_value(dotted, value)) is not None:
+        return f"here it is {ours}"
+    if key not in _BLOCK_KEYS or isinstance(value, (dict, list)) or value is None:
+        return ""
+    inner, example = _BLOCK_KEYS[key]
+    if isinstance(value, bool):
+        return f"write `{key[-1]}: {{{inner}: {example}}}`" + ("" if value else ", or leave it out")
+    given = (find_value("optim.name", value) or value) if key == ("optim",) else value
+    return f"write `{key[-1]}: {{{inner}: {one_line(str(given))}}}`"
+
+
 _FIXES = {
     "greater_than": "raise it",
     "greater_than_equal": "raise it",
@@ -338,18 +378,39 @@ def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
     return _FIXES.get(details[0]["type"], "correct the value")
 
 
+def _list_known_once(faults: Iterator[Fault]) -> list[Fault]:
+    """Return the faults, of which the first lists the known keys of a block, and the others of that block do not."""
+    listed: set[str] = set()
+    found = []
+    for fault in faults:
+        found.append(replace(fault, fix="") if fault.fix in listed else fault)
+        listed |= {fault.fix} if fault.fix.startswith("known here: ") else set()
+    return found
+
+
+def _unknown_key_faults(key: KeyPath, source: SourceMap) -> Iterator[Fault]:
+    """Yield a fault for the key, or where it is a block of another trainer one for each key in it."""
+    inner = iter_foreign_keys({key[-1]: lookup(source.values, key)}) if len(key) == 1 else [key]
+    first: dict[KeyPath, KeyPath] = {}
+    for path in inner:
+        first.setdefault(tuple(part for part in path if not isinstance(part, int)), path)
+    for name, path in first.items():
+        yield Fault(source.get_location(path), "no such key", _suggest_key(name))
+
+
 def _suggest_key(key: KeyPath) -> str:
-    """Return a hint to the key that was probably meant."""
-    name = str(key[-1])
-    if name in KEY_ALIASES:
-        alias = KEY_ALIASES[name]
-        return alias if alias.startswith("leave it out") else f"here it is {alias}"
-    siblings = list(_section_fields(RunConfig, key[:-1]))
+    """Return what the key is here, if it is another trainer's, or the key that was probably meant."""
+    name, siblings = str(key[-1]), list(_section_fields(RunConfig, key[:-1]))
+    answer = find_answer(key)
+    # In a block of ours a reason for leaving out another trainer's key would be about another thing.
+    if answer is not None and (answer.kind == "keys" or len(key) == 1 or key[0] not in RunConfig.model_fields):
+        return str(answer)
     hint = suggest_name(name, siblings)
-    if hint.startswith("did you mean"):
-        return hint
     elsewhere = [dotted_name(other) for other in _iter_keys(RunConfig) if other[-1] == name]
-    return f"did you mean '{elsewhere[0]}'?" if elsewhere else hint
+    # At the top the block is missing; in a block a misspelt key of it is likelier.
+    if elsewhere and (len(key) == 1 or not hint.startswith("did you mean")):
+        return f"did you mean '{elsewhere[0]}'?"
+    return hint
 
 
 def _section_fields(model: type[BaseModel], key: KeyPath) -> dict[str, Any]:

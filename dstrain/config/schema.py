@@ -215,6 +215,8 @@ class DatasetConfig(Section):
     """Configuration of a Hub dataset that has several."""
     columns: ColumnNames | None = None
     """Column names of this file -> names of the record format, in place of data.columns."""
+    media_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Folder in which relative paths of images and documents are looked up. Empty: the file's own."""
 
 
 class TrainDatasetConfig(DatasetConfig):
@@ -230,14 +232,16 @@ def _to_train_datasets(value: Any) -> Any:
     """Return `a.jsonl` as [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, dict, TrainDatasetConfig)) for item in values):
-        raise ValueError("must be a file, a Hub dataset, or a list of them and of {path, split, name, columns, weight}")
+        raise ValueError(
+            "must be a file, a Hub dataset, or a list of them and of {path, split, name, columns, media_dir, weight}"
+        )
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
 def _to_dataset(value: Any) -> Any:
     """Return `a.jsonl` as {path: a.jsonl}."""
     if value is not None and not isinstance(value, (str, dict, DatasetConfig)):
-        raise ValueError("must be a file, a Hub dataset, or {path, split, name, columns}")
+        raise ValueError("must be a file, a Hub dataset, or {path, split, name, columns, media_dir}")
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -245,9 +249,9 @@ class DataConfig(Section):
     """Training and held-out data."""
 
     train: Annotated[list[TrainDatasetConfig], BeforeValidator(_to_train_datasets)] = []
-    """Training data: a file, a Hub dataset (org/name), or a list of {path, split, name, columns, weight}."""
+    """Training data: a file, a Hub dataset (org/name), or a list of {path, split, name, columns, media_dir, weight}."""
     eval: Annotated[DatasetConfig | None, BeforeValidator(_to_dataset)] = None
-    """Held-out data: a file, a Hub dataset, or {path, split, name, columns}."""
+    """Held-out data: a file, a Hub dataset, or {path, split, name, columns, media_dir}."""
     eval_fraction: Fraction = 0.0
     """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
     eval_group: Annotated[str, Field(min_length=1)] | None = None

@@ -235,6 +235,14 @@ def insert_soft_tokens(tokenizer: Any, ids: Sequence[int], count: int) -> list[i
     return [*ids[:first], *[SERIES_TOKEN_ID] * count, *ids[first:]]
 
 
+_CONFIG_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "dropout": "hidden_dropout_prob",
+}
+"""Option of the encoder -> its name in a `TemporalConfig`."""
+
+
 @dataclass(frozen=True)
 class EncoderOptions:
     """Sizes of a new temporal encoder. A model.path that holds an encoder keeps its own."""
@@ -265,19 +273,17 @@ class EncoderOptions:
 
     def config_values(self) -> dict[str, Any]:
         """Return the settings of a `TemporalConfig`."""
-        names = {
-            "num_layers": "num_hidden_layers",
-            "num_heads": "num_attention_heads",
-            "dropout": "hidden_dropout_prob",
-        }
-        values = {names.get(name, name): value for name, value in asdict(self).items()}
+        values = {_CONFIG_NAMES.get(name, name): value for name, value in asdict(self).items()}
         return {**values, "intermediate_size": 4 * self.hidden_size, "series_token_id": SERIES_TOKEN_ID}
 
     def find_mismatched(self, config: Any, given: Mapping[str, Any]) -> list[str]:
-        """Return the names in `given` whose value here is not that of the config."""
-        values = EncoderOptions(**given).config_values() if given else {}
-        default = EncoderOptions().config_values()
-        return [name for name, value in values.items() if value != default[name] and getattr(config, name) != value]
+        """Return the options in `given` whose value here is not that of the config."""
+        values, default = asdict(EncoderOptions(**given)), asdict(EncoderOptions())
+        return [
+            name
+            for name, value in values.items()
+            if value != default[name] and getattr(config, _CONFIG_NAMES.get(name, name)) != value
+        ]
 
 
 GENERATOR_VERSION = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ from dstrain.models.folder import (
     resolve_base_model,
 )
 from dstrain.models.shard import built_on_rank_0
-from dstrain.models.weights import has_weights, load_report_disabled
+from dstrain.models.weights import disable_transformers_logging, has_weights, load_report_disabled
 from dstrain.process_setup import log_if_slow
 
 if TYPE_CHECKING:
@@ -300,7 +301,9 @@ def _load_from_files(
     name = found.path or ""
     try:
         place = str(Path(name).expanduser())
-        with load_report_disabled(), dequantized_files(model_kwargs["dtype"]):
+        # In a file a progress bar is a long line.
+        bars = disable_transformers_logging(progress_bar=not sys.stderr.isatty())
+        with load_report_disabled(), dequantized_files(model_kwargs["dtype"]), bars:
             loaded = auto_class.from_pretrained(place, config=config, **model_kwargs, revision=found.revision)
     except RuntimeError as error:
         if "mismatched" not in str(error):

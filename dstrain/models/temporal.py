@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dstrain.errors import UsageError
 from dstrain.models.folder import TEMPORAL_TYPE
 from dstrain.models.params import assign
 from dstrain.models.weights import disable_transformers_logging
@@ -314,7 +316,13 @@ class AutoTemporalModel:
     stage: str
 
     def from_pretrained(self, name: str, *, config: Any = None, **settings: Any) -> PreTrainedModel:
-        """Load a temporal model, or a language model with a new encoder, from a folder. Collective under ZeRO-3."""
+        """Load a temporal model, or a language model with a new encoder, from a folder. Collective under ZeRO-3.
+
+        Raises UsageError for a folder of adapters.
+        """
+        if (Path(name) / "adapter_config.json").is_file():
+            fix = "`dstrain export --merge-lora` writes the whole model, and dstrain.load reads either"
+            raise UsageError(f"{name}: holds adapters alone; {fix}")
         settings.pop("trust_remote_code", None)
         own = AutoConfig.from_pretrained(name, revision=settings.get("revision"))
         wanted = MODEL_CLASSES[self.stage]

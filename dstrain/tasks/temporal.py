@@ -209,7 +209,13 @@ class TemporalChecks(TextChecks):
         given = self.task.recipe.options.get("encoder", {})
         if source.has_encoder and (names := self.task.encoder.find_mismatched(source.config, given)):
             problem = f"differs from the encoder in {self.task.recipe.model.path} ({', '.join(names)})"
-            raise RecipeError(Fault("options.encoder", problem, "remove it: a saved encoder keeps its sizes"))
+            raise RecipeError(
+                Fault(
+                    "options.encoder",
+                    problem,
+                    "remove it, or write options.encoder={}: a saved encoder keeps its sizes",
+                )
+            )
 
     def info_messages(self) -> Sequence[str]:
         return super().info_messages() if self.task.has_language_model else self.validator.info_messages

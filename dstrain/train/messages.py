@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -213,8 +214,13 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
         steps = f"{step} of {run.total_steps} steps, by early stopping" if is_early else f"{run.total_steps} steps"
         line, code = f"finished: {steps}{left_out}", 0
     if run.engine.world.rank == 0:
+        exported = (
+            f"model files: dstrain export {shlex.quote(str(folder))} --to FOLDER" if line.startswith("finished") else ""
+        )
         log_stdout(
-            "\n".join(filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}"])),
+            "\n".join(
+                filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}", exported])
+            ),
         )
     return code
 

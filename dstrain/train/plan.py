@@ -89,6 +89,11 @@ class RunPlan:
         return replace(self, train_dataset=dataset, sampler=sampler, steps=steps)
 
 
+def is_for_user(record: logging.LogRecord) -> bool:
+    """Return False for DeepSpeed's warning of an optimizer that it does not know: ours are tested with it."""
+    return "untested optimizer" not in record.getMessage()
+
+
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     """Set threads and log levels of this process, alike under every launcher; return its device for `use_device`."""
     # Before torch and DeepSpeed read it.
@@ -104,6 +109,7 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(is_for_user)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if worker.local_rank == 0:  # one process per host: the folder of compiled extensions belongs to the host
         for line in remove_stale_locks(get_extensions_dir(os.environ)):

@@ -46,9 +46,13 @@ def test_every_preset_is_planned_with_every_line(big: str) -> None:
 
 
 def test_the_table_says_what_fits_and_what_would_be_taken(big: str) -> None:
-    output = invoke("plan", big, "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB").output
+    words = ("plan", big, "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB")
+    output = invoke(*words).output
     assert "70.6 G parameters" in output
     assert "choice: zero3, batch.micro" in output
+    assert "DeepSpeed runtime" not in output, "formulas and sources are for who asks"
+    assert "--lines prints the formula" in output
+    output = invoke(*words, "--lines").output
     assert "reduce_bucket_size x bytes" in output, "each line has its formula"
     assert "DeepSpeed runtime/zero/stage3.py" in output, "and its source"
 

@@ -75,7 +75,9 @@ class BaseSource:
         )
         # No names at all: there is no good record, and the bad ones are reported instead.
         absent = [(old, new) for old, new in self.columns.items() if new and old not in column_names and column_names]
-        hints = {old: suggest_name(old, sorted(column_names)) for old, _ in absent}
+        hints = {
+            old: suggest_name(old, sorted(column_names)).replace("known here:", "its columns are") for old, _ in absent
+        }
         # A file that has the key itself needs no renaming: a recipe may have files of several forms.
         self.missing_columns = {old: hints[old] for old, new in absent if new in column_names}
         missing = [old for old, new in absent if new not in column_names]
@@ -227,7 +229,7 @@ class LazySource:
     ) -> None:
         """Take what an earlier `load` of the unchanged file has found."""
         self._path, self._load, self.digest, self._count = path, load, digest, count
-        self.missing_columns = missing_columns
+        self.missing_columns, self.base_dir = missing_columns, path.parent
         self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 
     def _get_source(self) -> Source:
@@ -257,4 +259,4 @@ class LazySource:
         return self._get_source().location(index)
 
     def get_base_dir(self, index: int) -> Path:
-        return self._path.parent
+        return self.base_dir

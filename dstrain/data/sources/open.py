@@ -15,7 +15,7 @@ from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import BaseSource, Columns, LazySource, Source
 from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
-from dstrain.errors import DataError
+from dstrain.errors import DataError, Fault
 from dstrain.files import display_path, not_file_reason
 
 STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
@@ -98,18 +98,27 @@ def open_source(
     configuration, and `columns` of its own, which take the place of the argument; in a string they may follow the
     dataset's name: `org/name:test`.
     `source_types`: readers by extension, of a task that reads other files too.
-    Raises DataError.
+    A recipe's `media_dir` takes the place of the file's folder. Raises DataError.
     """
     if isinstance(path_or_config, DatasetConfig) and path_or_config.columns is not None:
         columns = path_or_config.columns
+    source = _open(path_or_config, columns or {}, SOURCE_TYPES if source_types is None else source_types)
+    if isinstance(path_or_config, DatasetConfig) and (media_dir := path_or_config.media_dir) is not None:
+        if not isinstance(source, (BaseSource, LazySource)) or not Path(media_dir).is_dir():
+            raise DataError(Fault("media_dir", f"{media_dir} is no folder here", "name the folder of the images"))
+        source.base_dir = Path(media_dir)
+    return source
+
+
+def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_types: SourceTypes) -> Source:
     path = Path(path_or_config.path if isinstance(path_or_config, DatasetConfig) else path_or_config)
     try:
         path = path.expanduser()
         # A local file wins over a dataset of the same name.
         if path.is_file():
-            return _open_file(path, columns or {}, SOURCE_TYPES if source_types is None else source_types)
+            return _open_file(path, columns, source_types)
         if path.is_dir() and find_structure_files(path):
-            return FolderSource(path, columns or {})
+            return FolderSource(path, columns)
     except RuntimeError as fault:
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
@@ -117,7 +126,7 @@ def open_source(
     hub_split = _find_hub_split(path_or_config)
     if hub_split is None or path.is_dir():
         raise DataError(_missing_file_message(path))
-    return HubSource(hub_split, columns or {})
+    return HubSource(hub_split, columns)
 
 
 def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | None:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from dstrain.cache import file_digest
+from dstrain.config.aliases import describe_method
 from dstrain.config.schema import DataConfig, LoraConfig, RunConfig
 from dstrain.data.dataset import takes_positions
 from dstrain.errors import Fault, RecipeError, TaskError, describe_fault, suggest_name
@@ -274,7 +275,7 @@ def _import_task_module(name: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"--task {name}: cannot be imported ({describe_fault(error)}); fix the file") from error
-    raise TaskError(f"task '{name}': unknown task; {suggest_name(name, builtin_tasks())}")
+    raise TaskError(f"task '{name}': unknown task; {describe_method(name) or suggest_name(name, builtin_tasks())}")
 
 
 LORA_LR_FACTOR = 10.0

@@ -59,7 +59,7 @@ def order_dataset(dataset: TokenizedDataset, options: SafetyOptions, split: Spli
         return dataset
     order = order_pairs({name: dataset.column(name) for name in names}, options.harmless_threshold)
     if not order.keep.any():
-        raise DataError(_describe_unsafe(f"{len(dataset)} pairs", options, split))
+        raise DataError(_describe_unsafe(f"{len(dataset)} pairs", options, split, dataset))
     reordered, dropped = int(order.swap.sum()), int((~order.keep).sum())
     left_out = "dropped" if split == "train" else "left out of the loss"
     selection = f"{reordered} pairs reordered, {dropped} of two unsafe answers {left_out}"
@@ -67,16 +67,19 @@ def order_dataset(dataset: TokenizedDataset, options: SafetyOptions, split: Spli
     kept = dataset.select(order.keep) if split == "train" else dataset
     for number, (before, after) in enumerate(zip(dataset.sizes, kept.sizes, strict=True), 1):
         if before and not after:
-            raise DataError(_describe_unsafe(f"{before} pairs of source {number}", options, split))
+            raise DataError(_describe_unsafe(f"{before} pairs of source {number}", options, split, dataset))
     return replace(kept, counts=counts)
 
 
-def _describe_unsafe(pairs: str, options: SafetyOptions, split: Split) -> str:
+def _describe_unsafe(pairs: str, options: SafetyOptions, split: Split, dataset: TokenizedDataset) -> str:
     remedy = ", remove the source" if "source" in pairs else ""
     if options.harmless_rm:
         threshold = f"{options.harmless_threshold:g}"
+        scores = [dataset.column(name) for name in HARMLESS_COLUMNS]
+        low, high = min(float(one.min()) for one in scores), max(float(one.max()) for one in scores)
         return (
-            f"data.{split}: no answer of its {pairs} has a harmless score of at least {threshold}; "
+            f"data.{split}: no answer of its {pairs} has a harmless score of at least {threshold}, and all scores are "
+            f"from {low:.3g} to {high:.3g}; "
             f"lower options.safety.harmless_threshold{remedy}"
         )
     return (

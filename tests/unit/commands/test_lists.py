@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -66,6 +67,10 @@ def test_every_recipe_says_what_it_needs_and_how_it_runs(name: str) -> None:
     assert rows[1][1].startswith(f"dstrain train {name}")
 
 
+FILLED = r" +(path|train|harmless_rm|helpful_rm): "
+"""Lines of the keys that `run_command` sets."""
+
+
 @pytest.mark.parametrize("name", list_builtin_recipes())
 def test_the_command_names_all_that_a_recipe_leaves_open(name: str) -> None:
     """With it model and data are named, so that only files are missing."""
@@ -73,10 +78,14 @@ def test_the_command_names_all_that_a_recipe_leaves_open(name: str) -> None:
     config = read_recipe(find_recipe(name, False), sets).config
     assert config.model.path or config.model.config or config.task == "protein"
     assert config.data.train or config.task == "temporal"
+    assert "FILL IN" not in "".join(
+        line for line in invoke("recipes", name).output.splitlines() if not re.match(FILLED, line)
+    )
 
 
 def test_a_ready_recipe_needs_no_option() -> None:
     assert run_command("demo-rm") == "dstrain train demo-rm"
+    assert "options.safety.helpful_rm=FOLDER" in run_command("safe-mm-dpo")
     assert run_command("docqa") == "dstrain train docqa --set model.path=MODEL --set data.train=FILE"
 
 

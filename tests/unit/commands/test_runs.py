@@ -90,6 +90,9 @@ def test_a_live_run_without_new_rows_is_late(tmp_path: Path) -> None:
     with Lease(folder) as lease:
         lease.acquire()
         assert read_status(folder)["is_late"]
+        ends = re.search(r"ends: .*", invoke("status", folder).output)
+        assert ends is not None
+        assert re.fullmatch(r"ends: +overdue: the last row is 8 m \d\d s old", ends[0])
         assert re.search(r"running; no row or event for 8 m \d\d s, see logs/", invoke("status", folder).output)
 
 

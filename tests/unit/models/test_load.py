@@ -104,9 +104,11 @@ def test_a_head_the_files_lack_is_drawn_from_the_seed(tmp_path: Path) -> None:
         assert torch.equal(value, bodies[2][name])
 
 
-def test_loaded_weights_are_float32_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_loaded_weights_are_float32_unless_asked_otherwise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build(dtype="bfloat16").save_pretrained(str(tmp_path))
+    capfd.readouterr()
     assert build(config=None, path=str(tmp_path)).dtype == torch.float32
+    assert "Loading weights" not in capfd.readouterr().err, "no progress bar in a file"
     assert build(config=None, path=str(tmp_path), dtype="bfloat16").dtype == torch.bfloat16
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.data.series import PatchConfig, cut_patches, normalize, stack_patches
+from dstrain.errors import UsageError
 from dstrain.models.temporal import (
     AutoTemporalModel,
     TemporalConfig,
@@ -147,3 +148,9 @@ def test_an_encoder_goes_from_one_stage_to_another(tmp_path: Path) -> None:
     for name, value in masked.encoder.state_dict().items():
         assert torch.equal(model.state_dict()[f"encoder.{name}"], value)
     assert not model.classifier.bias.any()
+
+
+def test_a_folder_of_adapters_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds adapters alone; `dstrain export --merge-lora` writes the whole model"):
+        AutoTemporalModel("sft").from_pretrained(str(tmp_path))

@@ -186,7 +186,12 @@ def test_a_saved_encoder_keeps_its_sizes(tmp_path: Path) -> None:
     again.checks.run()
     assert again.model_source.patches.length == 4
     other = make(
-        tmp_path, {"stage": "classify", "encoder": {"patch_length": 5}}, model={"path": str(tmp_path / "saved")}
+        tmp_path,
+        {"stage": "classify", "encoder": {"patch_length": 5, "num_layers": 7}},
+        model={"path": str(tmp_path / "saved")},
     )
-    with pytest.raises(DstrainError, match=r"options\.encoder: differs from the encoder in .*patch_length"):
+    with pytest.raises(
+        DstrainError,
+        match=r"options\.encoder: differs from the encoder in .*patch_length, num_layers.*options\.encoder=\{\}",
+    ):
         other.checks.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from dstrain.train.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
     _remove_if_unchanged,
+    is_for_user,
     make_plan,
     remove_stale_locks,
 )
@@ -118,3 +120,9 @@ def test_a_user_without_a_home_folder_has_torchs_folder_too(monkeypatch: pytest.
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert get_extensions_dir({}) == Path("~/.cache/torch_extensions")
+
+
+def test_a_warning_of_deepspeed_about_our_own_optimizers_is_not_shown() -> None:
+    texts = ("**** You are using ZeRO with an untested optimizer, proceed with caution *****", "another %s")
+    records = [logging.LogRecord("DeepSpeed", logging.WARNING, "engine.py", 1, text, (), None) for text in texts]
+    assert [is_for_user(record) for record in records] == [False, True]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import ConcatSource, HeadSource
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
@@ -107,6 +108,10 @@ def test_a_column_that_no_record_has_is_refused_with_the_near_one(write_lines):
     path = write_lines([{"question": "q"}, {"answer": "a"}])
     with pytest.raises(DataError, match=r"data\.columns\.qestion: no record of train.jsonl .*mean 'question'"):
         open_source(path, {"qestion": "prompt"})
+    with pytest.raises(
+        DataError, match=r"no record of train.jsonl has the column 'xyz'; its columns are answer, question"
+    ):
+        open_source(path, {"xyz": "prompt"})
     assert open_source(path, {"answer": "chosen"})[1] == {"chosen": "a"}
 
 
@@ -298,3 +303,14 @@ def test_a_folder_without_structures_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(DataError, match=r"is a folder; name a \.jsonl, .* or a folder of \.pdb or \.cif files"):
         open_source(tmp_path)
+
+
+def test_images_are_looked_up_in_the_folder_that_the_recipe_names(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"image": "a.png"}\n')
+    (tmp_path / "photos").mkdir()
+    data = DatasetConfig(path=str(tmp_path / "train.jsonl"), media_dir=str(tmp_path / "photos"))
+    for source in (open_source(data), open_source(data)):  # read, and known from before
+        assert source.get_base_dir(0) == tmp_path / "photos"
+    assert open_source(data.model_copy(update={"media_dir": None})).get_base_dir(0) == tmp_path
+    with pytest.raises(DataError, match=r"media_dir: .*/nowhere is no folder here; name the folder of the images"):
+        open_source(data.model_copy(update={"media_dir": str(tmp_path / "nowhere")}))

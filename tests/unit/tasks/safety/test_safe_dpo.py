@@ -21,7 +21,7 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.dpo import DPO
 from dstrain.tasks.safety.options import SafetyOptions
 from dstrain.tasks.safety.pair_loss import SafePairs, with_pair_weight
-from dstrain.tasks.safety.safe_dpo import corrupt_image
+from dstrain.tasks.safety.safe_dpo import HARMLESS_COLUMNS, corrupt_image, order_dataset
 from dstrain.train.build_model import build_model, build_reference
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
@@ -285,6 +285,15 @@ def test_data_of_unsafe_answers_alone_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [pair | {"chosen": f"So {n}.", "rejected": "No."} for n in range(4)])
     with pytest.raises(DataError, match="both answers of all 4 pairs are labelled unsafe"):
         task.examples("train")
+
+
+def test_the_range_of_the_scores_is_said_where_no_answer_is_safe(tmp_path: Path) -> None:
+    dataset = made(tmp_path, "dpo").examples("train")
+    scores = {name: np.linspace(-3, place, len(dataset.store)) for place, name in enumerate(HARMLESS_COLUMNS)}
+    options = SafetyOptions(method="safedpo", harmless_rm="rm", harmless_threshold=2)
+    wanted = r"no answer of its \d+ pairs has a harmless score of at least 2, and all scores are from -3 to 1; lower"
+    with pytest.raises(DataError, match=wanted):
+        order_dataset(replace(dataset, output_columns=scores), options, "train")
 
 
 def test_a_source_of_unsafe_answers_alone_is_named(tmp_path: Path) -> None:

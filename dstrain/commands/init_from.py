@@ -1,0 +1,903 @@
+"""dstrain init --from: a recipe from the configuration of TRL, LLaMA-Factory, axolotl, ms-swift or align-anything."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrain.commands.init import to_yaml
+from dstrain.config.aliases import (
+    BLOCKS,
+    DATASET_BLOCKS,
+    LOSS_TYPES,
+    TRAINERS,
+    find_answer,
+    find_trainer,
+    find_value,
+    iter_foreign_keys,
+    read_aliases,
+    read_values,
+)
+from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_yaml
+from dstrain.config.schema import RunConfig
+from dstrain.data.sources.hub import is_hub_name
+from dstrain.errors import (
+    Fault,
+    PresetError,
+    RecipeError,
+    UsageError,
+    describe_decode_error,
+    first_names,
+    one_line,
+    suggest_name,
+)
+from dstrain.files import not_file_reason, read_limited
+from dstrain.preset.check import read_json
+from dstrain.preset.rules import get_offload_device, get_zero_stage
+from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
+from dstrain.tasks import find_task, make_task, task_options
+
+_HF_DEFAULTS = {
+    "learning_rate": 5e-5, "num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "lr_scheduler_type": "linear", "warmup_steps": 0,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05},
+    "LLaMA-Factory": {**_HF_DEFAULTS, "finetuning_type": "lora", "lora_rank": 8, "cutoff_len": 2048},
+    "axolotl": {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512},
+    "ms-swift": {
+        **_HF_DEFAULTS, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1, "tuner_type": "lora",
+        "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "weight_decay": 0.1, "adam_beta2": 0.95,
+    },
+    "align-anything": {},
+}  # fmt: skip
+"""Trainer -> what it takes for a key that its file leaves out, where that changes what is learnt and differs from here."""
+_TRL_LEARNING_RATES = {"sft": 2e-5, "vlm": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "prm": 1e-5}
+_METHOD_KEYS = (
+    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora", "peft_config.name",
+)  # fmt: skip
+"""Keys that say whether adapters are trained."""
+_TASK_FLAGS = {"reward_model": "rm", "process_reward_model": "prm"}
+_OTHER_METHODS = (
+    "task_type", "kd_trainer", "diffusion", "num_labels", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
+    "relora", "gptq",
+)  # fmt: skip
+"""Keys that, where they are set, train in a way that no recipe does."""
+_FREEZE_KEYS = {
+    "vision": (("freeze_vision_tower", "freeze_vit", "freeze_vision_proj", "freeze_mm_modules"), ("LLaMA-Factory", "ms-swift")),
+    "projector": (("freeze_multi_modal_projector", "freeze_mm_proj", "freeze_aligner", "freeze_mm_modules"), ("LLaMA-Factory", "ms-swift")),
+    "language": (("freeze_language_model", "freeze_llm"), ()),
+}  # fmt: skip
+"""Part of a vision-language model -> keys that freeze it, and the trainers that do so by default."""
+_PRECISION_KEYS = {"bf16": "bf16", "bfloat16": "bf16", "pure_bf16": "bf16", "fp16": "fp16", "float16": "fp16", "float32": "fp32"}  # fmt: skip
+_TRAIN_KEYS = ("datasets", "dataset_name", "dataset", "train_dataset", "train_datasets", "pretraining_dataset")
+_TRAIN_PARTS = {
+    "data_files": ("train_data_files", "data_files"),
+    "split": ("dataset_train_split", "train_split"),
+    "name": ("dataset_config", "dataset_config_name", "train_name", "train_subset"),
+}
+_EVAL_KEYS = ("test_datasets", "val_dataset", "eval_datasets", "eval_dataset")
+_EVAL_PARTS = {
+    "data_files": ("eval_data_files",),
+    "split": ("dataset_test_split", "eval_split"),
+    "name": ("eval_subset", "eval_name"),
+}
+_INTERVAL_KEYS = (
+    ("eval", ("eval_strategy", "evaluation_strategy", "val_strategy"), ("eval_steps", "eval_interval", "val_interval"), "evals_per_epoch"),
+    ("save", ("save_strategy",), ("save_steps", "save_interval"), "saves_per_epoch"),
+)  # fmt: skip
+_COLUMNS = {
+    "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected", "field": "text",
+    "text_column": "text", "field_tools": "tools", "info_messages": "conversations", "info_prompt": "instruction",
+    "info_query": "input", "info_response": "output", "info_system": "system", "info_history": "history",
+    "info_tools": "tools", "info_images": "images", "info_chosen": "chosen", "info_rejected": "rejected",
+    "info_kto_tag": "kto_tag",
+}  # fmt: skip
+"""Keys of a data set of theirs that name a column -> its name in a record."""
+_SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations": ("messages", "conversation")}
+"""Name in a record -> columns that are read alike."""
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
+_AS_NOTES = (
+    "data.columns", "model.config", "model.lora", "model.freeze", "task", "optim.groups", "eval.generate", "model",
+    "eval.generate.samples", "eval.generate.max_new_tokens", "data.eval", "data.train",
+)  # fmt: skip
+"""Recipe keys whose value cannot be taken over as it is."""
+_TOP_KEYS = ("precision", "steps", "epochs", "seed", "deterministic", "timeout_minutes")
+"""Keys outside of blocks that are spelled alike here."""
+_TEXT_KEYS = ("model.path", "model.revision", "model.tokenizer", "model.processor", "log.wandb", "eval.metric")
+_VISION_KEYS = re.compile(
+    "image_|video_|max_pixels|freeze_(vision|multi_modal|mm|vit|aligner|language|llm)|processor_type"
+)
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_PLAIN_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+_COMMANDS = {"llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
+_COMMAND = re.compile(
+    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
+    r"|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
+)
+"""A trainer's command, or a script of TRL's form, or one of ms-swift's."""
+_SHELL_VALUE = object()
+"""Stands for a value that a shell would fill in."""
+
+
+@dataclass
+class ConvertedRecipe:
+    """A recipe from another trainer's configuration."""
+
+    text: str
+    """The recipe, in YAML."""
+    trainer: str
+    to_fill_in: list[str]
+    """Recipe keys whose value the file does not have."""
+    unsupported: list[str]
+    """Their keys that are set and have no counterpart, or that no trainer has."""
+
+    def describe(self) -> str:
+        """Return what the user is to look at, in one line."""
+        left = f"; without {first_names(self.unsupported)} (the comments say why)" if self.unsupported else ""
+        todo = f"fill in {first_names(self.to_fill_in)}" if self.to_fill_in else "read the comments"
+        return f"from a configuration of {self.trainer}{left}; {todo}"
+
+
+def convert_file(path: Path, task: str | None = None) -> ConvertedRecipe:
+    """Convert a YAML or JSON file of another trainer, or a shell script that starts one.
+
+    `task`: where the file does not say it. Raises UsageError for a file that is none, and where the recipe would train
+    another method or is not valid.
+    """
+    if path.suffix in (".sh", ".bash"):
+        source, trainer = read_command(path)
+    else:
+        source, trainer = read_yaml(path), None
+    return _Converter(path, source, task, trainer or _check_trainer(path, source)).convert()
+
+
+def read_command(path: Path) -> tuple[SourceMap, str]:
+    """Return the options of the first command of a trainer in a shell script, and the trainer. Raises UsageError.
+
+    Nothing is run.
+    """
+    if reason := not_file_reason(path):
+        raise UsageError(f"{path}: {reason}; give the script's file")
+    try:
+        content = read_limited(path, MAX_RECIPE_BYTES)
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: {describe_decode_error(content, error)}") from None
+    joined = re.sub(r"\\\n", " \x00", text)  # keeps the count of lines
+    for number, line in enumerate(joined.split("\n"), 1):
+        if line.lstrip().startswith("#") or not (found := _COMMAND.search(line.replace("\x00", " "))):
+            continue
+        place = joined[: sum(len(other) + 1 for other in joined.split("\n")[: number - 1])].count("\x00") + number
+        try:
+            words = shlex.split(line[found.end() :].replace("\x00", " "))
+        except ValueError as error:
+            raise UsageError(
+                f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
+            ) from None
+        return _read_words(path, f"{path.name}:{place}", found[2] or found[3], words), _COMMANDS[
+            found[1] or ("swift" if "swift/" in found[0] else "trl")
+        ]
+    raise UsageError(f"{path}: has no `swift sft`, `llamafactory-cli train` or `trl dpo`; give the YAML file")
+
+
+def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> SourceMap:
+    """Return the options of a command as a file would have them; those of a YAML file that it names are under them."""
+    values: dict[str, Any] = {}
+    names: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            names.append(name)
+            values[name] = [value] if equals else []
+        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
+            break
+        elif names:
+            values[names[-1]].append(word)
+        elif word.endswith((".yaml", ".yml", ".json")):
+            values["config"] = [word]
+    parsed = {name: _parse_words(given) for name, given in values.items()}
+    source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
+    if isinstance(config := parsed.pop("config", None), str):
+        file = next((one for one in (Path(config), path.parent / config) if one.is_file()), None)
+        if file is None:
+            raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
+        below = read_yaml(file)
+        source.values, source.locations = {**below.values, **parsed}, {**below.locations, **source.locations}
+    if command != "train":
+        source.values.setdefault("stage" if command != "rlhf" else "rlhf_type", "dpo" if command == "rlhf" else command)
+    return source
+
+
+def _parse_words(words: list[str]) -> Any:
+    """Return the value of an option: true for none, a number, a text, or a list."""
+    if any("$" in word or "`" in word for word in words):
+        return _SHELL_VALUE
+    try:
+        values = [
+            yaml.safe_load(word) if "\n" not in word and not re.search(r"[:#&*!]", word) else word for word in words
+        ]
+    except (yaml.YAMLError, ValueError):
+        values = list(words)
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _check_trainer(path: Path, source: SourceMap) -> str:
+    """Return whose configuration a file is. Raises UsageError where it is none of a training."""
+    values, name = source.values, source.name
+    if "zero_optimization" in values:
+        raise UsageError(f"{name}: is a DeepSpeed JSON; `dstrain presets --adopt {path}` converts it")
+    if "compute_environment" in values or "distributed_type" in values:
+        fix = "give the trainer's own file; here --num-gpus, --hostfile and ds_config say where a run is"
+        raise UsageError(f"{name}: is a launch configuration of accelerate, which trains nothing; {fix}")
+    if values and all(key in RunConfig.model_fields for key in values) and not isinstance(values.get("model"), str):
+        raise UsageError(f"{name}: is a recipe of dstrain already; `dstrain train {path}` trains it")
+    if "export_dir" in values:
+        raise UsageError(f"{name}: exports a model; `dstrain export RUN --to FOLDER --merge-lora` does that with a run")
+    found = find_trainer(values)
+    if found is None:
+        known = ", ".join(TRAINERS)
+        raise UsageError(f"{name}: is no configuration of {known}; give the file that the trainer was started with")
+    return found
+
+
+@dataclass
+class _Converter:
+    path: Path
+    source: SourceMap
+    task: str | None
+    """The user's word; `_find_task` sets it where there is none."""
+    trainer: str
+    values: dict[KeyPath, Any] = field(default_factory=dict)
+    """Recipe key -> value."""
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    """Recipe key -> their key, with `(default)` where the file leaves it out."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """Why keys are not in the recipe -> their names."""
+    to_fill_in: dict[KeyPath, str] = field(default_factory=dict)
+    unsupported: list[str] = field(default_factory=list)
+    places: dict[str, KeyPath] = field(default_factory=dict)
+    """Their keys without blocks -> with them."""
+    theirs: dict[str, Any] = field(default_factory=dict)
+    """Their keys without blocks that are set -> values."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, None] = field(default_factory=dict)
+    """Their keys that are not in the recipe or the notes yet."""
+    loss_type: str | None = None
+
+    def convert(self) -> ConvertedRecipe:
+        """Return the recipe. Raises UsageError."""
+        self._read_keys()
+        self.task = self._find_task()
+        self._find_defaults()
+        self._convert_adapters()
+        self._convert_model()
+        self._convert_data()
+        self._convert_steps()
+        self._convert_intervals()
+        self._convert_trackers()
+        self._convert_ds_config()
+        for name in list(self.left):
+            self._convert_other(name)
+        return self._finish()
+
+    def _read_keys(self) -> None:
+        for key in iter_foreign_keys(self.source.values):
+            if any(name in DATASET_BLOCKS for name in key[:-1]):
+                continue  # read with their block
+            name = ".".join(str(part) for part in key if part not in BLOCKS) or str(key[-1])
+            value = lookup(self.source.values, key)
+            if value in (None, "", [], {}):
+                continue
+            if name in self.theirs and self.theirs[name] != value:
+                # Without the values: the key may be a token.
+                problem = f"is set again with another value, after {self._locate(name)}"
+                raise RecipeError(Fault(self.source.get_location(key), problem, "keep one of them"))
+            self.places[name], self.theirs[name] = key, value
+        self.left = dict.fromkeys(self.theirs)
+        for name in [one for one, value in self.theirs.items() if value is _SHELL_VALUE]:
+            self.note(name, "its value is the shell's; write it in")
+
+    # Bookkeeping
+
+    def take(self, *names: str) -> tuple[str, Any]:
+        """Return the one of these names of a key that is set, and its value or the trainer's default.
+
+        They are not left for `_convert_other`. Raises RecipeError for two of them with different values.
+        """
+        found = [name for name in names if name in self.theirs and self.theirs[name] is not _SHELL_VALUE]
+        for name in names:
+            self.left.pop(name, None)
+        for name in found[1:]:
+            if self.theirs[name] != self.theirs[found[0]]:
+                problem = f"is {to_yaml(self.theirs[name])}"
+                raise self.conflict(self._locate(name), problem, found[0], self.theirs[found[0]])
+        name = (found or [name for name in names if name in self.defaults] or [""])[0]
+        return name, self.theirs.get(name, self.defaults.get(name))
+
+    def number(self, *names: str) -> tuple[str, int | float | None]:
+        """Return the one of these names that is set, and its value if it is a number above 0."""
+        name, value = self.take(*names)
+        value = to_number(value)
+        return name, value if is_number(value) and value > 0 else None
+
+    def put(self, key: str | KeyPath, value: Any, name: str) -> None:
+        """Set a recipe key. Raises RecipeError where another key of theirs gave it another value."""
+        path = tuple(key.split(".")) if isinstance(key, str) else key
+        if path in self.values and self.values[path] != value:
+            problem = f"gives {dotted_name(path)} {to_yaml(value)}"
+            raise self.conflict(self._locate(name), problem, self.origins[path], self.values[path])
+        self.values[path] = value
+        self.origins.setdefault(path, name + (" (default)" if name in self.defaults else ""))
+
+    def note(self, name: str, why: str, is_lost: bool = True) -> None:
+        """List a key of theirs under the reason for which it is not in the recipe; `is_lost`: the user is told."""
+        if name in self.defaults:
+            return
+        self.left.pop(name, None)
+        names = self.notes.setdefault(why, [])
+        names += [] if name in names else [name]
+        self.unsupported += [name] if is_lost and name not in self.unsupported else []
+
+    def conflict(self, where: str, problem: str, other: str, value: Any) -> RecipeError:
+        """Return the error for two values of one key."""
+        return RecipeError(Fault(where, f"{problem}, but {other} {to_yaml(value)}", "keep one of them"))
+
+    def refuse(self, name: str, fix: str) -> RecipeError:
+        """Return the error for a value that a recipe cannot follow."""
+        value = self.theirs[name]
+        shown = "set" if isinstance(value, (dict, list)) else one_line(str(value))
+        return RecipeError(Fault(self._locate(name), f"is {shown}, which is not supported", fix))
+
+    def _locate(self, name: str) -> str:
+        return self.source.get_location(self.places[name]) if name in self.places else f"{self.source.name} {name}"
+
+    # Blocks of the recipe
+
+    def _find_task(self) -> str:
+        named = [name for name in ("stage", "rl", "rlhf_type") if isinstance(self.theirs.get(name), str)]
+        flags = {name: task for name, task in _TASK_FLAGS.items() if self.theirs.get(name) is True}
+        name = (named or [*flags] or [""])[0]
+        method = str(self.theirs[name]).lower() if named else flags.get(name, "")
+        for other in _OTHER_METHODS:
+            value = self.theirs.get(other)
+            if value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
+                answer = find_answer((other,))
+                what = (
+                    f"there are no {answer.text}" if answer and answer.kind == "not supported" else "it is another task"
+                )
+                raise self.refuse(other, f"{what}; `dstrain tasks` lists what there is")
+        if method and find_value("task", method) is None:
+            raise self.refuse(
+                name, "`dstrain tasks` lists what there is; rounds of DPO are in the recipe iterative-dpo"
+            )
+        for other in ("stage", "rl", "rlhf_type", "task_type", *flags):
+            self.left.pop(other, None)
+        origin = name or "no other is named"
+        if self.task is not None:
+            method, origin = self.task, "TASK"
+        elif not method and self.trainer in ("TRL", "align-anything"):
+            stems = [word for word in re.split(r"[\W_]+", self.path.stem.lower()) if find_value("task", word)]
+            if len(stems) != 1:
+                problem = f"does not say the method, which {self.trainer} has in a script"
+                fix = f"name the task: `dstrain init dpo --from {shlex.quote(str(self.path))}`"
+                raise UsageError(f"{self.source.name}: {problem}; {fix}")
+            method, origin = stems[0], "the file's name"
+        self.has_images = any(_VISION_KEYS.match(key) for key in self.theirs)
+        task = str(find_value("task", method or "sft") or method)
+        self.loss_type = method if method in LOSS_TYPES else None
+        task = "vlm" if task == "sft" and self.has_images and self.task is None else task
+        self.put("task", task, "")
+        self.origins[("task",)] = origin
+        if self.loss_type is not None:
+            self.put("options.loss_type", self.loss_type, "")
+            self.origins[("options", "loss_type")] = origin
+        name, margin = self.number("gamma") if self.loss_type == "simpo" else ("", None)
+        if margin is not None:
+            self.put("options.simpo_gamma", margin, name)
+        return task
+
+    def _find_defaults(self) -> None:
+        defaults = dict(DEFAULTS[self.trainer])
+        if self.trainer == "TRL":
+            defaults["learning_rate"] = _TRL_LEARNING_RATES.get(str(self.task), 5e-5)
+        if self.trainer == "ms-swift":
+            defaults["learning_rate"] = 1e-5 if "full" in map(self.theirs.get, _METHOD_KEYS) else 1e-4
+        answered = {answer.text for name in self.theirs if (answer := find_answer((name,)))}
+        has_passes = {"steps", "epochs"} & answered or "epochs" in self.theirs
+        for name, value in defaults.items():
+            answer = find_answer((name,))
+            is_set = answer is not None and answer.text in answered - {"optim.betas"}
+            has_batch = answer is not None and answer.text == "batch.accumulate" and "batch.total" in answered
+            is_set |= answer is not None and answer.text == "epochs" and bool(has_passes)
+            if not (name in self.theirs or is_set or has_batch):
+                self.defaults[name] = value
+        self.left |= dict.fromkeys(self.defaults)
+
+    def _convert_adapters(self) -> None:
+        name, value = self.take(*_METHOD_KEYS, *(["name"] if "peft_config" in self.source.values else []))
+        method = str(value).lower()
+        if method not in ("lora", "qlora", "true", "full", "none", "false"):
+            raise self.refuse(name, "LoRA and full training are; model.freeze leaves layers as they are")
+        widths = {key: self.take(key)[1] for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits")}
+        if self.theirs.get("use_bnb") is False:
+            widths = {}
+        if method not in ("lora", "qlora", "true"):
+            for other in list(self.left):
+                answer = find_answer((other,))
+                if other == "r" or (answer is not None and answer.text.startswith("model.lora")):
+                    self.note(other, "it has no effect without adapters", is_lost=False)
+                    self.left.pop(other, None)
+                    self.defaults.pop(other, None)
+            for key in [key for key, width in widths.items() if width and key in self.theirs]:
+                self.note(key, "quantized weights are for adapters")
+            return
+        self.put("model.lora", {}, name)
+        rank_name, rank = self.number("lora_rank", "lora_r", "r")
+        if rank is not None:
+            self.put("model.lora.rank", rank, rank_name)
+            if self.trainer == "LLaMA-Factory" and "lora_alpha" not in self.theirs:
+                self.put("model.lora.alpha", 2 * rank, f"2 x {rank_name}")
+        linear, is_linear = self.take("lora_target_linear")
+        name, targets = self.take("lora_target", "lora_target_modules", "target_modules", "target_regex")
+        if isinstance(targets, str) and re.fullmatch(r"[\w.-]+([,\s]+[\w.-]+)*", targets):
+            targets = re.split(r"[,\s]+", targets)
+        if is_linear is True or targets in (["all"], ["all-linear"], ["all_linear"]):
+            self.put("model.lora.targets", "all-linear", linear if is_linear is True else name)
+        elif targets:
+            self.put("model.lora.targets", targets, name)
+        for key, width in widths.items():
+            bits = key[8] if width is True else None if key.startswith("load") else width
+            if bits and (ours := self._choose("model.quantize", bits, key)):
+                self.put("model.quantize", ours, key)
+        if method == "qlora" and ("model", "quantize") not in self.values:
+            self.put("model.quantize", "nf4", "adapter" if "adapter" in self.theirs else "finetuning_type")
+        name, folder = self.take("adapter_name_or_path", "lora_model_dir", "adapters")
+        is_new = self.take("create_new_adapter")[1] is True
+        if isinstance(folder, str) and Path(folder).exists():
+            self.put("model.path", folder, name)
+            self.put("model.lora.create_new_adapter", is_new, name)
+        elif folder:
+            self.to_fill_in["model", "path"] = f"the adapter's folder, {one_line(str(folder))}, is not here"
+
+    def _convert_model(self) -> None:
+        name, path = self.take("model_name_or_path", "base_model", "model", "model_id_or_path")
+        if {("model", "path")} & {*self.values, *self.to_fill_in}:
+            self.note(name, "the adapter's folder names its base", is_lost=False)
+        elif isinstance(path, str):
+            self.put("model.path", path, name)
+        else:
+            self.to_fill_in["model", "path"] = "folder or Hub id of the model"
+        name, is_trusted = self.take("trust_remote_code")
+        if is_trusted is True:  # often a line that was copied
+            self.note(
+                name,
+                "it runs Python code of the model's folder; write model.trust_remote_code: true if you mean that",
+                False,
+            )
+        for other in ("chat_template_jinja", "chat_template_path", "chat_template", "template"):
+            name, value = self.take(other)
+            if isinstance(value, str) and ("{%" in value or "{{" in value or value.endswith(".jinja")):
+                self.put("model.chat_template", value, name)
+            elif name:
+                self.note(name, "the tokenizer's own chat template is used; model.chat_template replaces it", False)
+        name, variables = self.take("chat_template_kwargs")
+        for key, value in variables.items() if isinstance(variables, dict) else ():
+            self.put(("model", "chat_template_kwargs", str(key)), value, name)
+        name, thinking = self.take("enable_thinking")
+        if isinstance(thinking, bool):
+            self.put("model.chat_template_kwargs.enable_thinking", thinking, name)
+        frozen: dict[str, str] = {}
+        for part, (names, is_default) in _FREEZE_KEYS.items():
+            given = {key: self.take(key)[1] for key in names if key in self.theirs}
+            if any(value is True for value in given.values()):
+                frozen[part] = ", ".join(given)
+            elif not given and self.has_images and self.trainer in is_default:
+                frozen[part] = f"{self.trainer}'s default"
+        if frozen and self.has_images:
+            self.put("model.freeze", list(frozen), "; ".join(dict.fromkeys(frozen.values())))
+        name, value = self.take("freeze_parameters")
+        if isinstance(value, list):
+            self.put("model.freeze", value, name)
+        name, value = self.take("disable_gradient_checkpointing")
+        if isinstance(value, bool):
+            self.put("model.gradient_checkpointing", not value, name)
+        for other, width in _PRECISION_KEYS.items():
+            name, value = self.take(other)
+            if value is True or value == "full":
+                self.put("precision", width, name)
+        name, value = self.take("torch_dtype", "dtype", "compute_dtype")
+        if ("precision",) not in self.values and (width := find_value("precision", value)):
+            self.put("precision", width, name)
+
+    def _convert_data(self) -> None:
+        names = [name for name in _TRAIN_KEYS if name in self.theirs]
+        name, train = self.take(names[0]) if names else ("", None)
+        where = {key: self.take(*keys)[1] for key, keys in _TRAIN_PARTS.items()}
+        if where["data_files"] and not train:
+            name, train = "train_data_files", "json"
+        found = self._read_datasets(name, train, where)
+        if found:
+            self.put("data.train", found if len(found) > 1 else found[0], name)
+        else:
+            self.to_fill_in.setdefault(("data", "train"), "a file, or org/name of a dataset on the Hub")
+        self.take("dataset_dir", "data_dir")
+        self.take("media_dir")
+        eval_keys = [
+            key for key in _EVAL_KEYS if key in self.theirs and (key, self.trainer) != ("eval_dataset", "ms-swift")
+        ]
+        eval_name, held_out = self.take(eval_keys[0]) if eval_keys else ("", None)
+        where = {
+            "name": where["name"],
+            **{key: value for key, keys in _EVAL_PARTS.items() if (value := self.take(*keys)[1])},
+        }
+        if where.get("data_files") and not held_out:
+            eval_name, held_out = "eval_data_files", "json"
+        strategy = str(self.theirs.get("eval_strategy", self.theirs.get("evaluation_strategy", ""))).lower()
+        is_off = strategy in ("no", "false") or (self.trainer == "TRL" and not strategy)
+        if (
+            held_out is None
+            and isinstance(train, str)
+            and (where.get("split") or (self.trainer == "TRL" and is_hub_name(train)))
+        ):
+            eval_name, held_out = name, train  # the other split of the same data
+        held = [] if is_off else self._read_datasets(eval_name, held_out, where, is_eval=True)
+        if held:
+            self.put("data.eval", held[0], eval_name)
+            if len(held) > 1:
+                self.note(eval_name, "data.eval is one file; the others are not in it")
+        elif is_off and eval_keys:
+            self.note(eval_name, "nothing is evaluated", is_lost=False)
+        name, columns = self.take("columns")
+        with contextlib.suppress(ValueError, RecursionError):
+            columns = json.loads(columns) if isinstance(columns, str) else columns
+        if isinstance(columns, dict):
+            self.put("data.columns", columns, name)
+        name, share = self.number("val_size", "val_set_size", "split_dataset_ratio", "test_split_size")
+        if share is not None and share < 1 and not held:
+            self.put("data.eval_fraction", share, name)
+        elif share is not None and share >= 1:
+            self.note(name, "data.eval_fraction is a share of the records, below 1")
+
+    def _read_datasets(self, name: str, value: Any, where: Mapping[str, Any], is_eval: bool = False) -> list[Any]:
+        """Return the items of data.train, or those that data.eval could be. `where`: path, split, name of all."""
+        has_names = self.trainer in ("LLaMA-Factory", "ms-swift")
+        if isinstance(value, str) and has_names:
+            value = re.split(r"[,\s]+", value.strip())
+        found: list[Any] = []
+        for item in value if isinstance(value, list) else [value] if value else []:
+            block = dict(item) if isinstance(item, dict) else {"path": str(item), **where}
+            path = str(block.get("path") or "")
+            if self.trainer == "LLaMA-Factory" and not Path(path).suffix and not Path(path).exists():
+                info = self._read_dataset_info(path)
+                if info is None:
+                    key = ("data", "eval" if is_eval else "train")
+                    self.to_fill_in[key] = f"the file of {one_line(path)}, which is in no dataset_info.json here"
+                    continue
+                block |= info
+            elif self.trainer == "ms-swift":
+                path, _, count = re.sub("^(hf|ms|HF|MS)::", "", path).partition("#")
+                path, _, subset = path.partition(":") if "/" in path and not Path(path).exists() else (path, "", "")
+                block |= {"path": path, **({"name": subset} if subset else {})}
+                if count:
+                    self.note(name, f"data.max_samples holds for all files, and there is `#{one_line(count)}`")
+            found += self._read_dataset(name, block, is_eval)
+        return found
+
+    def _read_dataset(self, name: str, block: dict[str, Any], is_eval: bool) -> list[Any]:
+        """Return the items of data.train for a data set of theirs; several where it has several files."""
+        path, files = str(block.get("path") or ""), block.get("data_files")
+        columns = {
+            str(block[key]): ours
+            for key, ours in _COLUMNS.items()
+            if isinstance(block.get(key), str) and block[key] not in (ours, *_SAME_COLUMNS.get(ours, ()))
+        }
+        for other in sorted(
+            {str(key) for key in block if block[key] not in (None, "", [], {})}
+            - {*_COLUMNS, "path", "data_files", "split", "name", "fraction", "columns"}
+        ):
+            answer = find_answer(("datasets", other))
+            self.note(
+                f"{name}.{other}",
+                str(answer or "no trainer has this key"),
+                answer is None or answer.kind == "not supported",
+            )
+        if files and path in ("", "json", "parquet", "csv", "text"):
+            paths = [str(file) for file in (files if isinstance(files, list) else [files])]
+        elif files:
+            self.note(f"{name}.data_files", "a Hub dataset is read by its split and name")
+            paths = [path]
+        else:
+            paths = [path] if path else []
+        made: dict[str, Any] = {"columns": columns} if columns else {}
+        if isinstance(media_dir := self.theirs.get("media_dir"), str):
+            made["media_dir"] = media_dir
+        split = str(block.get("split") or "")
+        if not all(Path(one).exists() or Path(one).suffix in _FILE_SUFFIXES for one in paths):
+            if re.search(r"[\[+]", split):
+                self.note(
+                    f"{name}.split", f"a split is one name; data.max_samples limits its records: {one_line(split)}"
+                )
+                split = re.split(r"[\[+]", split)[0]
+            if split and split != ("test" if is_eval else "train"):
+                made["split"] = split
+            if isinstance(block.get("name"), str):
+                made["name"] = block["name"]
+        weight = to_number(block.get("fraction"))
+        if is_number(weight) and weight > 0 and not is_eval:
+            made["weight"] = weight
+        return [{"path": one, **made} if made else one for one in paths]
+
+    def _read_dataset_info(self, name: str) -> dict[str, Any] | None:
+        """Return the keys of a data set in LLaMA-Factory's dataset_info.json; None where that is not there."""
+        folder = Path(str(self.theirs.get("dataset_dir", "data")))
+        for file in (folder / "dataset_info.json", self.path.parent / folder / "dataset_info.json"):
+            try:
+                info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
+                place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
+                columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
+                return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                continue
+        return None
+
+    def _convert_steps(self) -> None:
+        if self.trainer == "ms-swift" and "gradient_accumulation_steps" in self.defaults:
+            self.take("gradient_accumulation_steps")
+            self.put("batch.total", 16, "gradient_accumulation_steps")
+        whole_name, whole = self.number("batch_size") if self.trainer == "axolotl" else ("", None)
+        if whole is not None:  # of one process
+            micro = to_number(self.theirs.get("micro_batch_size", 1))
+            self.take("gradient_accumulation_steps")
+            self.put("batch.accumulate", int(whole) // micro if isinstance(micro, int) and micro else 1, whole_name)
+        for other in list(self.left):
+            answer = find_answer((other,))
+            if answer is not None and answer.text == "batch.packing":
+                why = "batch.packing is auto, and batch counts records: where a row of theirs holds several, raise batch.total"
+                self.note(other, why, is_lost=False)
+        name, value = self.take("optim", "optimizer", "optim_type")
+        value = value.get("type", value.get("name")) if isinstance(value, dict) else value
+        if value is not None and (ours := self._choose("optim.name", value, name)) is not None:
+            self.put("optim.name", ours, name)
+        name, both = self.take("adam_betas")
+        if isinstance(both, list):
+            self.put("optim.betas", both, name)
+        betas = {name: to_number(value) for name, value in (self.take("adam_beta1"), self.take("adam_beta2")) if name}
+        if betas:
+            self.put("optim.betas", [betas.get("adam_beta1", 0.9), betas.get("adam_beta2", 0.999)], next(iter(betas)))
+        steps, count = self.take("warmup_steps", "lr_warmup_steps", "lr_warmup_iters")
+        ratio, share = self.take("warmup_ratio", "lr_warmup_ratio", "lr_warmup_fraction", "actor_lr_warmup_ratio")
+        if ratio and not to_number(count):
+            steps, count, ratio = ratio, share, ""
+        if steps:
+            self.put("optim.warmup", to_number(count), steps)
+        if ratio:
+            self.note(ratio, f"{steps} counts", is_lost=False)
+        steps, count = self.number("max_steps", "train_iters")
+        epochs, passes = self.take("num_train_epochs", "num_epochs", "max_epochs", "epochs")
+        if count is not None:
+            self.put("steps", count, steps)
+            self.note(epochs, f"{steps} counts", is_lost=False) if epochs else None
+        elif epochs:
+            self.put("epochs", to_number(passes), epochs)
+        for other, group in (("vit_lr", "vision"), ("aligner_lr", "projector"), ("embedding_lr", "*.embed_tokens")):
+            name, rate = self.number(other)
+            if rate is not None:
+                self.put(("optim", "groups", group, "lr"), rate, name)
+
+    def _convert_intervals(self) -> None:
+        for block, strategies, steps, per_epoch in _INTERVAL_KEYS:
+            kind, strategy = self.take(*strategies)
+            name, every = self.number(*steps)
+            often, times = self.number(per_epoch)
+            if strategy == "epoch":
+                self.put(f"{block}.every", "epoch", kind)
+            elif times is not None:
+                self.put(f"{block}.every", "epoch", often)
+                if times != 1:
+                    self.note(
+                        often, f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
+                    )
+            elif every is not None and every >= 1:
+                self.put(f"{block}.every", int(every), name)
+            elif every is not None:
+                self.note(name, f"{block}.every is a number of steps, not a share of them")
+            if str(strategy).lower() in ("no", "best", "false"):
+                why = "the last checkpoint and the best are kept" if block == "save" else "nothing is evaluated"
+                self.note(kind, why, is_lost=False)
+        name, metric = self.take("metric_for_best_model", "eval_metric")
+        if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
+            self.put("eval.metric", metric, name)
+        elif metric:
+            self.note(name, f"task {self.task} has no metric {one_line(metric)}")
+        name, keep = self.take("save_total_limit")
+        if is_number(keep := to_number(keep)):
+            self.put("save.keep", keep if keep > 0 else None, name)
+        name, seconds = self.number("ddp_timeout")
+        if seconds is not None:
+            self.put("timeout_minutes", min(max(seconds / 60, 0.1), 1e6), name)
+        name, logged = self.number("logging_steps")
+        if logged is not None and logged >= 1:
+            self.put("log.every", int(logged), name)
+        elif logged is not None:
+            self.note(name, "log.every is a number of steps, not a share of them")
+
+    def _convert_trackers(self) -> None:
+        name, trackers = self.take("report_to", "log_type")
+        names = re.findall(r"\w+", str(trackers or "").lower())
+        project_name, project = self.take("wandb_project", "log_project", "project")
+        run_name, run = self.take("wandb_name", "run_name", "log_run_name", "wandb_run_name", "wandb_exp_name")
+        switch, is_switched = self.take("use_wandb")
+        mode_name, mode = self.take("wandb_mode")
+        is_on = {"wandb", "all"} & {*names} or (self.trainer == "axolotl" and project) or is_switched is True
+        if is_on and is_switched is not False and mode != "disabled":
+            # huggingface: the project of transformers where none is named
+            self.put("log.wandb.project", str(project or "huggingface"), project_name or name or switch)
+            if run:
+                self.put("log.wandb.name", str(run), run_name)
+            if mode in ("online", "offline"):
+                self.put("log.wandb.mode", mode, mode_name)
+        for key, is_set in (
+            (name, "tensorboard" in names),
+            ("use_tensorboard", self.take("use_tensorboard")[1] is True),
+        ):
+            if is_set:
+                self.put("log.tensorboard", True, key)
+        if "mlflow" in names or self.take("use_mlflow")[1] is True:
+            self.put("log.sinks", ["dstrain.report.sinks.MLflowSink"], name or "use_mlflow")
+        if others := {*names} - {"none", "all", "wandb", "tensorboard", "mlflow", "true", "false"}:
+            self.note(name, f"log.sinks takes a class of yours for {', '.join(sorted(others))}")
+
+    def _convert_ds_config(self) -> None:
+        name, value = self.take("deepspeed", "ds_cfgs", "config_file")
+        if not isinstance(value, str):
+            if value:
+                self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
+            return
+        file = next((one for one in (Path(value), self.path.parent / value) if one.is_file()), None)
+        try:
+            block = read_json(file).values if file else {}
+            stage = f"{get_zero_stage(block)}" if file else "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", value)[-1:])
+        except PresetError as error:
+            raise UsageError(f"{self._locate(name)}: {error}") from None
+        devices = [get_offload_device(block, one) for one in ("offload_optimizer", "offload_param")]
+        offload = "_offload" if stage > "1" and ("cpu" in devices or (not file and "offload" in value)) else ""
+        adopt = f"; `dstrain presets --adopt {one_line(value)}` keeps the file's other settings" if "." in value else ""
+        if stage:
+            self.put("ds_config", f"zero{stage}{offload}", name)
+            self.origins["ds_config",] += adopt
+        else:
+            self.note(name, f"its ZeRO stage is not known here, and zero2 is used{adopt}")
+
+    def _choose(self, key: str, value: Any, name: str) -> Any:
+        """Return the value here for a value of theirs; None, with a note, where there is none."""
+        if key == "model.attn_implementation" and "/" in str(value):
+            return value
+        if (ours := find_value(key, value)) is None:
+            self.note(name, f"{key} has no `{one_line(str(value))[:60]}`")
+        return ours
+
+    def _convert_other(self, name: str) -> None:
+        """Convert a key that stands alone, or list it."""
+        value = self.theirs.get(name, self.defaults.get(name))
+        answer = find_answer((name,)) or find_answer(self.places.get(name, (name,)))
+        if answer is None and name in _TOP_KEYS and not isinstance(value, (dict, list)):
+            return self.put(name, to_number(value), name)
+        if answer is None:
+            near = suggest_name(name, [*read_aliases()])
+            return self.note(name, "no trainer has this key" + (f"; {near}" if near.startswith("did you mean") else ""))
+        if answer.kind != "keys":
+            is_set = str(value).lower() not in ("false", "0", "none")
+            return self.note(name, str(answer), is_lost=answer.kind == "not supported" and is_set)
+        key, _, given = answer.text.partition(": ")
+        if key.startswith("options."):
+            return self._convert_option(name, value, key.removeprefix("options."))
+        if _PLAIN_KEY.fullmatch(key) and re.fullmatch(r"[\w-]+|\[.*\]", given) and isinstance(value, bool):
+            return self.put(key, yaml.safe_load(given), name) if value else None
+        if key in read_values() and not given:
+            ours = self._choose(key, value, name)
+            return None if ours is None else self.put(key, ours, name)
+        if _PLAIN_KEY.fullmatch(key) and not given and key not in _AS_NOTES and not isinstance(value, (dict, list)):
+            return self.put(key, value if key.startswith(_TEXT_KEYS) else to_number(value), name)
+        return self.note(name, str(answer), is_lost=False)
+
+    def _convert_option(self, name: str, value: Any, option: str) -> None:
+        known = {one.name for one in task_options(find_task(str(self.task)))}
+        value = value[0] if isinstance(value, list) and len(value) == 1 else to_number(value)
+        is_set = value not in (False, 0, None)
+        if name in ("train_on_prompt", "train_on_inputs"):
+            value = not value
+        if option == "loss_type" and self.loss_type is not None:
+            self.note(name, f"the method is {self.loss_type}", is_lost=False)
+        elif option not in known:
+            self.note(name, f"task {self.task} has no option {option}", is_lost=is_set)
+        else:
+            self.put(("options", option), value, name)
+
+    # The recipe
+
+    def _finish(self) -> ConvertedRecipe:
+        locations = {
+            path: f"{self._locate(origin.removesuffix(' (default)'))} ->" for path, origin in self.origins.items()
+        }
+        make_task(check_values(SourceMap(self.source.name, _nest(self.values), locations)))
+        empty: dict[KeyPath, Any] = {path: [] if path == ("data", "train") else None for path in self.to_fill_in}
+        lines = [
+            f"# From a configuration of {self.trainer}, by `dstrain init --from {one_line(self.path.name)}`.",
+            "# A comment names the key there; (default): the file leaves it out, and this is what it takes then.",
+            "# Every key: `dstrain train THIS --dry-run`.",
+            *self._render(_nest(empty | self.values), ()),
+        ]
+        named = {
+            *" ".join(self.origins.values()).replace(",", " ").replace(";", " ").split(),
+            *itertools.chain(*self.notes.values()),
+        }
+        for name in [name for name in self.theirs if name not in named]:
+            self.note(name, "it goes with a key above, or asks for what is done anyway", is_lost=False)
+        notes = {why: ", ".join(names) for why, names in self.notes.items()}
+        if (
+            self.trainer == "TRL"
+            and ("model", "lora") in self.values
+            and ("model", "lora", "targets") not in self.values
+        ):
+            notes["PEFT chooses there, often q_proj and v_proj; here model.lora.targets is all-linear"] = (
+                "lora_target_modules (default)"
+            )
+        if self.trainer == "TRL" and self.task == "sft" and ("options", "assistant_only_loss") not in self.values:
+            why = "every token of a conversation is trained there; here options.assistant_only_loss is true"
+            notes[why] = "assistant_only_loss (default)"
+        if notes:
+            lines += ["", f"# Keys of {one_line(self.path.name)} that are not above:"]
+            lines += [f"#   {one_line(names)}: {one_line(why)}" for why, names in notes.items()]
+        names = [dotted_name(key) for key in self.to_fill_in]
+        return ConvertedRecipe("\n".join(lines) + "\n", self.trainer, names, self.unsupported)
+
+    def _render(self, block: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
+        """Yield the lines of a block, each with its origin."""
+        indent = "  " * len(path)
+        for name, value in block.items():
+            here = (*path, name)
+            is_block = isinstance(value, dict) and value
+            text = f"{indent}{to_yaml(name)}:" + ("" if is_block else f" {to_yaml(value)}")
+            todo = self.to_fill_in.get(here)
+            comment = f"FILL IN: {todo}" if todo else self.origins.get(here, "")
+            yield f"{text:<36} # {one_line(comment)}" if comment else text
+            if is_block:
+                yield from self._render(value, here)
+
+
+def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Return the values as blocks, in the order of the schema."""
+    order: dict[KeyPath, int] = {tuple(key.split(".")): place for place, key in enumerate(list_keys())}
+    nested: dict[str, Any] = {}
+    for path in sorted(values, key=lambda path: (order.get(path[:2], order[path[:1]]), len(path))):
+        block = nested
+        for part in path[:-1]:
+            block = block.setdefault(str(part), {})
+        block[str(path[-1])] = dict(values[path]) if isinstance(values[path], dict) else values[path]
+    return nested
+
+
+def to_number(value: Any) -> Any:
+    """Return the number that a text is (YAML 1.1 reads 1e-4 as text), else the value itself."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        number = float(value)
+        return int(number) if number.is_integer() and not re.search("[.eE]", value) else number
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a finite number that is neither true nor false."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,541 @@
+"""`dstrain init --from`: another trainer's configuration becomes a recipe that a run accepts, and no key is lost silently."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dstrain.cli import main
+from dstrain.commands.init_from import read_command
+from dstrain.config.aliases import iter_foreign_keys
+from dstrain.source_map import lookup
+from dstrain.tasks import find_task
+from tests.contract.lora_cases import save_base
+from tests.vocabulary import message, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and data of each kind."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_base(str(folder / "model"), find_task("sft").tiny(folder))
+    write_jsonl(folder / "alpaca.jsonl", [{"instruction": f"Add {n}.", "output": str(n)} for n in range(20)])
+    write_jsonl(
+        folder / "chats.jsonl", [{"dialog": [message("user", f"{n}?"), message("assistant", "yes")]} for n in range(20)]
+    )
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(20)])
+    info = {
+        "mine": {"file_name": "../alpaca.jsonl"},
+        "chats": {"file_name": "../chats.jsonl", "columns": {"messages": "dialog"}},
+    }
+    (folder / "data").mkdir()
+    (folder / "data/dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return tmp_path
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def convert(name: str, text: str, *words: str) -> dict[str, Any]:
+    """Write their file, convert it, and return the recipe."""
+    Path(name).write_text(text)
+    result = invoke("init", *words, "--from", name)
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = yaml.safe_load(result.stdout)
+    return values
+
+
+def refuse(text: str, name: str = "theirs.yaml", *words: str) -> str:
+    """Write their file, and return why it is refused; nothing is written."""
+    Path(name).write_text(text)
+    result = invoke("init", *words, "--from", name, "--to", "out.yaml")
+    assert result.exit_code == 2, result.output
+    assert not Path("out.yaml").exists()
+    return result.stderr
+
+
+LLAMA_FACTORY = """
+model_name_or_path: model
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+dataset: mine, chats
+template: llama3
+cutoff_len: 64
+preprocessing_num_workers: 2
+dataloader_num_workers: 1
+output_dir: saves/x
+overwrite_output_dir: true
+save_only_model: false
+logging_steps: 5
+save_steps: 20
+plot_loss: true
+report_to: none
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: "1.0e-4"
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+ddp_timeout: 1800
+optim: adamw_torch
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 10
+"""
+AXOLOTL = """
+base_model: model
+tokenizer_type: AutoTokenizer
+strict: false
+datasets:
+  - path: json
+    data_files: [chats.jsonl]
+    ds_type: json
+    type: chat_template
+    field_messages: dialog
+val_set_size: 0.05
+adapter: lora
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+sequence_len: 64
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+num_epochs: 1
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: no
+gradient_checkpointing: yes
+warmup_steps: 2
+evals_per_epoch: 4
+saves_per_epoch: 1
+wandb_project:
+special_tokens: {pad_token: "<pad>"}
+output_dir: ./outputs
+"""
+TRL = """
+model_name_or_path: model
+dataset_name: pairs.jsonl
+learning_rate: 5.0e-7
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+max_length: 64
+beta: 0.2
+loss_type: [ipo]
+use_peft: true
+lora_r: 8
+lora_target_modules: [q_proj, v_proj]
+max_steps: 10
+gradient_checkpointing: true
+output_dir: out
+push_to_hub: true
+"""
+MS_SWIFT = r"""#!/bin/bash
+# 8 GPUs
+NPROC_PER_NODE=8 \
+swift sft \
+    --model model \
+    --tuner_type full \
+    --dataset chats.jsonl#10 --columns '{"dialog": "messages"}' \
+    --torch_dtype float32 --max_length 64 --learning_rate 1e-5 \
+    --gradient_accumulation_steps $(expr 16 / 8) \
+    --attn_impl eager --save_total_limit -1 --use_liger_kernel  # fast
+"""
+ALIGN_ANYTHING = """
+train_cfgs:
+  epochs: 3
+  seed: 42
+  per_device_train_batch_size: 1
+  gradient_accumulation_steps: 2
+  learning_rate: 1.e-6
+  lr_scheduler_type: cosine
+  lr_warmup_ratio: 0.03
+  weight_decay: 0.05
+  adam_betas: [0.9, 0.95]
+  bf16: False
+  eval_strategy: epoch
+  eval_interval: 10
+  scale_coeff: 0.1
+  ds_cfgs: ds_z3_config.json
+data_cfgs: {train_datasets: null, train_data_files: pairs.jsonl, train_split: null, train_size: 10}
+logger_cfgs: {log_type: wandb, log_project: mine, log_run_name: first, output_dir: null, save_total_limit: 1}
+model_cfgs: {model_name_or_path: model, trust_remote_code: True, model_max_length: 64}
+lora_cfgs: {use_lora: False, r: 16, lora_alpha: 16, target_modules: [q_proj]}
+bnb_cfgs: {use_bnb: False, load_in_4bit: True, bnb_4bit_quant_type: nf4}
+special_tokens: null
+"""
+WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "LLaMA-Factory": (
+        "llama_factory.yaml",
+        LLAMA_FACTORY,
+        {
+            "task": "sft",
+            "model": {"path": "model", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}},
+            "data": {
+                "train": [
+                    "data/../alpaca.jsonl",
+                    {"path": "data/../chats.jsonl", "columns": {"dialog": "conversations"}},
+                ],
+                "eval_fraction": 0.1,
+                "max_length": 64,
+                "workers": 1,
+            },
+            "batch": {"micro": 2, "accumulate": 4},
+            "optim": {"name": "adamw", "lr": 1e-4, "schedule": "cosine", "warmup": 0.1},
+            "epochs": 2.0,
+            "timeout_minutes": 30.0,
+            "log": {"every": 5, "tensorboard": True},
+            "eval": {"every": 10},
+            "save": {"every": 20},
+        },
+    ),
+    "axolotl": (
+        "axolotl.yaml",
+        AXOLOTL,
+        {
+            "task": "sft",
+            "model": {
+                "path": "model",
+                "lora": {"rank": 8, "alpha": 16, "dropout": 0.05, "targets": "all-linear"},
+                "gradient_checkpointing": True,
+            },
+            "data": {
+                "train": {"path": "chats.jsonl", "columns": {"dialog": "messages"}},
+                "eval_fraction": 0.05,
+                "max_length": 64,
+            },
+            "batch": {"micro": 2, "accumulate": 2},
+            "optim": {"name": "adamw", "lr": 2e-4, "schedule": "cosine", "warmup": 2},
+            "epochs": 1,
+            "eval": {"every": "epoch"},
+            "save": {"every": "epoch"},
+        },
+    ),
+    "TRL": (
+        "trl_dpo.yaml",
+        TRL,
+        {
+            "task": "dpo",
+            "options": {"beta": 0.2, "loss_type": "ipo"},
+            "model": {
+                "path": "model",
+                "lora": {"rank": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"]},
+                "gradient_checkpointing": True,
+            },
+            "data": {"train": "pairs.jsonl", "max_length": 64},
+            "batch": {"micro": 2, "accumulate": 8},
+            "optim": {"lr": 5e-7, "schedule": "linear", "warmup": 0},
+            "steps": 10,
+        },
+    ),
+    "ms-swift": (
+        "train.sh",
+        MS_SWIFT,
+        {
+            "task": "sft",
+            "model": {"path": "model", "attn_implementation": "eager"},
+            "precision": "fp32",
+            "data": {"train": "chats.jsonl", "max_length": 64, "columns": {"dialog": "messages"}},
+            "batch": {"micro": 1},
+            "optim": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine", "warmup": 0},
+            "epochs": 3,
+            "save": {"keep": None},
+        },
+    ),
+    "align-anything": (
+        "dpo.yaml",
+        ALIGN_ANYTHING,
+        {
+            "task": "dpo",
+            "options": {"beta": 0.1},
+            "model": {"path": "model"},
+            "data": {"train": "pairs.jsonl", "max_length": 64, "max_samples": 10},
+            "ds_config": "zero3",
+            "batch": {"micro": 1, "accumulate": 2},
+            "optim": {"lr": 1e-6, "betas": [0.9, 0.95], "weight_decay": 0.05, "schedule": "cosine", "warmup": 0.03},
+            "epochs": 3,
+            "seed": 42,
+            "log": {"wandb": {"project": "mine", "name": "first"}},
+            "eval": {"every": "epoch"},
+            "save": {"keep": 1},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", WALKS)
+def test_a_configuration_becomes_a_recipe_that_a_run_accepts(trainer: str, folder: Path) -> None:
+    name, text, expected = WALKS[trainer]
+    Path(name).write_text(text)
+    result = invoke("init", "--from", name, "--to", "recipe.yaml")
+    assert result.exit_code == 0, result.output
+    assert f"recipe.yaml: from a configuration of {trainer}" in result.stdout
+    assert yaml.safe_load(Path("recipe.yaml").read_text()) == expected
+    planned = invoke("train", "recipe.yaml", "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert f"path: {folder}/model" in planned.output
+    refused = invoke("train", name)
+    if name.endswith(".yaml"):
+        assert refused.exit_code == 2
+        last = refused.stderr.splitlines()[-1]
+        fix = f"`dstrain init --from {name} --to recipe.yaml` writes the recipe"
+        assert last == f"{name}: is a configuration of {trainer}; {fix}"
+        assert "known here" not in refused.stderr
+
+
+@pytest.mark.parametrize("trainer", WALKS)
+def test_every_key_is_in_the_recipe_or_in_a_comment(trainer: str, folder: Path) -> None:
+    name, text, _ = WALKS[trainer]
+    Path(name).write_text(text)
+    recipe = invoke("init", "--from", name).stdout
+    comments = {word for line in recipe.splitlines() for word in re.split(r"[\s,:;.]+", line.partition("#")[2])}
+    values = read_command(Path(name))[0].values if name.endswith(".sh") else yaml.safe_load(text)
+    keys = {key for key in iter_foreign_keys(values) if lookup(values, key) not in (None, [], {})}
+    assert {key[-1] for key in keys} - {"data_files", "field_messages", "path"} <= comments
+
+
+def test_a_file_that_is_found_stays_beside_one_to_fill_in(folder: Path) -> None:
+    recipe = convert("theirs.yaml", "stage: sft\nmodel_name_or_path: model\ndataset: mine, other\n1: 2\n")
+    assert recipe["data"]["train"] == "data/../alpaca.jsonl"
+    said = invoke("init", "--from", "theirs.yaml")
+    assert re.search(r"train: data/../alpaca.jsonl +# FILL IN: the file of other, which is in no", said.stdout)
+    assert "fill in data.train" in said.stderr
+    assert "1: no trainer has this key" in said.stdout
+
+
+def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
+    shutil.rmtree("data")
+    text = "stage: rm\nfinetuning_type: full\ndataset: identity\ncutoff_len: 32\n"
+    Path("theirs.yaml").write_text(text)
+    result = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
+    assert result.stdout.startswith(
+        "recipe.yaml: from a configuration of LLaMA-Factory; fill in model.path, data.train"
+    )
+    recipe = Path("recipe.yaml").read_text()
+    assert "FILL IN: the file of identity, which is in no dataset_info.json here" in recipe
+    assert yaml.safe_load(recipe)["model"] == {"path": None}
+    assert yaml.safe_load(recipe)["task"] == "rm"
+
+
+METHODS = {
+    "stage: ppo": "stage: is ppo, which is not supported",
+    "stage: sft\nfinetuning_type: oft": "finetuning_type: is oft, which is not supported; LoRA and full training are",
+    "rl: grpo\nbase_model: x": "theirs.yaml:1 rl: is grpo, which is not supported",
+    "rlhf_type: gkd": "rlhf_type: is gkd",
+    "tuner_type: lora\ntask_type: seq_cls": "task_type: is seq_cls, which is not supported",
+    "cutoff_len: 8\nuse_galore: true": "use_galore: is True, which is not supported; there are no optimizers besides",
+    "compute_environment: LOCAL_MACHINE": "is a launch configuration of accelerate",
+    '{"zero_optimization": {"stage": 2}}': "is a DeepSpeed JSON; `dstrain presets --adopt theirs.yaml`",
+    "task: sft\nmodel: {path: x}": "is a recipe of dstrain already",
+    "a: 1": "is no configuration of align-anything, axolotl, ms-swift, LLaMA-Factory, TRL",
+    "[1, 2]": "is a list; a recipe is a mapping",
+    "model_name_or_path: x\nlearning_rate: 1": "does not say the method, which TRL has in a script; name the task: `dstrain init dpo",
+    "stage: sft\nmodel_name_or_path: model\nexport_dir: x": "exports a model; `dstrain export",
+}
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_another_method_is_refused_and_nothing_is_written(text: str, folder: Path) -> None:
+    assert METHODS[text] in refuse(text)
+
+
+FAULTS = {
+    "learning_rate: -1": "theirs.yaml:2 learning_rate -> optim.lr: must be greater than or equal to 0, got -1",
+    "per_device_train_batch_size: 2\nmicro_batch_size: 4": "theirs.yaml:3 micro_batch_size: gives batch.micro 4, but per_device_train_batch_size 2; keep one of them",
+    "learning_rate: 1e-4\nlr: 1e-5": "keep one of them",
+    "bf16: true\nfp16: true": "theirs.yaml:3 fp16: gives precision fp16, but bf16 bf16; keep one of them",
+    "lora_rank: 8\nlora_rank: 16": "theirs.yaml:3 lora_rank: is set twice, also at theirs.yaml:2",
+    "max_steps: 010": "theirs.yaml:2 max_steps: 010 means 8 in YAML 1.1 (octal)",
+    "seed: !!python/object/apply:os.system ['touch trap']": "a tag (`!name`), which is not accepted",
+    "deepspeed: broken.json": "theirs.yaml:2 deepspeed: broken.json:1:2: not valid JSON",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_fault_names_their_key_and_its_line(text: str, folder: Path) -> None:
+    Path("broken.json").write_text("{,}")
+    assert FAULTS[text] in refuse(f"stage: sft\n{text}\n")
+    assert not Path("trap").exists()
+
+
+ODD = """
+common: &common {learning_rate: 1.0e-4}
+<<: *common
+stage: dpo
+model_name_or_path: model
+dataset: [mine, chats]
+num_train_epochs: "3"
+lora_rank:
+eval_steps: ""
+pref_beta: ".1"
+logging_steps: 0.1
+fp16: no
+frobnicate: {a: 1}
+leraning_rate: 3
+optim: rmsprop
+lr_scheduler_type: polynomial
+report_to: [swanlab, wandb, mlflow]
+save_strategy: "no"
+max_steps: -1
+warmup_steps: 0
+val_size: 100
+"""
+
+
+def test_odd_values_are_read_and_unknown_keys_are_named(folder: Path) -> None:
+    recipe = convert("odd.yaml", ODD)
+    assert recipe["optim"] == {"lr": 1e-4, "warmup": 0}
+    assert recipe["epochs"] == 3
+    assert recipe["options"] == {"beta": 0.1}
+    assert recipe["model"]["lora"] == {"rank": 8, "alpha": 16}
+    assert recipe["log"] == {"wandb": {"project": "huggingface"}, "sinks": ["dstrain.report.sinks.MLflowSink"]}
+    said = invoke("init", "--from", "odd.yaml").stdout
+    for words in (
+        "frobnicate: no trainer has this key",
+        "leraning_rate: no trainer has this key; did you mean 'learning_rate'?",
+        "optim: optim.name has no `rmsprop`",
+        "lr_scheduler_type: optim.schedule has no `polynomial`",
+        "val_size: data.eval_fraction is a share of the records, below 1",
+        "report_to: log.sinks takes a class of yours for swanlab",
+        "save_strategy: the last checkpoint and the best are kept",
+    ):
+        assert words in said, words
+
+
+def test_a_secret_is_neither_copied_nor_printed(folder: Path) -> None:
+    names = (
+        "hub_token",
+        "hf_hub_token",
+        "swanlab_api_key",
+        "wandb_api_key",
+        "comet_api_key",
+        "some_secret",
+        "push_to_hub_token",
+    )
+    secret = "Xk29sLpQ88vv"
+    text = "stage: sft\nmodel_name_or_path: model\n" + "".join(f"{name}: {secret}\n" for name in names)
+    text += f"env: {{WANDB_API_KEY: {secret}}}\nENV: [HF_TOKEN={secret}]\n"
+    Path("theirs.yaml").write_text(text)
+    converted = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
+    assert converted.exit_code == 0
+    assert secret not in converted.output + Path("recipe.yaml").read_text() + invoke("train", "theirs.yaml").output
+    told = refuse(text + f"dataset: https://me:{secret}@host/x.jsonl\nlearning_rate: -1\nhub_token : {secret}y\n")
+    assert secret not in told
+
+
+def test_values_that_no_recipe_can_hold_are_refused_or_listed(folder: Path) -> None:
+    begin = "stage: sft\nmodel_name_or_path: model\n"
+    for text in ("logging_steps: .inf", "save_steps: .inf", "save: 3", "adapter_name_or_path: true", "val_size: .nan",
+                 "dataset: [null, 3]", "learning_rate: [1]", "lora_target: {a: 1}", "save_total_limit: abc"):  # fmt: skip
+        Path("theirs.yaml").write_text(f"{begin}{text}\n")
+        result = invoke("init", "--from", "theirs.yaml")
+        assert result.exit_code in (0, 2), result.output
+        assert "unexpected" not in result.stderr, result.stderr
+    assert convert("theirs.yaml", begin + "chat_template_kwargs: {enable_thinking: false}\n")["model"][
+        "chat_template_kwargs"
+    ] == {"enable_thinking": False}
+    told = refuse("train_cfgs: {hub_token: Xk29sLpQ88vv}\nhub_token: abc\n", "dpo.yaml")
+    assert "hub_token: is set again with another value" in told
+    assert "Xk29" not in told
+
+
+def test_a_task_on_the_command_line_counts(folder: Path) -> None:
+    recipe = convert("config.yaml", TRL.replace("loss_type: [ipo]\n", "desirable_weight: 1.5\n"), "kto")
+    assert recipe["task"] == "kto"
+    assert recipe["options"] == {"beta": 0.2, "desirable_weight": 1.5}
+    assert convert("config.yaml", "base_model: model\nrl: orpo\norpo_alpha: 0.3\nlearning_rate: 1e-5\n")["options"] == {
+        "loss_type": "orpo",
+        "beta": 0.3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "block", "preset"),
+    [
+        ("examples/deepspeed/ds_z2_offload_config.json", None, "zero2_offload"),
+        ("zero3", None, "zero3"),
+        ("ds.json", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "zero3_offload"),
+        ("ds.json", {"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}, "zero1"),
+        ("ds.json", None, None),
+    ],
+)
+def test_a_deepspeed_json_becomes_the_preset_of_its_stage(
+    value: str, block: dict[str, Any] | None, preset: str | None, folder: Path
+) -> None:
+    if block is not None:
+        Path(value).write_text(json.dumps(block))
+    assert convert("theirs.yaml", f"stage: sft\ndeepspeed: {value}\n").get("ds_config") == preset
+
+
+def test_an_image_model_is_trained_in_its_parts(folder: Path) -> None:
+    text = "stage: sft\nmodel_name_or_path: model\nimage_max_pixels: 262144\nfinetuning_type: full\n"
+    recipe = convert("theirs.yaml", text + "freeze_multi_modal_projector: false\n")
+    assert recipe["task"] == "vlm"
+    assert recipe["model"]["freeze"] == ["vision"]
+
+
+def test_an_existing_file_is_not_overwritten(folder: Path) -> None:
+    Path("theirs.yaml").write_text(LLAMA_FACTORY)
+    Path("recipe.yaml").write_text("mine")
+    result = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
+    assert (result.exit_code, Path("recipe.yaml").read_text()) == (2, "mine")
+    assert "already exists" in result.stderr
+    assert "no TASK was given" in invoke("init").stderr
+
+
+def test_a_script_is_read_and_not_run(folder: Path) -> None:
+    text = "touch trap\naccelerate launch --num_processes 8 train/dpo.py --model_name_or_path model --dataset_name pairs.jsonl \\\n --beta=.3 --bf16 --run_name $NAME"
+    recipe = convert("run.sh", text)
+    assert (recipe["task"], recipe["options"], recipe["precision"]) == ("dpo", {"beta": 0.3}, "bf16")
+    assert "run_name: its value is the shell's; write it in" in invoke("init", "--from", "run.sh").stdout
+    assert not Path("trap").exists()
+    Path("below.yaml").write_text("model_name_or_path: model\nmax_length: 32\nlearning_rate: 1e-5\n")
+    recipe = convert("run.sh", "trl sft --config below.yaml --learning_rate 2e-5 # fast")
+    assert (recipe["optim"]["lr"], recipe["data"]["max_length"]) == (2e-5, 32)
+    text = "torchrun --nproc_per_node 8 swift/cli/rlhf.py --rlhf_type kto --model model --dataset pairs.jsonl"
+    assert convert("run.sh", text)["task"] == "kto"
+    assert "a configuration of ms-swift" in invoke("init", "--from", "run.sh").stderr
+    assert "run.sh:2: names nowhere.yaml, which is not here" in refuse("\ntrl sft --config nowhere.yaml", "run.sh")
+    assert "run.sh:1: the command cannot be read" in refuse("swift sft --model 'x", "run.sh")
+    assert "has no `swift sft`" in refuse("swift infer --model x", "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train demo-rm --learning_rate 1e-5", "here it is optim.lr: write --set optim.lr=VALUE"),
+        ("train demo-rm --max-steps 2", "here it is steps: write --set steps=VALUE"),
+        ("train demo-rm --optim.lr 2", "write --set optim.lr=VALUE"),
+        ("train demo-rm optim.lr=1e-5", "write --set optim.lr=1e-5"),
+        ("train demo-rm --output_dir x", "here it is --run-dir"),
+        ("train demo-rm --push_to_hub", "here it is `dstrain export --push-to-hub`"),
+        ("merge x", "write `dstrain export RUN --to FOLDER --merge-lora`"),
+        ("sft x.yaml", "write `dstrain train --task sft`"),
+    ],
+)
+def test_a_word_of_another_trainer_on_the_command_line_is_answered(words: str, told: str) -> None:
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert told in result.stderr

@@ -29,7 +29,7 @@ from benchmarks.common import (
     take_turns,
     wait_for,
 )
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 
 MIB = 2**20
 

@@ -115,7 +115,7 @@ def join_alone() -> Any:
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return (train module, parameter groups) with the same weights every time."""
     from dstrain.models.params import build_param_groups, zero3_init
-    from dstrain.train.build_model import build_train_module
+    from dstrain.training.build_model import build_train_module
 
     with zero3_init(ds_config or {}):
         objective = build_train_module(task)
@@ -135,7 +135,7 @@ def made_ds_config(task: Any, preset: str, world: Any, **settings: Any) -> dict[
 
 def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
     """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
-    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+    from dstrain.training.engine.deepspeed import DeepSpeedEngine
 
     config = made_ds_config(task, preset, world, **settings)
     objective, groups = made_model(task, config)

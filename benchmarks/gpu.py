@@ -138,7 +138,7 @@ def _whole_head() -> Iterator[None]:
 
 
 def _measure_dstrain(task: Any, world: Any, size: Size) -> dict[str, Any]:
-    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+    from dstrain.training.engine.deepspeed import DeepSpeedEngine
 
     config = made_ds_config(task, "zero2", world, precision="bf16", micro=size.micro)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_model, made_task, run, wait_for
 from dstrain.data.loading.loader import Loader, StepSampler
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 
 Rounds = list[tuple[float, float]]
 """(seconds, seconds spent waiting) of each round."""

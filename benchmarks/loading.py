@@ -74,7 +74,7 @@ def loaded(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[s
     """Return the bytes of anonymous memory of a bf16 run's models, and a digest of their bf16 weights."""
     import torch
 
-    from dstrain.train.build_model import build_train_module
+    from dstrain.training.build_model import build_train_module
 
     kept = []
     for name, size in (("tiny", "tiny"), ("base", shape)):  # memory that libraries keep is allocated with the tiny one
@@ -132,7 +132,7 @@ def bf16_task(folder: Path, shape: str, task: str, model: dict[str, Any]) -> Any
     """Return the task of a bf16 run with this recipe."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
-    from dstrain.train.build_model import resolve_model_dtype
+    from dstrain.training.build_model import resolve_model_dtype
 
     recipe = made_recipe(folder, shape, 64)
     recipe = {**recipe, "task": task, "model": {**recipe["model"], **model}}

@@ -23,7 +23,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import StepSampler, make_batch
 from dstrain.data.loading.micro_batches import make_cost_function
 from dstrain.tasks import make_task
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 
 WAYS = ("as they come", "sorted")
 

@@ -16,7 +16,7 @@ import torch.distributed  # noqa: F401  # imported once, before the forks
 from dstrain.launch.command import free_port
 from dstrain.launch.topology import Worker
 from dstrain.process_setup import raise_open_files_limit
-from dstrain.train.rendezvous import Rendezvous
+from dstrain.training.rendezvous import Rendezvous
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from dstrain.report.run_history import RunHistory
-from dstrain.train.run_report import REPORT_FILE, describe_run, write_page
+from dstrain.training.run_report import REPORT_FILE, describe_run, write_page
 from tests.run_folders import event, started, train_row, write_run
 
 COLUMNS = (

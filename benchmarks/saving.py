@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
 from dstrain.batch import Progress
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.saver import CheckpointSaver
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.saver import CheckpointSaver
 
 
 def measure(

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import join_alone, made_batches, made_engine, made_model, made_task, ratio, run, take_turns
 from dstrain.batch import Batch
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 
 Step = tuple[float, float]  # (mean loss, gradient norm)
 

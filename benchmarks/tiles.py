@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.checkpointing import largest_difference, measure_peaks, memory_columns
 from benchmarks.common import join_alone, made_batches, made_model, made_task, ratio, run, take_turns
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 
 
 def measure(

@@ -145,8 +145,8 @@ def with_torch(task: Any) -> list[float]:
 
     from dstrain.models.params import build_param_groups
     from dstrain.schedule import LRSchedule
-    from dstrain.train.build_model import build_train_module
-    from dstrain.train.engine.torch import TorchEngine
+    from dstrain.training.build_model import build_train_module
+    from dstrain.training.engine.torch import TorchEngine
 
     examples, optim, total = ordered(task), task.recipe.optim, task.recipe.batch.total
     objective = build_train_module(task)

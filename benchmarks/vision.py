@@ -20,7 +20,7 @@ from benchmarks.common import SHAPES, join_alone, made_batches, made_model, rati
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
 from dstrain.tasks.common import forward
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.torch import TorchEngine
 from tests.vision_recipes import picture
 
 SIDE, PATCH = 112, 14

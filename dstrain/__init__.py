@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from dstrain import train as _package
 
 if TYPE_CHECKING:
     import torch
@@ -90,33 +87,25 @@ def export(
     return write(run, to, step, task, overrides or {}, merge_lora, max_shard_size, **target)
 
 
-class _TrainPackage(ModuleType):
-    """The package `dstrain.train`, which can be called as a function."""
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    allow_change: Sequence[str] = (),
+    in_process: bool = False,
+    **launch: Any,
+) -> Run:
+    """Train as `dstrain train` does, with its checks, and return the run.
 
-    def __call__(
-        self,
-        recipe: str | Path | Mapping[str, Any],
-        *,
-        overrides: Mapping[str, Any] | None = None,
-        run_dir: str | Path | None = None,
-        resume: str = "auto",
-        allow_change: Sequence[str] = (),
-        in_process: bool = False,
-        **launch: Any,
-    ) -> Run:
-        """Train as `dstrain train` does, with its checks, and return the run.
+    `recipe`: a YAML file, the name of a packaged recipe, or a dict with the keys of a recipe. `overrides`: key -> value,
+    such as {"optim.lr": 2e-5}. `run_dir`: default runs/NAME of the recipe, runs/TASK for a dict. `launch`: `num_gpus`,
+    `hostfile` and the other launch options. The ranks are processes of their own, whose output is printed; with
+    `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it. Ctrl-C, or Jupyter's
+    interrupt, stops the run after a checkpoint. Raises UsageError for a recipe or data that are refused, RunError for a
+    run that fails.
+    """
+    from dstrain.commands.notebook import train as start
 
-        `recipe`: a YAML file, the name of a packaged recipe, or a dict with the keys of a recipe. `overrides`: key -> value,
-        such as {"optim.lr": 2e-5}. `run_dir`: default runs/NAME of the recipe, runs/TASK for a dict. `launch`: `num_gpus`,
-        `hostfile` and the other launch options. The ranks are processes of their own, whose output is printed; with
-        `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it. Ctrl-C, or Jupyter's
-        interrupt, stops the run after a checkpoint. Raises UsageError for a recipe or data that are refused, RunError for a
-        run that fails.
-        """
-        from dstrain.commands.notebook import train as start
-
-        return start(recipe, overrides or {}, run_dir, resume, allow_change, in_process, launch)
-
-
-# A function of this name would be replaced by the package of this name as soon as a module of it is imported.
-_package.__class__ = _TrainPackage
+    return start(recipe, overrides or {}, run_dir, resume, allow_change, in_process, launch)

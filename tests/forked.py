@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """Each engine imports it, and with it torch's compiler."""
-IMPORTED = ("torch", "deepspeed", MUON, "transformers", "peft", "dstrain.train.build_run", "dstrain.train.run")
+IMPORTED = ("torch", "deepspeed", MUON, "transformers", "peft", "dstrain.training.build_run", "dstrain.training.run")
 """Modules that take long, and what imports most of the others."""
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.state.files import CheckpointReader, write_state
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.state.files import CheckpointReader, write_state
 
 
 def keep(engine: Any, folder: Path, step: int = 1) -> Path:

@@ -21,7 +21,7 @@ LAYERS = (
     ("tasks", "ds_config"),
     ("task",),
     ("planner",),
-    ("train",),
+    ("training",),
     ("commands",),
     ("cli",),
     ("__main__",),

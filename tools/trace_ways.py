@@ -139,7 +139,7 @@ def trace_train(folder: Path) -> Parts:
 def trace_record(folder: Path) -> Parts:
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
-    from dstrain.train.build_model import build_train_module
+    from dstrain.training.build_model import build_train_module
     from tests.vision_recipes import named_recipe
 
     os.environ["DSTRAIN_CACHE"] = f"{folder}/warm"

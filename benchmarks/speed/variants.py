@@ -94,7 +94,7 @@ def made_case(
     setting: Setting, task_name: str, steps: int, world: Any, overrides: Sequence[str] = (), precision: str = "fp32"
 ) -> Case:
     """Return the case; cached outputs of a reference are computed here. Collective."""
-    from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+    from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 
     task = made_task(setting, task_name, steps, overrides)
     config = made_ds_config(task, "zero2", world, precision=precision, micro=setting.micro)

@@ -19,7 +19,7 @@ from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.start import ResumeOptions
+from dstrain.training.start import ResumeOptions
 from dstrain.units import format_count
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dstrain.batch import Batch
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
-    from dstrain.train.engine.deepspeed import DeepSpeedEngine
-    from dstrain.train.memory import MemoryForecast
-    from dstrain.train.plan import RunPlan
+    from dstrain.training.engine.deepspeed import DeepSpeedEngine
+    from dstrain.training.memory import MemoryForecast
+    from dstrain.training.plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the measured ones: the first ones allocate memory and load kernels. Their operations are counted."""
@@ -96,7 +96,7 @@ class BenchJob(Job):
     def prepare(self, world_size: int, device: Device) -> PreparedBench:
         import os
 
-        from dstrain.train.plan import make_plan
+        from dstrain.training.plan import make_plan
 
         worker = worker_from_env(os.environ) or SINGLE_WORKER
         return PreparedBench(make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker))
@@ -105,7 +105,7 @@ class BenchJob(Job):
         hash_weights(prepared.plan.task, include_base=False)
 
     def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
-        from dstrain.train.plan import make_memory_monitor
+        from dstrain.training.plan import make_memory_monitor
 
         memory = make_memory_monitor(prepared.plan, world)
         with memory.explain():
@@ -114,8 +114,8 @@ class BenchJob(Job):
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
-        from dstrain.train.build_model import count_parameters
-        from dstrain.train.build_run import build_engine, with_frozen_outputs
+        from dstrain.training.build_model import count_parameters
+        from dstrain.training.build_run import build_engine, with_frozen_outputs
 
         plan = with_frozen_outputs(plan, world)
         with contextlib.closing(RunLog(plan.run_dir, world.rank)) as run_log:
@@ -162,7 +162,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops
     from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
-    from dstrain.train.plan import build_loader
+    from dstrain.training.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
     module = engine.train_module
@@ -189,8 +189,8 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
     """Yield each step after it was taken, in the order of the run. Collective."""
     import torch
 
-    from dstrain.train.engine.base import seed_step
-    from dstrain.train.plan import build_schedule
+    from dstrain.training.engine.base import seed_step
+    from dstrain.training.plan import build_schedule
 
     device, schedule = engine.world.device, build_schedule(plan)
     steps = loader.iter_steps(0)

@@ -31,7 +31,7 @@ from dstrain.tasks.common.task import EXPORT_RECIPE
 
 if TYPE_CHECKING:
     from dstrain.tasks.common.text import TextTask
-    from dstrain.train.generate import GenerationModel, SamplingParams
+    from dstrain.training.generate import GenerationModel, SamplingParams
 
 HELP = """\
 /image PATH      show an image with the next message
@@ -64,7 +64,7 @@ class Speaker:
         """
         from transformers import TextStreamer
 
-        from dstrain.train.generate import generate_answers
+        from dstrain.training.generate import generate_answers
 
         tokenizer, written = self.task.tokenizer, list[str]()
 
@@ -186,7 +186,7 @@ def open_chat(
     sampling: Mapping[str, Any],
 ) -> Chat:
     """Load the models. Raises UsageError."""
-    from dstrain.train.generate import SamplingParams
+    from dstrain.training.generate import SamplingParams
 
     quiet_libraries()
     found = [_find_model(folder, task, step, overrides) for folder in folders]
@@ -214,7 +214,7 @@ def _load_speaker(name: str, saved: SavedModel, max_new_tokens: int) -> Speaker:
 
     from dstrain.distributed.world import SingleProcessWorld
     from dstrain.models.params import unwrap_peft
-    from dstrain.train.generate import GenerationModel
+    from dstrain.training.generate import GenerationModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world, task = SingleProcessWorld(device), get_text_task(saved)

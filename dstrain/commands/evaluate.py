@@ -74,10 +74,10 @@ class EvaluateJob(Job):
 
     def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
         from dstrain.models.params import zero3_init
-        from dstrain.train.build_model import add_frozen_models
-        from dstrain.train.engine.base import ForwardEngine
-        from dstrain.train.evaluate import Evaluation
-        from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+        from dstrain.training.build_model import add_frozen_models
+        from dstrain.training.engine.base import ForwardEngine
+        from dstrain.training.evaluate import Evaluation
+        from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 
         found, task = prepared.saved_model, prepared.saved_model.task
         asking = OutputsJob(

@@ -32,7 +32,7 @@ from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_files
 from dstrain.tasks.common.task import EXPORT_RECIPE
-from dstrain.train.export_checks import (
+from dstrain.training.export_checks import (
     TensorDigest,
     check_exported_files,
     check_loaded_model,
@@ -43,8 +43,8 @@ from dstrain.train.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
-from dstrain.train.saver import get_free_bytes
-from dstrain.train.state.files import CheckpointReader
+from dstrain.training.saver import get_free_bytes
+from dstrain.training.state.files import CheckpointReader
 from dstrain.units import format_bytes
 
 NUM_PROBES = 4

@@ -60,7 +60,7 @@ class GenerateJob(Job):
     images: Sequence[str] = ()
     """Image files for the prompts of the command line."""
     sampling: Mapping[str, Any]
-    """The fields of `dstrain.train.generate.SamplingParams`."""
+    """The fields of `dstrain.training.generate.SamplingParams`."""
 
     @property
     def num_samples(self) -> int:
@@ -121,8 +121,8 @@ class GenerateJob(Job):
 
     def run(self, prepared: PreparedGeneration, world: World) -> list[dict[str, Any]]:
         from dstrain.models.params import unwrap_peft
-        from dstrain.train.engine.base import ForwardEngine
-        from dstrain.train.generate import SamplingParams, generate_answers
+        from dstrain.training.engine.base import ForwardEngine
+        from dstrain.training.generate import SamplingParams, generate_answers
 
         task = get_text_task(prepared.saved_model)
         model = load_saved_model(prepared.saved_model, prepared.ds_config, world)

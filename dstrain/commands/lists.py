@@ -37,8 +37,8 @@ from dstrain.units import format_bytes
 
 def list_checkpoints(run_dir: Path, verify: bool, as_json: bool) -> tuple[str, bool]:
     """Return (a line per checkpoint, newest first; True where all are complete)."""
-    from dstrain.train.checkpoints import list_checkpoint_rows
-    from dstrain.train.state.manifest import COMPLETE_STATUS
+    from dstrain.training.checkpoints import list_checkpoint_rows
+    from dstrain.training.state.manifest import COMPLETE_STATUS
 
     folder = run_dir / "checkpoints"
     if not folder.is_dir():

@@ -26,7 +26,7 @@ from dstrain.launch.command import LaunchOptions
 from dstrain.launch.topology import worker_from_env
 from dstrain.report.run_log import read_rows
 from dstrain.tasks.common.generation import PromptReader
-from dstrain.train.checkpoints import list_checkpoint_rows
+from dstrain.training.checkpoints import list_checkpoint_rows
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class TrainedModel:
         """
         from dstrain.distributed.world import SingleProcessWorld
         from dstrain.models.params import unwrap_peft
-        from dstrain.train.generate import GenerationModel, SamplingParams, generate_answers
+        from dstrain.training.generate import GenerationModel, SamplingParams, generate_answers
 
         task = get_text_task(self.loaded)
         asked = [prompts] if isinstance(prompts, str) else [*prompts]

@@ -26,9 +26,9 @@ from dstrain.tasks import Task, builtin_tasks, make_task
 from dstrain.tasks.common.judge import check_judge
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.text import TextTask
-from dstrain.train.copies import open_filesystem
-from dstrain.train.input_digests import check_inputs_unchanged, digest_input_files
-from dstrain.train.start import Start
+from dstrain.training.copies import open_filesystem
+from dstrain.training.input_digests import check_inputs_unchanged, digest_input_files
+from dstrain.training.start import Start
 
 MAX_CHECKED_BYTES = 256 << 20
 """Larger data files, in total, are only checked by the ranks: reading them twice would take

@@ -61,7 +61,7 @@ class PrepareJob(Job):
         return config
 
     def prepare(self, world_size: int, device: Device) -> PreparedData:
-        from dstrain.train.engine.base import with_private_nvme_path
+        from dstrain.training.engine.base import with_private_nvme_path
 
         quiet_libraries()
         config = resolve_recipe(self.request).config
@@ -85,7 +85,7 @@ class PrepareJob(Job):
         hash_weights(prepared.task, include_base=False)
 
     def run(self, prepared: PreparedData, world: World) -> dict[str, Any]:
-        from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+        from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 
         job = OutputsJob(
             task=prepared.task, ds_config=prepared.ds_config, micro_batch_size=prepared.micro_batch_size, world=world

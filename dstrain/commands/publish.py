@@ -21,8 +21,8 @@ from dstrain.models.load import HUB_TIMEOUT_SECONDS
 from dstrain.process_setup import log_if_slow
 from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
-from dstrain.train.start import read_recorded_recipe
-from dstrain.train.state.manifest import read_checkpoint_info
+from dstrain.training.start import read_recorded_recipe
+from dstrain.training.state.manifest import read_checkpoint_info
 
 CARD_FILE = "README.md"
 MAX_CARD_BYTES = 1 << 20

@@ -279,8 +279,8 @@ def _export_run(key: str, run_dir: Path, step: str, is_init: bool) -> Path:
     It is written once, by one process; the others of its host wait. Raises RecipeError, CheckpointError.
     """
     from dstrain.commands.export import export_model
-    from dstrain.train.checkpoints import select_checkpoint
-    from dstrain.train.state.manifest import MANIFEST_FILE
+    from dstrain.training.checkpoints import select_checkpoint
+    from dstrain.training.state.manifest import MANIFEST_FILE
 
     try:
         found = select_checkpoint(run_dir, step)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.distributed.world import World
-    from dstrain.train.rendezvous import Rendezvous
+    from dstrain.training.rendezvous import Rendezvous
 
 
 # While a command runs, `owner.json` in its folder names its process. The folder of a failed command
@@ -197,9 +197,9 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     """
     from dstrain.distributed.world import SingleProcessWorld
     from dstrain.models.params import is_zero3
-    from dstrain.train.engine.base import remove_private_nvme_path
-    from dstrain.train.plan import get_preset_device, set_up_process, use_device
-    from dstrain.train.rendezvous import Rendezvous
+    from dstrain.training.engine.base import remove_private_nvme_path
+    from dstrain.training.plan import get_preset_device, set_up_process, use_device
+    from dstrain.training.rendezvous import Rendezvous
 
     config = job.check_recipe()
     device = set_up_process(worker, config)
@@ -240,7 +240,7 @@ def join_world(
     PeerFailureError if another process ends or stops answering.
     """
     from dstrain.distributed.world import joined_world
-    from dstrain.train.health.watchdog import peer_watchdog
+    from dstrain.training.health.watchdog import peer_watchdog
 
     fix = "fix the cause and run the command again"
     with (

@@ -21,9 +21,9 @@ from dstrain.report.page.render import GENERATOR
 from dstrain.report.progress import Progress, State, find_end, measure_progress
 from dstrain.report.run_history import RunHistory, is_number, open_run, parse_time
 from dstrain.report.run_log import replace_nonfinite, task_metric_names
-from dstrain.train.checkpoints import list_checkpoint_rows
-from dstrain.train.run_report import REPORT_FILE, describe_run, write_page
-from dstrain.train.state.manifest import COMPLETE_STATUS
+from dstrain.training.checkpoints import list_checkpoint_rows
+from dstrain.training.run_report import REPORT_FILE, describe_run, write_page
+from dstrain.training.state.manifest import COMPLETE_STATUS
 from dstrain.units import format_bytes, format_count, format_duration
 
 _POLL_SECONDS = 0.25

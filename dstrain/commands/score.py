@@ -94,7 +94,7 @@ class ScoreJob(Job):
         import numpy as np
 
         from dstrain.models.params import unwrap_peft
-        from dstrain.train.precompute_outputs import ModelJob, compute_outputs
+        from dstrain.training.precompute_outputs import ModelJob, compute_outputs
 
         saved, task = prepared.saved_model, prepared.task
         model = FrozenModel(

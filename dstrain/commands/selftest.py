@@ -87,12 +87,12 @@ class PresetRuns:
 
     def train(self, run: str, expected: int, stop_after: int | None = None) -> str:
         """Train or resume one run. Raises SelftestError for an exit code that is not expected. Collective."""
-        from dstrain.train.build_run import build_run
-        from dstrain.train.health.signals import SignalHandler
-        from dstrain.train.messages import finish_run
-        from dstrain.train.plan import make_plan
-        from dstrain.train.run import train
-        from dstrain.train.start import ResumeOptions
+        from dstrain.training.build_run import build_run
+        from dstrain.training.health.signals import SignalHandler
+        from dstrain.training.messages import finish_run
+        from dstrain.training.plan import make_plan
+        from dstrain.training.run import train
+        from dstrain.training.start import ResumeOptions
 
         plan, problem = None, ""
         try:
@@ -155,7 +155,7 @@ def check_export(runs: PresetRuns) -> str:
 
 def check_evaluate(runs: PresetRuns) -> str:
     """Evaluate the export, whose loss must be the one that the run has measured last. Collective."""
-    from dstrain.train.plan import get_preset_device
+    from dstrain.training.plan import get_preset_device
 
     world = runs.world
     job = EvaluateJob(selector=ModelSelector(folder=runs.get_dir("export")), data=str(runs.job.folder / "eval.jsonl"))

@@ -29,9 +29,9 @@ from dstrain.preset import Device
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
-from dstrain.train.run_dir import check_run_dir_writable
-from dstrain.train.start import ResumeOptions, Start, guess_start
-from dstrain.train.state.manifest import find_latest_complete, list_checkpoint_names
+from dstrain.training.run_dir import check_run_dir_writable
+from dstrain.training.start import ResumeOptions, Start, guess_start
+from dstrain.training.state.manifest import find_latest_complete, list_checkpoint_names
 
 AnyLaunch = Launch | SlurmLaunch
 
@@ -91,7 +91,7 @@ def train_in_process(request: TrainRequest) -> int:
 
     Output stays where it is, so that there are no logs of ranks. The environment is restored.
     """
-    from dstrain.train.health.signals import SignalHandler, run_with_signals
+    from dstrain.training.health.signals import SignalHandler, run_with_signals
 
     recipe = resolve_recipe(request)
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -102,9 +102,9 @@ def train_in_process(request: TrainRequest) -> int:
     check_run_dir_writable(run_dir)
 
     def run(signal_handler: SignalHandler) -> int:
-        from dstrain.train.build_run import run_training
-        from dstrain.train.plan import make_plan
-        from dstrain.train.rendezvous import Rendezvous
+        from dstrain.training.build_run import run_training
+        from dstrain.training.plan import make_plan
+        from dstrain.training.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
         plan = make_plan(recipe, run_dir, resume, worker, rendezvous)
@@ -278,7 +278,7 @@ def train_as_rank(worker: Worker, request: TrainRequest) -> int:
 
 def _train(worker: Worker, request: TrainRequest) -> int:
     from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
-    from dstrain.train.health.signals import SignalHandler, run_with_signals
+    from dstrain.training.health.signals import SignalHandler, run_with_signals
 
     exit_with_parent()
     recipe = resolve_recipe(request)
@@ -288,9 +288,9 @@ def _train(worker: Worker, request: TrainRequest) -> int:
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     def run(signal_handler: SignalHandler) -> int:
-        from dstrain.train.build_run import run_training
-        from dstrain.train.plan import make_plan
-        from dstrain.train.rendezvous import Rendezvous
+        from dstrain.training.build_run import run_training
+        from dstrain.training.plan import make_plan
+        from dstrain.training.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)
@@ -319,7 +319,7 @@ def _acquire_lease(lease: Lease, worker: Worker, timeout: timedelta) -> None:
 
     Raises ResumeError, on all ranks, if another launch holds it.
     """
-    from dstrain.train.rendezvous import Rendezvous
+    from dstrain.training.rendezvous import Rendezvous
 
     try:
         lease.acquire()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.distributed.world import World
-    from dstrain.train.state.manifest import CheckpointInfo
+    from dstrain.training.state.manifest import CheckpointInfo
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -108,7 +108,7 @@ class SavedModel:
 
     def weights_digest(self) -> str:
         """Return a hash of the weights in the folder: of a checkpoint's manifest, which has theirs, or of the files."""
-        from dstrain.train.state.manifest import MANIFEST_FILE
+        from dstrain.training.state.manifest import MANIFEST_FILE
 
         if self.checkpoint is not None:
             return file_digest(self.checkpoint.path / MANIFEST_FILE)
@@ -130,7 +130,7 @@ class SavedModel:
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint
-        from dstrain.train.input_digests import iter_input_changes
+        from dstrain.training.input_digests import iter_input_changes
 
         own, model = self.folder / "tokenizer", self.task.recipe.model
         recorded = checkpoint.run_info.get("inputs", {})
@@ -154,7 +154,7 @@ class SavedModel:
 
         Without `preset_name`, several processes hold a run's model as it was trained.
         """
-        from dstrain.train.engine.base import with_private_nvme_path
+        from dstrain.training.engine.base import with_private_nvme_path
 
         preset = self._select_preset(preset_name, world_size)
         if preset is None or preset.stage != 3:
@@ -247,7 +247,7 @@ def _tokenizer_overrides(folder: Path) -> list[str]:
 
 
 def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str | None) -> SavedModel:
-    from dstrain.train.checkpoints import select_checkpoint
+    from dstrain.training.checkpoints import select_checkpoint
 
     info = select_checkpoint(run_dir, step)
     own = []
@@ -275,7 +275,7 @@ def _check_model_config(
 
     Weights of the same shapes would be loaded into another model.
     """
-    from dstrain.train.start import read_recorded_recipe
+    from dstrain.training.start import read_recorded_recipe
 
     named = {text.partition("=")[0].strip() for text in overrides}
     if config is None or any(name == "model" or f"{name}.".startswith("model.config.") for name in named):
@@ -292,8 +292,8 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     from dstrain.models.meta_init import weights_loaded_later
     from dstrain.models.params import is_zero3, zero3_init
     from dstrain.tasks.common.text import TextTask
-    from dstrain.train.build_model import build_model, build_model_without_init
-    from dstrain.train.state.engine_state import load_weights
+    from dstrain.training.build_model import build_model, build_model_without_init
+    from dstrain.training.state.engine_state import load_weights
 
     task, info = saved.task, saved.checkpoint
     adapted = info is not None and task.recipe.model.lora is not None
@@ -360,7 +360,7 @@ def build_uninitialized(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     weights in fp32, or if the base is quantized.
     """
     from dstrain.models.meta_init import materialize, meta_parameters
-    from dstrain.train.build_model import build_model_without_init
+    from dstrain.training.build_model import build_model_without_init
 
     with meta_parameters():
         model = build_model_without_init(task)
@@ -375,7 +375,7 @@ def build_uninitialized(task: Task, checkpoint: Path) -> torch.nn.Module | None:
 
 def has_tie_conflict(model: torch.nn.Module, checkpoint: Path) -> bool:
     """Return True if the checkpoint has two values for names that are one tensor in the model."""
-    from dstrain.train.state.files import CheckpointReader
+    from dstrain.training.state.files import CheckpointReader
 
     tensors = model.state_dict(keep_vars=True)
     # Tied names are one tensor in the model, so two stored values have one id.

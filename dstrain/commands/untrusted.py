@@ -117,7 +117,7 @@ def check_no_pickles(folder: Path, recipe_name: str) -> None:
     pickled weights in others.
     """
     from dstrain.models.weights import open_tensors
-    from dstrain.train.state import manifest
+    from dstrain.training.state import manifest
 
     if (folder / recipe_name).is_file():
         manifest.check_no_pickles(folder)

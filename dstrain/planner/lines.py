@@ -1022,7 +1022,7 @@ HOST_ROWS = (
         "data.prefetch x passes x (32 T + 4 V S)", "dstrain/data/loading/loader.py"),
     Row("copy for background saves", "host", BUFFER,
         lambda run: (4 + OPTIMIZERS[run.optimizer].per_param) * run.trained / run.world_size * run.saves_in_background,
-        "(4 + bytes of the states) T / N", "dstrain/train/saver.py"),
+        "(4 + bytes of the states) T / N", "dstrain/training/saver.py"),
 )
 # fmt: on
 

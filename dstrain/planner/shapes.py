@@ -548,7 +548,7 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 SHAPES_FILE = Path(__file__).parent / "shapes.json"
-META_MODULE = "dstrain.train.list_parameters"
+META_MODULE = "dstrain.training.list_parameters"
 """Module that a subprocess runs: it builds the model on the meta device and prints its parameters as JSON."""
 META_TIMEOUT_SECONDS = 300
 MetaParameters = Iterable[tuple[str, Sequence[int], bool]]

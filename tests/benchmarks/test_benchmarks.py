@@ -70,7 +70,7 @@ def measure_unequal() -> None:
 
     from benchmarks.common import made_batches, made_model, made_task
     from benchmarks.step import ByHand, differences
-    from dstrain.train.engine.torch import TorchEngine
+    from dstrain.training.engine.torch import TorchEngine
 
     task, device = made_task("tiny", 48), torch.device("cpu")
     other = _Doubled(TorchEngine(*made_model(task), task.recipe.optim, device))

@@ -17,11 +17,11 @@ from dstrain.commands.trained_model import ModelSelector, load_saved_model
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
-from dstrain.train.build_run import build_run, with_frozen_outputs
-from dstrain.train.evaluate import Evaluation
-from dstrain.train.plan import make_plan
-from dstrain.train.run import Run
-from dstrain.train.start import ResumeOptions
+from dstrain.training.build_run import build_run, with_frozen_outputs
+from dstrain.training.evaluate import Evaluation
+from dstrain.training.plan import make_plan
+from dstrain.training.run import Run
+from dstrain.training.start import ResumeOptions
 from tests.parity.cases import weights, world
 from tests.resume.cases import run
 

@@ -11,7 +11,7 @@ import pytest
 from dstrain.config import read_recipe
 from dstrain.distributed.world import World
 from dstrain.tasks import make_task
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.workers import worker_world
 
 

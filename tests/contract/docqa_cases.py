@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from dstrain.tasks.docqa import DocQA
-from dstrain.train import evaluate
-from dstrain.train.generate import GenerationModel, generate_answers
-from dstrain.train.health.signals import SignalHandler
+from dstrain.training import evaluate
+from dstrain.training.generate import GenerationModel, generate_answers
+from dstrain.training.health.signals import SignalHandler
 from tests.resume.cases import run
 
 

@@ -32,14 +32,14 @@ from dstrain.models.params import build_param_groups, is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
-from dstrain.train import precompute_outputs
-from dstrain.train.build_model import build_model
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.input_digests import digest_model_files, dump_training_recipe
-from dstrain.train.run_dir import save_base_config
-from dstrain.train.state.files import CheckpointReader, write_state
+from dstrain.training import precompute_outputs
+from dstrain.training.build_model import build_model
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.input_digests import digest_model_files, dump_training_recipe
+from dstrain.training.run_dir import save_base_config
+from dstrain.training.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from dstrain.train import profiler
+from dstrain.training import profiler
 from tests.parity.cases import world
 from tests.resume.cases import run
 

@@ -22,11 +22,11 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.input_digests import dump_training_recipe
-from dstrain.train.run_dir import write_run_config
-from dstrain.train.start import ResumeOptions
-from dstrain.train.state.manifest import write_hashed_file
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.input_digests import dump_training_recipe
+from dstrain.training.run_dir import write_run_config
+from dstrain.training.start import ResumeOptions
+from dstrain.training.state.manifest import write_hashed_file
 from tests.contract.wrong_inputs import ALL, PLAIN, RANK
 
 RECIPE = "recipe.yaml"
@@ -457,7 +457,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
 
 def plan(folder: Path, changes: list[str], resume: ResumeOptions | None = None) -> None:
     """Plan a run as a worker does before it joins the others."""
-    from dstrain.train.plan import make_plan
+    from dstrain.training.plan import make_plan
 
     wish = TrainRequest(recipe=RECIPE, overrides=changes)
     try:

@@ -21,8 +21,8 @@ from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.state.manifest import write_hashed_file
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.state.manifest import write_hashed_file
 from tests.vocabulary import invoke
 
 

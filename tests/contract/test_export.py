@@ -248,7 +248,7 @@ def test_what_was_loaded_is_compared_too(
 def test_a_model_that_is_not_the_checkpoint_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrain.train.state import engine_state as restore
+    from dstrain.training.state import engine_state as restore
 
     fill = restore._load_unsharded
 

@@ -23,9 +23,9 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
-from dstrain.train.plan import make_plan
-from dstrain.train.precompute_outputs import OutputsJob, build_cache_key, iter_model_jobs
-from dstrain.train.start import ResumeOptions
+from dstrain.training.plan import make_plan
+from dstrain.training.precompute_outputs import OutputsJob, build_cache_key, iter_model_jobs
+from dstrain.training.start import ResumeOptions
 from tests.vision_recipes import picture
 from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers

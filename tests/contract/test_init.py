@@ -21,8 +21,8 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
 from dstrain.tasks import Task, find_task, make_task
-from dstrain.train.build_model import build_model
-from dstrain.train.engine.module import TrainModule
+from dstrain.training.build_model import build_model
+from dstrain.training.engine.module import TrainModule
 from tests.cells import SLOW
 from tests.contract.test_bad_input import RECIPE, plan
 from tests.vocabulary import RUN, metric_rows, read_events

@@ -24,7 +24,7 @@ from dstrain.errors import RunError, UsageError, explain_system_error
 from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
-from dstrain.train.run_dir import check_run_dir_writable
+from dstrain.training.run_dir import check_run_dir_writable
 from tests.vocabulary import write_recipe
 from tests.workers import ROOT
 

@@ -137,7 +137,7 @@ def test_a_resumed_run_takes_the_stored_preset(
 
 def test_gpus_of_unknown_memory_need_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrain.planner import workload
-    from dstrain.train.start import find_budget
+    from dstrain.training.start import find_budget
 
     monkeypatch.delenv("DSTRAIN_GPU_MEMORY", raising=False)
     monkeypatch.setattr(workload, "_ask_nvml", lambda: None)
@@ -207,7 +207,7 @@ def test_train_refuses_such_a_partition_before_the_launch(tmp_path: Path) -> Non
     from dstrain.planner.workload import Cluster
     from dstrain.preset import Device
     from dstrain.tasks import make_task
-    from dstrain.train.start import ResumeOptions, guess_start
+    from dstrain.training.start import ResumeOptions, guess_start
 
     values = {"task": "sft", "model": {"config": named_config("llama-3.2-3b")}, "data": {"train": "t.jsonl"}, "optim": {"name": "adamw_8bit"},
               "batch": {"micro": 1, "accumulate": 1}, "ds_config": "zero2"}  # fmt: skip

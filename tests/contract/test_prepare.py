@@ -15,7 +15,7 @@ from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.train.messages import describe_truncation
+from dstrain.training.messages import describe_truncation
 from tests.cells import SLOW
 from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers

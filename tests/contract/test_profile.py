@@ -13,8 +13,8 @@ import torch
 
 from dstrain.report import flops
 from dstrain.tasks import find_task
-from dstrain.train import profiler
-from dstrain.train.profiler import MAX_ALLOCATIONS, MemoryHistory
+from dstrain.training import profiler
+from dstrain.training.profiler import MAX_ALLOCATIONS, MemoryHistory
 from tests.vocabulary import RUN, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 

@@ -13,8 +13,8 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.plan import make_plan
-from dstrain.train.start import ResumeOptions
+from dstrain.training.plan import make_plan
+from dstrain.training.start import ResumeOptions
 from tests.cells import SLOW
 from tests.reward_models import export_reward_model
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe

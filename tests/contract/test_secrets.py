@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.tasks import find_task
-from dstrain.train.run_dir import collect_environment
+from dstrain.training.run_dir import collect_environment
 from tests.vocabulary import invoke, write_recipe
 
 

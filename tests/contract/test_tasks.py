@@ -17,8 +17,8 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_options
 from dstrain.tasks.common.text import TextTask
-from dstrain.train.build_model import build_model, build_reference
-from dstrain.train.engine.module import TrainModule, with_step_stats
+from dstrain.training.build_model import build_model, build_reference
+from dstrain.training.engine.module import TrainModule, with_step_stats
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 

@@ -26,7 +26,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.limited_process import ResourceLimits
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
-from dstrain.train.checkpoints import find_best, read_best_name
+from dstrain.training.checkpoints import find_best, read_best_name
 from tests.contract.export_cases import make_run
 
 OWN = """

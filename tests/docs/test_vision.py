@@ -20,8 +20,8 @@ from dstrain.models.load import read_config
 from dstrain.models.params import freeze
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
-from dstrain.train.build_model import build_model
-from dstrain.train.build_run import summarize_components
+from dstrain.training.build_model import build_model
+from dstrain.training.build_run import summarize_components
 from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 
-from dstrain.train.evaluate import iter_eval_results
+from dstrain.training.evaluate import iter_eval_results
 from tests.parity.cases import made, world
 from tests.workers import worker_world
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.train.state.manifest import MANIFEST_FORMAT, find_checkpoints
+from dstrain.training.state.manifest import MANIFEST_FORMAT, find_checkpoints
 from tests.faults.fork_server import Ended, ForkServer
 from tests.faults.save_steps import BEFORE, SAMPLES, Saved, Started
 

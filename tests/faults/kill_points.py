@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dstrain.train.state.manifest import HashedFileWriter
+from dstrain.training.state.manifest import HashedFileWriter
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 TORN = 2

@@ -17,9 +17,9 @@ from dstrain.distributed.world import joined_world
 from dstrain.errors import DataError
 from dstrain.launch.topology import Worker
 from dstrain.launch.worker import run_worker
-from dstrain.train.health.signals import SignalHandler, run_with_signals
-from dstrain.train.health.watchdog import peer_watchdog
-from dstrain.train.rendezvous import Rendezvous
+from dstrain.training.health.signals import SignalHandler, run_with_signals
+from dstrain.training.health.watchdog import peer_watchdog
+from dstrain.training.rendezvous import Rendezvous
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("RANK_FAULT_TIMEOUT", "4")))
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from dstrain.distributed.world import World, joined_world
 from dstrain.launch.topology import Worker
 from dstrain.launch.worker import run_worker
-from dstrain.train.health.signals import SignalHandler, run_with_signals
-from dstrain.train.health.watchdog import peer_watchdog
-from dstrain.train.rendezvous import Rendezvous
+from dstrain.training.health.signals import SignalHandler, run_with_signals
+from dstrain.training.health.watchdog import peer_watchdog
+from dstrain.training.rendezvous import Rendezvous
 
 STEPS = 3
 """Before anything happens."""

@@ -13,7 +13,11 @@ from tests.memory_limits import limit_micro_batch
 
 def limit_passes(frame: Any, event: str, argument: Any) -> None:
     """For `sys.setprofile`: limit the engine at the first step of a run."""
-    if event == "call" and frame.f_code.co_name == "take_step" and frame.f_globals["__name__"] == "dstrain.train.run":
+    if (
+        event == "call"
+        and frame.f_code.co_name == "take_step"
+        and frame.f_globals["__name__"] == "dstrain.training.run"
+    ):
         sys.setprofile(None)
         limit_micro_batch(frame.f_locals["self"].engine, **json.loads(os.environ["LIMIT"]))
 

@@ -32,15 +32,15 @@ from dstrain.preset import Device, read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.build_model import build_train_module
-from dstrain.train.build_run import prepare_start
-from dstrain.train.checkpoints import CheckpointStore
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.saver import CheckpointSaver
-from dstrain.train.start import ResumeOptions, find_resume_point
-from dstrain.train.state.engine_state import open_checkpoint
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.training.build_model import build_train_module
+from dstrain.training.build_run import prepare_start
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.saver import CheckpointSaver
+from dstrain.training.start import ResumeOptions, find_resume_point
+from dstrain.training.state.engine_state import open_checkpoint
+from dstrain.training.state.manifest import find_checkpoints
 from tests.faults.kill_points import Points
 from tests.vocabulary import read_jsonl
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.training.state.manifest import find_checkpoints
 from tests.vocabulary import read_jsonl
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.training.state.manifest import find_checkpoints
 from tests.vocabulary import find_processes, read_jsonl, wait_until, write_recipe
 from tests.workers import ROOT
 
@@ -74,7 +74,7 @@ def hang_here():
     time.sleep(600)
 
 def trace(frame, event, argument):
-    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.base":
+    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.training.engine.base":
         if frame.f_locals["step"] == 2:
             hang_here()
 

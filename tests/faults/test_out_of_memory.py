@@ -37,7 +37,7 @@ LIMIT_ADDRESSES = """
 import os, resource, sys
 
 def limit(frame, event, argument):
-    if event == "call" and frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.base":
+    if event == "call" and frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.training.engine.base":
         sys.setprofile(None)
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])

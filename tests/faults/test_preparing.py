@@ -1,6 +1,6 @@
 """Data is prepared before any process group: a slow rank is waited for, one that fails or is killed is named.
 
-Threads stand for the ranks in tests/unit/train/test_rendezvous.py, which has the other faults.
+Threads stand for the ranks in tests/unit/training/test_rendezvous.py, which has the other faults.
 """
 
 from __future__ import annotations

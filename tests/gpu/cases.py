@@ -21,10 +21,10 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, World, data_parallel_rank
 from dstrain.models.params import ParamGroup, gathered
 from dstrain.preset import read_preset
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.health.trainability import NonFiniteGuard
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.optimizers import make_optimizer
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.health.trainability import NonFiniteGuard
 from tests.gpu.workers import device
 from tests.parity.cases import share_sequences, tiny_task
 from tests.resume import cases as resume_cases

@@ -1,4 +1,4 @@
-"""On a GPU the host waits in a step only where tests/unit/train/engine/test_module.py says so."""
+"""On a GPU the host waits in a step only where tests/unit/training/engine/test_module.py says so."""
 
 from __future__ import annotations
 

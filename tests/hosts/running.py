@@ -16,7 +16,7 @@ import yaml
 
 from dstrain.launch.worker import get_workers_dir
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import find_checkpoints
+from dstrain.training.state.manifest import find_checkpoints
 from tests.hosts.lab import Command, Lab
 
 STEPS, SAVE_EVERY = 40, 5

@@ -69,7 +69,7 @@ def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_workers: Path,
     assert (tmp_path / "checkpoints/step-00000005/MANIFEST.json").is_file()
 
 
-@pytest.mark.slow  # unit/launch/test_supervise, unit/train/test_rendezvous (the ranks)
+@pytest.mark.slow  # unit/launch/test_supervise, unit/training/test_rendezvous (the ranks)
 def test_bad_usage_found_by_a_worker_exits_with_2(recipe: Path, tmp_path: Path) -> None:
     """Only a worker reads the model's config."""
     command = ["dstrain", "train", str(recipe), "--num-gpus", "2", "--run-dir", str(tmp_path / "run")]

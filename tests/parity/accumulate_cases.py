@@ -10,8 +10,8 @@ from dstrain.batch import Batch
 from dstrain.data.loading.loader import make_batch
 from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import tiny_task, world
 
 LR = 1.0e6

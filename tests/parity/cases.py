@@ -21,12 +21,12 @@ from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.evaluate import iter_eval_results
-from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.evaluate import iter_eval_results
+from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 from tests.vision_recipes import named_recipe
 from tests.workers import worker_world
 

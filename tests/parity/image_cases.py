@@ -14,7 +14,7 @@ from dstrain.batch import Batch
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import VisionProcessor
-from dstrain.train.evaluate import Evaluation
+from dstrain.training.evaluate import Evaluation
 from tests.parity.cases import Made, made, world
 
 Dealt = Sequence[Sequence[Sequence[int]]]

@@ -12,10 +12,10 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import RunConfig
 from dstrain.models.params import build_param_groups, zero3_init
 from dstrain.tasks import Loss, Task
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.health.trainability import TrainabilityCheck
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.health.trainability import TrainabilityCheck
 from tests.parity.cases import world
 from tests.parity.optimizer_cases import ds_config
 

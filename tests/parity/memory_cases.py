@@ -34,8 +34,8 @@ from dstrain.planner.memory import make_run
 from dstrain.planner.shapes import read_properties, read_shape
 from dstrain.planner.workload import Cluster, make_workload
 from dstrain.tasks import Task
-from dstrain.train.build_model import build_model, build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.build_model import build_model, build_train_module
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import ds_config, share_sequences, tiny_task, world
 
 SMALL_BUFFERS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000,

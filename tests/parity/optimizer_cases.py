@@ -25,10 +25,10 @@ from dstrain.models.params import build_param_groups
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.engine.torch import TorchEngine
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.engine.optimizers import make_optimizer
+from dstrain.training.engine.torch import TorchEngine
 from tests.parity.cases import weights, world
 from tests.save_and_load import go_on, keep
 

@@ -18,8 +18,8 @@ from dstrain.models.init_weights import load_init
 from dstrain.models.load import load_model, read_config
 from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.models.quantization import quantize_model
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import Made, ds_config, made, tiny_task, world
 
 

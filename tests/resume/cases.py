@@ -17,13 +17,13 @@ from dstrain.batch import Batch, StepResult
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.data.loading.loader import Loader, Step
 from dstrain.launch.topology import Worker
-from dstrain.train.build_run import build_run, with_frozen_outputs
-from dstrain.train.messages import finish_run
-from dstrain.train.plan import make_plan
-from dstrain.train.run import train
-from dstrain.train.start import ResumeOptions
-from dstrain.train.state import files
-from dstrain.train.state.files import CheckpointReader
+from dstrain.training.build_run import build_run, with_frozen_outputs
+from dstrain.training.messages import finish_run
+from dstrain.training.plan import make_plan
+from dstrain.training.run import train
+from dstrain.training.start import ResumeOptions
+from dstrain.training.state import files
+from dstrain.training.state.files import CheckpointReader
 from tests.memory_limits import limit_micro_batch
 from tests.parity.cases import share_sequences, world
 

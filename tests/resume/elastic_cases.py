@@ -26,10 +26,10 @@ from dstrain.models.params import build_param_groups, full_numel, zero3_init
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.state.engine_state import open_checkpoint
-from dstrain.train.state.files import CheckpointReader
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
+from dstrain.training.state.engine_state import open_checkpoint
+from dstrain.training.state.files import CheckpointReader
 from tests.parity.cases import world
 from tests.save_and_load import go_on, keep
 

@@ -10,7 +10,7 @@ import pytest
 from dstrain.config.read import read_recipe
 from dstrain.errors import RecipeError
 from dstrain.tasks import find_task
-from dstrain.train.evaluate import EarlyStopping
+from dstrain.training.evaluate import EarlyStopping
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 

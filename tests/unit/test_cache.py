@@ -49,7 +49,7 @@ from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
 from dstrain.data.vision.processor import compute_image_stats
 from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
-from dstrain.train.precompute_outputs import read_columns, write_columns
+from dstrain.training.precompute_outputs import read_columns, write_columns
 from tests.unit.data.documents.pdf_files import write_pdf
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import wait_until

@@ -49,9 +49,9 @@ from dstrain.planner.workload import parse_bytes
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
-from dstrain.train.health.trainability import NonFiniteGuard
-from dstrain.train.saver import DiskForecast, check_disk_space
-from tests.unit.train.test_memory import monitor
+from dstrain.training.health.trainability import NonFiniteGuard
+from dstrain.training.saver import DiskForecast, check_disk_space
+from tests.unit.training.test_memory import monitor
 
 
 def wrong_key(folder: Path) -> None:

@@ -14,7 +14,7 @@ from dstrain.commands.chat import Chat, open_chat
 from dstrain.commands.generate import PromptReader
 from dstrain.data.records import BadRecord
 from dstrain.errors import UsageError
-from dstrain.train.generate import SamplingParams, generate_answers
+from dstrain.training.generate import SamplingParams, generate_answers
 from tests.contract.export_cases import make_run
 
 FEW = {"max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0, "seed": 0}

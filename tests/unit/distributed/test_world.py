@@ -22,7 +22,7 @@ from dstrain.errors import PeerFailureError, RunError, UsageError
 from dstrain.launch.command import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.topology import Worker
-from dstrain.train.rendezvous import Rendezvous
+from dstrain.training.rendezvous import Rendezvous
 from tests.workers import ROOT
 
 TIMEOUT = timedelta(seconds=20)
@@ -137,7 +137,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 from dstrain.launch.topology import Worker
-from dstrain.train.rendezvous import Rendezvous
+from dstrain.training.rendezvous import Rendezvous
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 with Rendezvous(Worker(rank, rank, 2, "tests", 2), timedelta(seconds=20)) as together:
     pass

@@ -21,8 +21,8 @@ from dstrain.config import resolve_batch
 from dstrain.launch.command import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.worker import LAUNCH_ID_ENV
-from dstrain.train import build_run
-from dstrain.train.start import with_reduced_batch, write_reduced_batch
+from dstrain.training import build_run
+from dstrain.training.start import with_reduced_batch, write_reduced_batch
 from tests.vision_recipes import named_recipe
 
 OWN = """
@@ -148,7 +148,7 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     def train(run: Any) -> Any:
         raise DataError("x.jsonl:7: cannot be used")
 
-    monkeypatch.setattr("dstrain.train.build_run.train", train)
+    monkeypatch.setattr("dstrain.training.build_run.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         build_run._train_to_end(None)  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from dstrain.launch.plan import (
 )
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS
-from dstrain.train.plan import set_up_process
+from dstrain.training.plan import set_up_process
 
 PYTHON = shlex.quote(sys.executable)
 SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o LogLevel=INFO"

@@ -25,8 +25,8 @@ from dstrain.models.weights import weights_fingerprint
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SFT
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.module import TrainModule
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.module import TrainModule
 from tests.adapters import SIZES, adapter, merged_by_peft
 
 

@@ -20,7 +20,7 @@ from dstrain.models.gradient_checkpointing import (
 )
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.sft import SFT
-from dstrain.train.build_model import build_train_module
+from dstrain.training.build_model import build_train_module
 
 LAYERS, WIDTH = 2, 32
 

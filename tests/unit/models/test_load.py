@@ -39,7 +39,7 @@ from dstrain.planner.shapes import read_base_shape
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SFT
-from dstrain.train.run_dir import write_run_config
+from dstrain.training.run_dir import write_run_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -19,7 +19,7 @@ from dstrain.errors import RecipeError
 from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
 from dstrain.models.params import COMPONENTS, build_param_groups, components_by_id, freeze, matches_pattern
-from dstrain.train.build_run import summarize_components
+from dstrain.training.build_run import summarize_components
 from tests.adapters import SIZES
 from tests.vision_recipes import GEMMA3, TEXT, llava
 

@@ -27,7 +27,7 @@ from dstrain.models.params import components_by_id, freeze
 from dstrain.models.reward_model import AutoRewardModel, get_reward_model_class
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import _no_cache_kwargs
-from dstrain.train.export_checks import (
+from dstrain.training.export_checks import (
     check_exported_files,
     check_loaded_model,
     compute_digests,

@@ -17,9 +17,9 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError
 from dstrain.models.router_loss import check_router_loss
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.generate import GenerationModel, SamplingParams, generate_answers
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.generate import GenerationModel, SamplingParams, generate_answers
 
 SIZES = {
     "vocab_size": 300,

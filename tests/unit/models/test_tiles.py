@@ -18,7 +18,7 @@ from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing,
 from dstrain.models.tiles import TiledForward, check_tiles, enable_tiles, find_token_functions
 from dstrain.tasks import make_task
 from dstrain.tasks.sft import SFT
-from dstrain.train.build_model import build_train_module
+from dstrain.training.build_model import build_train_module
 from tests.cells import mark_slow
 from tests.model_families import FAMILIES, family
 

@@ -9,7 +9,7 @@ from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import named_config, read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
-from dstrain.train.list_parameters import list_base_parameters
+from dstrain.training.list_parameters import list_base_parameters
 
 GIB = 2**30
 

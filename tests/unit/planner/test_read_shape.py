@@ -105,7 +105,7 @@ def test_a_shape_without_that_name_is_refused_with_the_nearest() -> None:
                                      {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("task", ["sft", "rm"])
 def test_the_parameters_of_a_task_are_those_that_it_builds(task: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    from dstrain.train.list_parameters import list_parameters
+    from dstrain.training.list_parameters import list_parameters
 
     values = {
         "task": task,

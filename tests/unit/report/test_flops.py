@@ -15,7 +15,7 @@ from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, ScoreFields
 from dstrain.models.params import unwrap_peft
 from dstrain.report.flops import StepFlops, find_peak_flops
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build_model import build_train_module
+from dstrain.training.build_model import build_train_module
 
 ROWS, WIDTH, OUT, VOCABULARY = 3, 4, 5, 7
 PRODUCT = 2 * ROWS * WIDTH * OUT

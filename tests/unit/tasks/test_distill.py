@@ -22,8 +22,8 @@ from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.planner.shapes import read_properties
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.distill import Distill, class_log_probs, divergence, top_classes
-from dstrain.train.build_model import build_train_module
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
+from dstrain.training.build_model import build_train_module
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
@@ -177,7 +177,7 @@ def test_a_kept_output_is_an_array_for_each_target(tmp_path: Path, monkeypatch: 
     built: list[str] = []
     load = dstrain.tasks.common.model_source.load_model
     monkeypatch.setattr(dstrain.tasks.common.model_source, "load_model", lambda *args: built.append("") or load(*args))
-    monkeypatch.setattr("dstrain.train.precompute_outputs.ROWS_PER_ENTRY", 10)
+    monkeypatch.setattr("dstrain.training.precompute_outputs.ROWS_PER_ENTRY", 10)
     task = made(tmp_path, **KEPT)
     built.clear()
     splits = [task.examples("train"), task.examples("eval")]

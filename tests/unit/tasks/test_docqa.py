@@ -29,9 +29,9 @@ from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.docqa import focal_cross_entropy
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.evaluate import Evaluation
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.evaluate import Evaluation
 from tests.vocabulary import read_jsonl, write_jsonl, write_recipe
 from tests.workers import ROOT
 

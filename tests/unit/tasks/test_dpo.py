@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dstrain.tasks.common.model_source
-import dstrain.train.precompute_outputs
+import dstrain.training.precompute_outputs
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
@@ -20,8 +20,8 @@ from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput
 from dstrain.tasks import Task, dpo, make_task
 from dstrain.tasks.dpo import DPO
-from dstrain.train.build_model import build_train_module
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
+from dstrain.training.build_model import build_train_module
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import sigmoid
 
@@ -175,7 +175,7 @@ def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: py
 
 
 def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dstrain.train.precompute_outputs, "ROWS_PER_ENTRY", 10)
+    monkeypatch.setattr(dstrain.training.precompute_outputs, "ROWS_PER_ENTRY", 10)
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     asked: list[int] = []
     refer = DPO.reference_outputs
@@ -206,7 +206,7 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
 def key(task: Task, **more: Any) -> str:
     store: Any = task.examples("train").store  # type: ignore[union-attr]
     (found,) = iter_model_jobs(asking(task, **more))
-    return str(build_cache_key(found, store, dstrain.train.precompute_outputs._weights_fingerprint(found)))
+    return str(build_cache_key(found, store, dstrain.training.precompute_outputs._weights_fingerprint(found)))
 
 
 def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from dstrain.models.params import build_param_groups
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.kto import KTO, kto
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.module import TrainModule, compute_step_stats, with_step_stats
-from dstrain.train.engine.torch import TorchEngine
-from dstrain.train.evaluate import Evaluation
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.module import TrainModule, compute_step_stats, with_step_stats
+from dstrain.training.engine.torch import TorchEngine
+from dstrain.training.evaluate import Evaluation
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.parity.cases import move
 from tests.vocabulary import sigmoid
 

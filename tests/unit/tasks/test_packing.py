@@ -21,7 +21,7 @@ from dstrain.tasks.common.forward import forward_logits
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.tasks.common.text import resolve_packing
 from dstrain.tasks.vlm import TINY_CONFIG
-from dstrain.train.build_model import build_train_module
+from dstrain.training.build_model import build_train_module
 from tests.cells import SLOW, mark_slow
 from tests.model_families import family
 from tests.parity.cases import one_step, several_steps, tiny_task

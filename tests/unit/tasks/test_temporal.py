@@ -14,7 +14,7 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.errors import DataError, DstrainError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.temporal import Temporal
-from dstrain.train.build_model import build_model
+from dstrain.training.build_model import build_model
 
 
 def make(folder: Path, options: dict[str, Any] | None = None, **changes: Any) -> Temporal:

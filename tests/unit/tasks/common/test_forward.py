@@ -21,7 +21,7 @@ from dstrain.tasks.common.forward import (
     forward_logits,
     needs_attention_mask,
 )
-from dstrain.train.build_model import build_model
+from dstrain.training.build_model import build_model
 from tests.model_families import FAMILIES, family
 
 LENGTHS = (70, 50, 9, 33)

@@ -16,9 +16,9 @@ from dstrain.errors import DataError, RecipeError, TaskError, UsageError
 from dstrain.planner.shapes import read_properties
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.judge import JUDGE_KEY, Judge, check_generation_data, check_judge, count_wins, make_judge
-from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.base import ForwardEngine
-from dstrain.train.evaluate import Evaluation
+from dstrain.training.build_model import build_train_module
+from dstrain.training.engine.base import ForwardEngine
+from dstrain.training.evaluate import Evaluation
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import message, read_jsonl, write_jsonl
@@ -48,7 +48,7 @@ def evaluate(task: Any, monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -
         start = len(asked) - len(prompts)
         return [task.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts[start : len(asked)]]
 
-    monkeypatch.setattr("dstrain.train.evaluate.generate_answers", answer)
+    monkeypatch.setattr("dstrain.training.evaluate.generate_answers", answer)
     engine = ForwardEngine(build_train_module(task), {}, SingleProcessWorld())
     examples = task.examples("eval")
     check_generation_data(task, examples)

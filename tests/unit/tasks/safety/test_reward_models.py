@@ -28,9 +28,9 @@ from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, load_split
 from dstrain.tasks.dpo import DPO
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build_model import build_model, build_train_module
-from dstrain.train.engine.module import with_scores
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
+from dstrain.training.build_model import build_model, build_train_module
+from dstrain.training.engine.module import with_scores
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.contract.lora_cases import save_base
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe

@@ -22,9 +22,9 @@ from dstrain.tasks.dpo import DPO
 from dstrain.tasks.safety.options import SafetyOptions
 from dstrain.tasks.safety.pair_loss import SafePairs, with_pair_weight
 from dstrain.tasks.safety.safe_dpo import HARMLESS_COLUMNS, corrupt_image, order_dataset
-from dstrain.train.build_model import build_model, build_reference
-from dstrain.train.engine.module import TrainModule
-from dstrain.train.precompute_outputs import OutputsJob, add_frozen_outputs
+from dstrain.training.build_model import build_model, build_reference
+from dstrain.training.engine.module import TrainModule
+from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.parity.cases import move
 from tests.vision_recipes import named_recipe, picture
 from tests.vocabulary import sigmoid, write_jsonl

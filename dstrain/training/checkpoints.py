@@ -1,0 +1,478 @@
+"""Checkpoints of a run: written by rename, kept, selected, deleted."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from dstrain.batch import Progress
+from dstrain.distributed.store import find_connection_error, unknown_peer_message
+from dstrain.distributed.world import Ranks
+from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError
+from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, sync_folder
+from dstrain.report.run_log import format_current_time
+from dstrain.training.state.manifest import (
+    CHECKPOINT_NAME_PATTERN,
+    MANIFEST_FIELDS,
+    MANIFEST_FILE,
+    CheckpointFault,
+    CheckpointInfo,
+    FileEntry,
+    finalize_checkpoint,
+    find_checkpoints,
+    find_fault,
+    gather_or_raise,
+    inspect_checkpoint,
+    iter_checkpoints,
+    list_checkpoint_names,
+    parse_step,
+    read_checkpoint_info,
+)
+
+# `best` is a symbolic link where the file system has them. `cp -rL`, zip and most object stores turn the link
+# best -> step-00000200 into a second copy of the folder, or into a file with the text `step-00000200`. All three are
+# read here, and the first save turns the other two back into a link.
+
+
+BEST_NAME = "best"
+MAX_LINK_TEXT_BYTES = 64
+"""Largest size of a file in place of the link, in bytes; a name has about 13."""
+
+
+def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
+    """Return the complete checkpoint `best`, `last` or of a step; `best` is the last if none is marked.
+
+    Raises UsageError if there is none.
+    """
+    folder = run_dir / "checkpoints"
+    complete = [info for info in find_checkpoints(folder) if info.is_complete]
+    best = find_best(folder) if selector == "best" else None
+    if best is not None and best.name == "best" and find_fault(best, check_hashes=False) is None:
+        return read_checkpoint_info(best, None)
+    if not complete:
+        raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
+    if selector == "last" or (selector == "best" and best is None):
+        return complete[0]
+    if best is None and not re.fullmatch(r"[0-9]{1,15}", selector):
+        raise UsageError(f"--step {selector}: must be a step number, best or last")
+    for info in complete:
+        if info.path == best or (best is None and info.step == int(selector)):
+            return info
+    steps = ", ".join(str(info.step) for info in complete)
+    raise UsageError(f"--step {selector}: no complete checkpoint of this step; available: {steps}")
+
+
+def read_best_name(folder: Path) -> str | None:
+    """Return the folder name that `best` refers to; None if there is no `best`, or it is something else."""
+    best = folder / BEST_NAME
+    try:
+        if best.is_symlink():
+            name = os.path.basename(os.path.realpath(best))
+        elif (best / "run.json").is_file():
+            name = f"step-{int(json.loads(read_limited(best / 'run.json', MAX_JSON_BYTES))['step']):08d}"
+        elif best.is_file() and best.stat().st_size <= MAX_LINK_TEXT_BYTES:
+            name = os.path.basename(best.read_text(encoding="utf-8").strip())
+        else:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if CHECKPOINT_NAME_PATTERN.fullmatch(name) else None
+
+
+def find_best(folder: Path) -> Path | None:
+    """Return the folder that `best` refers to; the copy itself if its step's folder no longer exists."""
+    name = read_best_name(folder)
+    if name is None:
+        return None
+    if (folder / name).exists():
+        return folder / name
+    copy = folder / BEST_NAME
+    return copy if copy.is_dir() and not copy.is_symlink() else None
+
+
+def set_best(folder: Path, step: int) -> None:
+    """Let `best` link to the checkpoint of this step, or be a file with its name. Raises CheckpointError if damaged."""
+    name = f"step-{step:08d}"
+    if (folder / BEST_NAME).is_symlink() and os.readlink(folder / BEST_NAME) == name:
+        return
+    if fault := find_fault(folder / name, check_hashes=False):
+        raise CheckpointError(f"{name} cannot be the best: {fault}")
+    (folder / "best.new").unlink(missing_ok=True)
+    try:
+        (folder / "best.new").symlink_to(name)
+    except OSError:  # no symbolic links on this file system (exFAT, SMB); the error number differs
+        if not (folder / BEST_NAME).is_dir() and read_best_name(folder) == name:
+            return
+        (folder / "best.new").write_text(f"{name}\n", encoding="utf-8")
+    _remove_best_copy(folder / BEST_NAME)
+    # A rename, so that `best` exists at every moment.
+    os.replace(folder / "best.new", folder / BEST_NAME)
+
+
+def clear_best(folder: Path) -> None:
+    """Remove `best`."""
+    _remove_best_copy(folder / BEST_NAME)
+    (folder / BEST_NAME).unlink(missing_ok=True)
+
+
+def restore_best_copy(folder: Path, latest_step: int) -> None:
+    """If `best` is a copy of a checkpoint that is missing or damaged, rename the copy to that checkpoint's name.
+
+    A copy of a step after `latest_step`, the newest of the run, is renamed with a timestamp: a later start would
+    continue from it.
+    """
+    best, name = folder / BEST_NAME, read_best_name(folder)
+    if best.is_symlink() or not best.is_dir() or name is None:
+        return
+    if find_fault(best, check_hashes=False) is not None or find_fault(folder / name, check_hashes=False) is None:
+        return
+    if parse_step(name) > latest_step:
+        _rename_with_timestamp(best)
+        return
+    if (folder / name).exists():
+        _rename_with_timestamp(folder / name)
+    best.rename(folder / name)
+
+
+def _remove_best_copy(best: Path) -> None:
+    """Remove `best` if it is a second copy of a complete checkpoint; rename any other folder with a timestamp."""
+    if best.is_symlink() or not best.is_dir():
+        return
+    name = read_best_name(best.parent)
+    if (
+        (best / MANIFEST_FILE).is_file()
+        and name is not None
+        and find_fault(best.parent / name, check_hashes=False) is None
+    ):
+        shutil.rmtree(best)
+    else:
+        _rename_with_timestamp(best)
+
+
+def _rename_with_timestamp(folder: Path) -> None:
+    folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
+
+
+def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, Any]]:
+    """Return the checkpoints of a folder, newest first, as `dstrain checkpoints --json` prints them."""
+    best = read_best_name(folder)
+    return [
+        {
+            "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,
+            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.status, "best": info.path.name == best,
+        }
+        for info in find_checkpoints(folder, verify)
+    ]  # fmt: skip
+
+
+# In the folder `checkpoints` of a run:
+#
+#     step-00000200.partial/   being written, or left by a killed run; never read
+#     step-00000100/           complete: MANIFEST.json was written last
+#     step-00000100.old/       replaced by step-00000100; exists between two renames
+#     superseded-TIME-step-00000200/   newer than the checkpoint that the run continued from; removed once step 200
+#                              is saved again
+#     best -> step-00000100
+#
+# Nothing is pickled.
+
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class CheckpointStore:
+    """Checkpoints of a run: saved and verified by all ranks together, and pruned."""
+
+    folder: Path
+    """The folder `checkpoints` in the run folder, shared by all hosts."""
+    world: Ranks
+    keep: int | None = 3
+    """Number of newest checkpoints to keep; None for all."""
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+    best_mode: Literal["min", "max"] = "min"
+    """Direction in which the metric is better; the best checkpoint is kept too."""
+    check_usable: Callable[[Path], None] | None = None
+    """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
+    check_owner: Callable[[], None] | None = None
+    """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
+    in_use: Callable[[], Collection[str]] = tuple
+    """Names of checkpoints that are not pruned yet, since they are being copied."""
+    _is_best_checked: bool = field(default=False, init=False, repr=False, compare=False)
+    """True once all metrics were compared, after which `best` follows this run's metric."""
+
+    def save(
+        self,
+        write: Callable[[Path], Mapping[str, FileEntry]],
+        progress: Progress,
+        run_info: Mapping[str, Any],
+        metric: float | None = None,
+    ) -> Path:
+        """Write a checkpoint and rename it to its final name; return that folder. Collective.
+
+        Every rank calls `write(folder)`, which writes the rank's files and returns their sizes and hashes. On failure
+        every rank raises CheckpointError, and older checkpoints are unchanged.
+        """
+        final = self.folder / f"step-{progress.step:08d}"
+        partial = final.with_suffix(".partial")
+        fields = (progress.step, progress.samples, metric, self.world.size, run_info.get("zero_stage"))
+        run_info = {"time": format_current_time(), **run_info, **dict(zip(MANIFEST_FIELDS, fields, strict=True))}
+        try:
+            self.run_on_rank_zero(f"making {partial}", lambda: self._create_partial(partial))
+            written = self._run_on_all_ranks(f"writing {final.name}", lambda: write(partial))
+            files = {name: entry for share in written for name, entry in share.items()}
+            # After all ranks have written: the manifest names every file, with the hashes of its writer.
+            self.run_on_rank_zero(f"sealing {partial}", lambda: self._finalize(partial, files, run_info))
+            self.run_on_rank_zero(f"committing {final.name}", lambda: _commit(partial, final))
+        except RunFolderLockedError:
+            raise
+        except CheckpointError:
+            if self.world.rank == 0:  # all ranks have returned, so none writes any more
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        # After the rename: an error from here on leaves a complete checkpoint.
+        self.run_on_rank_zero("choosing the best", lambda: self._update_best(final))
+        self.run_on_rank_zero("pruning", lambda: self._prune(progress.step))
+        return final
+
+    def _create_partial(self, partial: Path) -> None:
+        if self.check_owner is not None:
+            self.check_owner()
+        _create_empty_folder(partial)
+
+    def _finalize(self, partial: Path, files: dict[str, FileEntry], run_info: Mapping[str, Any]) -> None:
+        from dstrain.training.state.files import write_index
+
+        write_index(partial, files)
+        finalize_checkpoint(partial, files, run_info)
+        if self.check_owner is not None:
+            self.check_owner()
+        if self.check_usable is not None:
+            self.check_usable(partial)
+
+    def find_latest_valid(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+        """Return the newest complete checkpoint, or None, and the newer damaged ones. Collective."""
+        # One list for all ranks: another host may have an older listing in its NFS cache.
+        names = self.run_on_rank_zero("listing checkpoints", lambda: list_checkpoint_names(self.folder))
+        passed_over: list[CheckpointInfo] = []
+        for name in names:
+            path = self.folder / name
+            fault = self.find_fault(path)
+            if fault is None:
+                return read_checkpoint_info(path, None), passed_over
+            passed_over.append(read_checkpoint_info(path, fault))
+        return None, passed_over
+
+    def find_fault(self, path: Path) -> CheckpointFault | None:
+        """Return why a checkpoint cannot be read; None if it is complete. Collective.
+
+        Every byte is read and hashed, a share by each rank.
+        """
+        fault = find_fault(path, share=(self.world.rank, self.world.size))
+        with self._peer_errors(f"verifying {path}"):
+            faults = self.world.gather(fault)
+        for rank, found in enumerate(faults):
+            if found is not None:
+                return replace(found, reason=f"{found.reason} (rank {rank})")
+        return None
+
+    def remove_incomplete(self) -> list[str]:
+        """Remove incomplete checkpoints of a killed run; return their names. Call before the first save. Collective."""
+        with self._peer_errors("waiting for the ranks that read checkpoints"):
+            self.world.gather(None)  # the cleanup renames `step-N.old`, which a slower rank may still read
+        return self.run_on_rank_zero("cleaning up", lambda: _remove_incomplete(self.folder))
+
+    def supersede_newer(self, checkpoint: CheckpointInfo) -> list[str]:
+        """Rename the checkpoints newer than the one that the run continues from; return their names. Collective."""
+        superseded = self.run_on_rank_zero(
+            "superseding newer checkpoints", lambda: _replace_newer(self.folder, checkpoint)
+        )
+        if superseded:
+            self.run_on_rank_zero("choosing the best", self._choose_best)
+        return superseded
+
+    def _update_best(self, saved: Path) -> None:
+        """Let `best` point to the new checkpoint if it is better; compare all if the old best cannot be compared."""
+        new, best = inspect_checkpoint(saved), read_best_name(self.folder)
+        if self._is_best_checked and new.metric is None and best is None:
+            return
+        # Compared with all checkpoints once: `best` may come from a run with another metric.
+        old = (
+            inspect_checkpoint(self.folder / best) if self._is_best_checked and best not in (None, saved.name) else None
+        )
+        if old is None or not old.is_complete or old.metric is None or not new.is_complete:
+            self._choose_best()
+        elif new.metric is not None and math.isfinite(new.metric) and self._sign * new.metric < self._sign * old.metric:
+            set_best(self.folder, new.step)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.best_mode == "min" else -1
+
+    def _choose_best(self) -> None:
+        """Point `best` to the complete checkpoint with the best metric, the older of equals; remove it without one."""
+        sign = self._sign
+        self._is_best_checked = True
+        restore_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
+        metrics = [(info.metric, info.step) for info in find_checkpoints(self.folder) if info.is_complete]
+        found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
+        if found:
+            set_best(self.folder, min(found)[1])
+        else:
+            clear_best(self.folder)
+
+    def _prune(self, current_step: int) -> None:
+        """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
+        if self.keep is None:
+            return
+        complete = (info.step for info in iter_checkpoints(self.folder) if info.is_complete)
+        # Damaged ones do not count, or they would push out checkpoints that can be loaded.
+        oldest = min(itertools.islice(complete, self.keep), default=0)
+        best = read_best_name(self.folder)
+        for name in list_checkpoint_names(self.folder):
+            step = parse_step(name)
+            multiple = self.keep_every is not None and step % self.keep_every == 0
+            if step < oldest and not multiple and name not in (best, *self.in_use()) and step != current_step:
+                remove_checkpoint(self.folder / name)
+        for path in list_old_versions(self.folder):
+            if parse_step(path.name) <= current_step:  # the run has reached this step again
+                remove_checkpoint(path)
+
+    def run_on_rank_zero(self, action: str, function: Callable[[], T]) -> T:
+        """Call the function on rank 0 and return its result; raise on all ranks if it failed. Collective."""
+        return cast(T, self._run_on_all_ranks(action, lambda: function() if self.world.rank == 0 else None)[0])
+
+    def _run_on_all_ranks(self, action: str, function: Callable[[], T]) -> list[T]:
+        """Call the function on every rank and return all results, by rank; raise on all if one failed. Collective."""
+        error, value = None, None
+        try:
+            value = function()
+        except Exception as caught:  # of any kind: the other ranks must learn of it, not wait
+            error = caught
+
+        def summarize(faults: list[str]) -> str:
+            return (
+                f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {self._unchanged_hint()}"
+            )
+
+        with self._peer_errors(action):
+            return cast("list[T]", gather_or_raise(self.world, value, error, summarize))
+
+    def _unchanged_hint(self) -> str:
+        return f"the older checkpoints in {self.folder} are unchanged: fix the cause and start again"
+
+    @contextmanager
+    def _peer_errors(self, action: str) -> Iterator[None]:
+        """Raise PeerFailureError if a rank is gone inside; the partial folder is left to the next start."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (reason := find_connection_error(error)) is None:
+                raise
+            raise PeerFailureError(action, unknown_peer_message(reason), self._unchanged_hint()) from error
+
+
+def list_old_versions(folder: Path) -> list[Path]:
+    """Return the checkpoints that were renamed because the run continued from an older one."""
+    names = (name for name in sorted(list_folder(folder)) if name.startswith("superseded-"))
+    return [folder / name for name in names if REMOVABLE_NAME_PATTERN.fullmatch(name)]
+
+
+REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
+"""Folder names that a run may remove; all others are the user's."""
+
+
+def _create_empty_folder(folder: Path) -> None:
+    clear_path(folder)
+    folder.mkdir(parents=True)
+
+
+def _commit(partial: Path, final: Path) -> None:
+    """Rename a written checkpoint to its final name. The one that it replaces can be found as `.old` until then."""
+    old = final.with_suffix(".old")
+    if final.exists():
+        # Two renames, as no file system replaces a folder with content; `.old` is found between them.
+        clear_path(old)
+        rename_folder(final, old)
+    rename_folder(partial, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first: one that is half removed must not look like a checkpoint."""
+    partial = path.with_suffix(".partial")
+    clear_path(partial)
+    rename_folder(path, partial)
+    shutil.rmtree(partial, ignore_errors=True)  # remove_incomplete removes files that a reader holds open on NFS
+
+
+def _remove_incomplete(folder: Path) -> list[str]:
+    removed = []
+    for name in sorted(list_folder(folder)):
+        path = folder / name
+        successor = path.with_suffix("")
+        if path.suffix not in (".partial", ".old") or not REMOVABLE_NAME_PATTERN.fullmatch(successor.name):
+            continue  # a folder of the user
+        # Killed between the two renames of a commit.
+        if path.suffix == ".old" and not successor.exists():
+            rename_folder(path, successor)
+        elif remove_folder(path):
+            removed.append(path.name)
+    (folder / "best.new").unlink(missing_ok=True)
+    return removed
+
+
+def _replace_newer(folder: Path, checkpoint: CheckpointInfo) -> list[str]:
+    # Checkpoints of another run are not this one's to rename.
+    if checkpoint.path.parent.resolve() != folder.resolve():
+        return []
+    restore_best_copy(folder, checkpoint.step)
+    newer = [folder / name for name in list_checkpoint_names(folder) if parse_step(name) > checkpoint.step]
+    for path in newer:
+        rename_folder(path, folder / f"superseded-{time.time_ns()}-{path.name}")
+    return [path.name for path in newer]
+
+
+def clear_path(path: Path) -> None:
+    """Remove a checkpoint folder; if NFS keeps files that a reader has open, rename it for a later cleanup."""
+    if not remove_folder(path):
+        name = path.name[path.name.index("step-") :].removesuffix(".partial")
+        rename_folder(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
+
+
+def remove_folder(path: Path) -> bool:
+    """Remove a folder; return False if NFS keeps a file (.nfs*) that a process has open. Raises OSError."""
+    # Twice: the first pass goes on after an error, the second one tells what is left.
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def rename_folder(path: Path, target: Path) -> None:
+    """Rename a folder to a free name. An NFS client that repeats a request gets an error that `path` is missing."""
+    try:
+        os.rename(path, target)
+    except FileNotFoundError:
+        # Both the other way round: the first request did the rename, and its answer was lost.
+        if path.exists() or not target.exists():
+            raise

@@ -1,0 +1,198 @@
+"""The engine protocol, what both engines share, and an engine for inference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import OptimConfig
+from dstrain.distributed.world import World
+from dstrain.models.params import ParamGroup, init_deepspeed
+from dstrain.models.tiles import use_leaf_modules
+from dstrain.training.engine.module import (
+    TrainModule,
+    compute_step_stats,
+    evaluate_batch,
+    total_step_weight,
+    with_scores,
+    with_step_stats,
+)
+from dstrain.training.state.engine_state import iter_state, load_state
+from dstrain.training.state.files import CheckpointReader, StateFile, iter_state_files
+from dstrain.training.state.layout import StateSlice
+
+
+class EvalEngine(Protocol):
+    """Engine without an optimizer: all that an evaluation needs."""
+
+    world: World
+
+    @property
+    def unwrapped(self) -> Any:
+        """The TrainModule without DeepSpeed's engine; its submodules' weights are gathered in their forward passes."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where each rank holds a part of the weights: every rank must make the same forward passes."""
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Return the sums over one batch without changing the weights. Collective at stage 3."""
+
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """Return the extra columns of each batch for a task with step statistics. Collective."""
+
+
+class Engine(EvalEngine, Protocol):
+    """Engine with an optimizer: all that the training loop needs."""
+
+    train_module: TrainModule
+
+    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
+        """Take one optimizer step over these micro-batches of this rank. Collective.
+
+        `weight`: that of the batches of all ranks, where it is known.
+        """
+
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        """Yield this rank's part of weights and optimizer state; a group is valid until the next is requested."""
+
+    def state_files(self) -> Iterator[StateFile]:
+        """Yield this rank's part of the state as the files of a checkpoint."""
+
+    def state_metadata(self) -> dict[str, Any]:
+        """Return names, full shapes and counters, as rank 0 writes them once per checkpoint."""
+
+    def load(self, checkpoint: CheckpointReader) -> str:
+        """Load a checkpoint of any engine on any number of ranks. Collective.
+
+        Returns a sentence on the optimizer state that starts from zero; empty if all of it was loaded.
+        """
+
+
+class ForwardPasses:
+    """Forward passes without gradients, of a module that every rank holds or shares."""
+
+    world: World
+    module: Any
+    """The TrainModule, or DeepSpeed's engine around it."""
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Return the sums over one batch; the module must be a TrainModule. Collective at stage 3."""
+        return evaluate_batch(self.module, batch, self.world)
+
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """Return the extra columns of each batch for a task with step statistics. Collective."""
+        self.module.eval()
+        return compute_step_stats(self.module, batches, self.world)
+
+
+class TrainEngine(ForwardPasses):
+    """What a step and a checkpoint are with either engine."""
+
+    train_module: TrainModule
+
+    def __init__(self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig) -> None:
+        self.train_module = train_module
+        self._lr_scales = [group.lr_scale for group in param_groups]
+        self._optimizer_name = optim.name
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose state a checkpoint holds."""
+        raise NotImplementedError
+
+    @property
+    def unwrapped(self) -> TrainModule:
+        return self.train_module
+
+    def _prepare_step(self, batches: Sequence[Batch], weight: float | None) -> tuple[Sequence[Batch], float]:
+        """Return the batches of a step with the columns that its losses read, and the weight of the whole step."""
+        self.module.train()
+        batches, inputs = with_scores(self.module, batches, self.world), self.train_module.loss_inputs
+        # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
+        batches = with_step_stats(self.module, inputs, batches, self.world)
+        # Weights may follow from scores, which are known only now.
+        known = None if len(self.train_module.reward_models) else weight
+        return batches, total_step_weight(batches, self.world, inputs, known)
+
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        return iter_state(self.train_module.stored_model, self.optimizer, self.world.rank)
+
+    def state_files(self) -> Iterator[StateFile]:
+        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
+
+    def state_metadata(self) -> dict[str, Any]:
+        return {"shapes": self.train_module.stored_model.shapes(), "optimizer": self._optimizer_name}
+
+    def load(self, checkpoint: CheckpointReader) -> str:
+        model = self.train_module.stored_model
+        return load_state(model, self.optimizer, checkpoint, self._optimizer_name, self.world)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch for one step. Dropout depends on seed, step and rank alone, so no random state needs saving."""
+    # crc32, since `hash()` of a text differs between processes.
+    torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
+
+
+class ForwardEngine(ForwardPasses):
+    """Module that is replicated on every rank, or in ZeRO-3 shards if the DeepSpeed config says stage 3.
+
+    At stage 3 the module must have been built inside `zero3_init`, and every rank must make the same forward passes.
+    """
+
+    def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any], world: World) -> None:
+        self.world = world
+        self.is_sharded = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+        self.module: Any = module.requires_grad_(False).eval()
+        if not self.is_sharded:
+            self.module.to(world.device)
+            return
+        import deepspeed
+
+        init_deepspeed()
+        use_leaf_modules(module)
+        zero = {key: value for key, value in ds_config["zero_optimization"].items() if key != "offload_optimizer"}
+        self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
+        # DeepSpeed's engine is a new module around this one, and new modules are in training mode.
+        self.module.eval()
+
+    @property
+    def unwrapped(self) -> Any:
+        """The module without DeepSpeed's engine; its submodules' weights are gathered during their forward passes."""
+        return self.module.module if self.is_sharded else self.module
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Any:
+        """Return the module's result for a batch. Collective at stage 3."""
+        return self.module(batch.to(self.world.device))
+
+
+def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with a folder of this process for weights on NVMe, below the configured one.
+
+    DeepSpeed empties the folder that it gets, and a run's folder may be in use by its training.
+    """
+    own = copy.deepcopy(dict(ds_config))
+    block = own.get("zero_optimization", {}).get("offload_param", {})
+    if block.get("device") == "nvme":
+        block["nvme_path"] = str(Path(block["nvme_path"]) / f"forward-{os.getpid()}")
+    return own
+
+
+def remove_private_nvme_path(ds_config: Mapping[str, Any]) -> None:
+    """Remove the folder of `with_private_nvme_path`."""
+    path = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("nvme_path")
+    if path is not None and Path(path).name == f"forward-{os.getpid()}":
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # in use by others, or never created
+            Path(path).parent.rmdir()

@@ -1,0 +1,277 @@
+"""Memory while training: measured, predicted, exceeded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import resource
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dstrain.config import BatchPlan, RunConfig
+from dstrain.distributed.world import World
+from dstrain.errors import OutOfMemoryError
+from dstrain.host_memory import get_available_memory
+from dstrain.planner.choose import list_fixes, suggest_fixes
+from dstrain.planner.memory import plan_memory
+from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.workload import Cluster
+from dstrain.preset import Preset
+from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
+from dstrain.report.memory import peak_process_bytes
+from dstrain.report.run_log import RunLog
+from dstrain.training.engine.module import OPTIMIZER_UPDATE
+from dstrain.training.health.watchdog import RESTART_HINT, stacks_path
+from dstrain.training.list_parameters import list_base_parameters
+from dstrain.training.start import describe_reduction, write_reduced_batch
+from dstrain.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """Predicted memory of one rank. On a CPU the device is the process's own host memory."""
+
+    device_bytes: int
+    host_bytes_per_node: int
+    lines: tuple[tuple[str, str, int], ...]
+    """(name, place, bytes) of each part; the place is gpu, host or nvme."""
+    fixes: tuple[str, ...]
+    """Changes of the recipe that save device memory, the cheapest in speed first."""
+
+
+def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
+    """Return the planner's forecast; None where it cannot read the shape of the model."""
+    try:
+        properties = read_properties(config)
+        shape = read_shape(config, properties, list_base_parameters)
+        plan = plan_memory(config, preset, cluster, shape, properties)
+        fixes = suggest_fixes(config, preset, cluster, shape, None, properties, list_base_parameters)
+        described = tuple(fix.describe() for fix in fixes)
+    except Exception as error:  # a forecast that fails must not stop a run
+        log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
+        return None
+    return MemoryForecast(
+        # torch's allocator does not see what is outside of it; on a CPU the whole process is measured.
+        device_bytes=plan.tensor_bytes if cluster.kind == "cuda" else plan.gpu_bytes,
+        host_bytes_per_node=plan.host_bytes_per_node,
+        lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
+        fixes=described,
+    )
+
+
+def describe_forecast(forecast: MemoryForecast | None, measured_bytes: int, device_type: str = "cuda") -> str:
+    """Return `memory: predicted 11.2 GiB, measured 10.8 GiB`, of the rank with most.
+
+    On a CPU only the measured value: there the prediction is mostly a reserve for libraries, and buffers whose pages a
+    small model never touches.
+    """
+    predicted = "" if forecast is None or device_type == "cpu" else f"predicted {format_bytes(forecast.device_bytes)}, "
+    return f"memory: {predicted}measured {format_bytes(measured_bytes)}"
+
+
+PRECOMPUTING = "computing the outputs of frozen models"
+"""Activity before the first step in which passes take the micro-batch too."""
+COMPARED_STEP = 2
+"""Step after which predicted and measured memory are compared: the first one allocates optimizer state."""
+
+
+@dataclass(kw_only=True)
+class MemoryMonitor:
+    """Memory of a run on this rank."""
+
+    config: RunConfig
+    batch: BatchPlan
+    preset: Preset
+    world: World
+    run_dir: Path
+    forecast: MemoryForecast | None = None
+
+    @property
+    def can_shrink(self) -> bool:
+        """True if a restart with a smaller micro-batch may go on where memory runs out (`batch.on_oom: shrink`)."""
+        return self.config.batch.on_oom == "shrink" and self.batch.half(self.world.size) is not None
+
+    @contextlib.contextmanager
+    def explain(self) -> Iterator[None]:
+        """Context that replaces a failed allocation by an OutOfMemoryError with the message for the user."""
+        try:
+            yield
+        except Exception as error:
+            failure = None if isinstance(error, OutOfMemoryError) else find_allocation_failure(error)
+            if failure is None:
+                raise
+            self._write_stack(error)
+            if failure.place == "host":  # the frames hold what the pass has allocated, and the message needs memory too
+                traceback.clear_frames(error.__traceback__)
+                free_cached_memory()
+            try:
+                found = self._to_error(failure)
+            except (MemoryError, RuntimeError):
+                what = f"rank {self.world.rank}, {self._where()}: could not allocate {failure.describe()}"
+                found = OutOfMemoryError(f"out of memory: {what}, nor the memory for a longer message")
+            raise found from None
+
+    def is_before_update(self) -> bool:
+        """Return True where memory ran out in a pass that takes the micro-batch, before any weight was changed."""
+        log = self.world.log
+        if log.phase.startswith("step "):
+            return log.activity not in ("", OPTIMIZER_UPDATE)
+        return log.phase.startswith("evaluation ") or (not log.phase and log.activity == PRECOMPUTING)
+
+    def compare_with_forecast(self, steps_of_this_start: int, run_log: RunLog) -> None:
+        """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
+        if steps_of_this_start != COMPARED_STEP:
+            return
+        measured = max(self.world.gather(peak_process_bytes(self.world.device)))
+        predicted = None if self.forecast is None else self.forecast.device_bytes
+        fields: dict[str, int] = {}
+        if self.forecast is not None and self.world.device.type == "cuda":
+            fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
+        line = describe_forecast(self.forecast, measured, self.world.device.type)
+        run_log.announce(line, "memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
+
+    def _where(self) -> str:
+        log = self.world.log
+        return ", ".join(filter(None, [log.phase, log.activity])) or "starting"
+
+    def _to_error(self, failure: AllocationFailure) -> OutOfMemoryError:
+        """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
+        log, is_cuda = self.world.log, self.world.device.type == "cuda"
+        is_on_device = is_cuda == (failure.place == "gpu")
+        change = self._store_reduced() if is_on_device and self.is_before_update() else ""
+        text = f"{self._where()}: could not allocate {failure.describe()}"
+        with contextlib.suppress(OSError):
+            journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
+            journal.log_event(
+                "out_of_memory", step=log.step, rank=self.world.rank, what=text, requested_bytes=failure.requested_bytes
+            )
+            journal.close()
+        return self._compose(text, is_on_device, change, failure.text)
+
+    def _store_reduced(self) -> str:
+        """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
+        reduced = self.batch.half(self.world.size) if self.can_shrink else None
+        if reduced is None:
+            return ""
+        steps_taken = max((self.world.log.step or 1) - 1, 0)
+        try:
+            write_reduced_batch(self.run_dir, self.config, reduced, self.world.size, steps_taken)
+        except OSError:  # a full disk: the run ends with its error as if the recipe said stop
+            return ""
+        return describe_reduction(self.batch, reduced)
+
+    def _compose(self, where: str, is_on_device: bool, change: str = "", reason: str = "") -> OutOfMemoryError:
+        device = self.world.device
+        place = f" ({device})" if device.type == "cuda" else ""
+        title = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
+        if is_on_device:
+            memory = describe_device_memory(device, self.forecast)
+            fixes = [] if self.forecast is None else [*self.forecast.fixes]
+            if not fixes:
+                found = list_fixes(self.config, self.preset, self.batch, self.world.size)
+                fixes = [fix.describe() for fix in found]
+            if self.config.batch.on_oom == "stop" and self.batch.half(self.world.size) is not None:
+                fixes.append("batch.on_oom stop -> shrink starts again with half the micro-batch")
+        else:
+            memory = describe_host_memory()
+            fixes = list_host_fixes(self.config, self.preset, device.type == "cpu")
+        last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
+        return OutOfMemoryError(format_message(title, [reason, *memory] if reason else memory, fixes, last), change)
+
+    def _write_stack(self, error: Exception) -> None:
+        """Append the traceback to the file of this rank's stacks: the message has no room for it."""
+        path = stacks_path(self.run_dir, self.world.rank)
+        with contextlib.suppress(OSError, MemoryError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)
+
+
+BYTES_OF_TRAINING = 16
+"""Bytes per trained parameter with Adam in mixed precision: weight and gradient 2 each, fp32 master weight and two
+moments 4 each (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1)."""
+
+
+def list_host_fixes(config: RunConfig, preset: Preset, is_on_cpu: bool) -> list[str]:
+    """Return the fixes for full host memory."""
+    data = config.data
+    found = [
+        f"data.workers: below {data.workers}, and data.prefetch: below {data.prefetch}: saves batches that wait in memory"
+    ]
+    if preset.offload_optimizer == "cpu" or preset.offload_param == "cpu":
+        found.append(
+            f"ds_config: one without offloading to the host (now {preset.name}), or zero3_nvme: "
+            f"saves up to {BYTES_OF_TRAINING - 4} bytes per trained parameter on the host"
+        )
+    if config.save.background:
+        found.append("save.background: false: saves the copy of the state that is being written")
+    if not is_on_cpu and data.pin:
+        found.append("data.pin: false: saves page-locked copies of batches")
+    return [*found, "fewer processes per host, or a host or a container limit with more memory"]
+
+
+def free_cached_memory() -> None:
+    """Return unused memory of torch's allocator to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def format_message(title: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:
+    """Return the message: the title, lines about memory, numbered fixes, and what happens next."""
+    numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
+    what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
+    return "\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last_line])
+
+
+def describe_device_memory(device: torch.device, forecast: MemoryForecast | None) -> list[str]:
+    """Return the memory of a rank by line, predicted by the plan and measured; for a CPU, that of its process."""
+    predicted = [] if forecast is None else [*_iter_predicted(forecast)]
+    measured = _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
+    return [*predicted, *measured]
+
+
+def describe_host_memory() -> list[str]:
+    """Return the host memory of this process and of its host by line."""
+    return [*_iter_host_counters()]
+
+
+def _iter_predicted(forecast: MemoryForecast) -> Iterator[str]:
+    lines = [(name, num_bytes) for name, place, num_bytes in forecast.lines if place == "gpu"]
+    width = max((len(name) for name, _ in lines), default=0)
+    yield f"{'planned'.ljust(width)}  {format_bytes(forecast.device_bytes)} in all"
+    for name, num_bytes in lines:
+        yield f"  {name.ljust(width)}  {format_bytes(num_bytes)}"
+
+
+def _iter_gpu_counters(device: torch.device) -> Iterator[str]:
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    yield (
+        f"measured: tensors {format_bytes(allocated)}, at most {format_bytes(torch.cuda.max_memory_allocated(device))}; "
+        f"reserved by torch {format_bytes(reserved)}, of which {format_bytes(reserved - allocated)} in gaps"
+    )
+    with suppress(RuntimeError):  # some virtual GPUs do not tell
+        free, total = torch.cuda.mem_get_info(device)
+        others = max(total - free - reserved, 0)
+        yield f"GPU: {format_bytes(total)}, free {format_bytes(free)}, used outside torch {format_bytes(others)}"
+
+
+def _iter_host_counters() -> Iterator[str]:
+    with suppress(OSError, psutil.Error):
+        info = psutil.Process().memory_info()
+        yield f"measured: process {format_bytes(info.rss)} resident, {format_bytes(info.vms)} of addresses"
+        host = psutil.virtual_memory()
+        yield f"host: {format_bytes(host.total)}, available to this process {format_bytes(get_available_memory())}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        yield f"limit of addresses of the process (ulimit -v): {format_bytes(limit)}"

@@ -1,0 +1,242 @@
+"""Start and end messages of a run, its warnings, and the sinks of its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from dstrain.config import BatchPlan, dump_recipe
+from dstrain.data.encoding.template_check import describe_lost
+from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.formats.columns import describe_columns, warn_without_images
+from dstrain.distributed.world import World
+from dstrain.ds_config import batch_warnings, ds_config_warnings
+from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
+from dstrain.process_setup import log_stdout
+from dstrain.report.console import ConsoleSink, format_row
+from dstrain.report.run_log import RunLog, find_last_row
+from dstrain.report.sinks import QueuedSink, RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
+from dstrain.tasks import Task
+from dstrain.tasks.common.judge import make_judge
+from dstrain.training.plan import RunPlan
+from dstrain.training.run import Run
+from dstrain.training.run_report import ReportSink
+from dstrain.training.sink_classes import find_sink_class
+from dstrain.training.start import REDUCED_BATCH_FILE, read_reduced_batch
+from dstrain.training.state.manifest import CheckpointInfo
+
+MAX_FAILURE_LENGTH = 4000
+"""Limit of the characters of an error in events.jsonl."""
+
+
+def make_sinks(
+    plan: RunPlan,
+    run_log: RunLog,
+    world: World,
+    start: CheckpointInfo | None,
+    terminal: TextIO | None,
+    is_finished: bool = False,
+) -> tuple[list[Sink], StepDisplay | None]:
+    """Build the sinks of rank 0, and the one of them that shows every step. Collective.
+
+    The other ranks wait, so that the first step is not timed with it. A finished run has no more rows: no TensorBoard
+    file or W&B run is opened for it.
+    """
+    console = ConsoleSink(plan.steps, terminal, plan.config.log.memory) if world.rank == 0 else None
+    sinks: list[Sink] = [] if console is None else [RunLogSink(run_log), console]
+    if console is not None and not is_finished:
+        sinks += _build_trackers(plan, run_log, start)
+    world.barrier()  # W&B may take seconds to connect
+    return sinks, console
+
+
+def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None) -> Iterator[Sink]:
+    """Build the sinks that the recipe asks for."""
+    wanted, step = plan.config.log, start.step if start else 0
+    yield ReportSink(plan.run_dir)
+    if wanted.tensorboard:
+        yield TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config))
+    if wanted.wandb is not None:
+        tracker = WandbSink(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
+        run_log.log_event("wandb", **tracker.event_fields)
+        yield tracker
+    for name in wanted.sinks:
+        build = partial(find_sink_class(name), plan.run_dir, plan.config.model_dump(mode="json"))
+        queued = QueuedSink(name, build)
+        run_log.add_listener(queued.log_event)
+        yield queued
+
+
+def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
+    """Report the start of a run in events.jsonl and on rank 0's terminal."""
+    fields = {
+        "world_size": world.size,
+        "preset": plan.preset.name,
+        "batch": _describe_batch(plan.batch),
+        "steps": plan.steps,
+        "train_samples": len(plan.train_dataset),
+        "eval_samples": None if plan.eval_dataset is None else len(plan.eval_dataset),
+    }
+    run_log.log_event("started", step=start.step if start else 0, **fields)
+    reports = {
+        split: report
+        for split, examples in (("train", plan.train_dataset), ("eval", plan.eval_dataset))
+        if (report := None if examples is None else examples.report) is not None
+    }
+    for split, report in reports.items():
+        run_log.log_event("data", split=split, **report)
+    if world.rank == 0:
+        log_stdout(
+            f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "
+            f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
+        )
+        selections = [f"{split}: {report['selection']}" for split, report in reports.items() if "selection" in report]
+        for line in (*describe_truncation(reports), *selections, *describe_frozen_models(plan.task, plan.preset.stage)):
+            log_stdout(line)
+    for line in plan.task.checks.info_messages():
+        run_log.announce(line, "notice", what=line)
+    found = {file: one for report in reports.values() for file, one in report.get("columns", {}).items()}
+    for line in (
+        *(warn_without_images(found) if plan.task.needs_vision else ()),
+        *plan.task.checks.warnings(),
+        *ds_config_warnings(plan.ds_config),
+        *batch_warnings(plan.batch, world.size),
+    ):
+        run_log.warn(line)
+    if start is not None and (resharding := describe_resharding(plan, world.size, start)):
+        run_log.announce(resharding, "resharded", step=start.step, how=resharding)
+
+
+def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
+    if batch.accumulate is None:
+        return {"total": batch.total, "micro": batch.micro, "tokens_per_micro": batch.tokens}
+    return {"total": batch.total, "micro": batch.micro, "accumulate": batch.accumulate}
+
+
+def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
+    """Report a micro-batch that is smaller than the recipe's, because memory ran out in an earlier start."""
+    reduced = read_reduced_batch(plan.run_dir) if world.rank == 0 else None
+    if reduced is None or not reduced.is_in_use(plan.config):
+        return
+    sizes = {key: (reduced.recipe[key], reduced.batch[key]) for key in ("micro", "tokens_per_micro")}
+    change = ", ".join(f"batch.{key} {old} -> {new}" for key, (old, new) in sizes.items() if old != new)
+    what = f"{change}, since memory ran out after step {reduced.step} ({REDUCED_BATCH_FILE}); batch.total stays {plan.batch.total}"
+    run_log.announce(what, "micro_batch_reduced", step=plan.start.point.step, change=change, what=what)
+
+
+def describe_frozen_models(task: Task, stage: int) -> list[str]:
+    """Return a line for the reference of a task, for each reward model and for the judge, at a ZeRO stage."""
+    inputs, online = task.loss_inputs, "a frozen model" + (", sharded" if stage == 3 else " in every process")
+    judge = make_judge(task)
+    return [
+        *filter(None, [REFERENCE_MESSAGES.get(inputs.reference.kind)]),
+        *(
+            f"{scorer.name} reward model: {'precomputed scores from the cache' if scorer.is_cached else online}"
+            for scorer in inputs.scorers
+        ),
+        *([] if judge is None else [f"judge of generated answers: {online}"]),
+    ]
+
+
+REFERENCE_MESSAGES = {
+    "adapter": "reference: the model with its adapters disabled",
+    "cached": "reference: precomputed log-probs from the cache",
+}
+"""Reference kind -> line for the terminal; `build_run` reports a frozen model when it builds one."""
+
+
+def task_name(task: str) -> str:
+    """Return the name of a packaged task, or of the task file without its folder."""
+    return Path(task).name if task.endswith(".py") else task
+
+
+def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return lines per split on its files' columns, on truncated samples and notes; once if both come from one file."""
+    if reports.get("train") == reports.get("eval"):
+        reports = {"data": reports["train"]} if reports else {}
+    return [
+        f"{split}: {line}"
+        for split, report in reports.items()
+        for line in (
+            *describe_columns(report.get("columns", {})),
+            describe_cuts(report),
+            *describe_lost(report),
+            *report.get("notes", ()),
+        )
+        if line
+    ]
+
+
+def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:
+    """Return a sentence about another world size, ZeRO stage or preset; empty if all are the same."""
+    before = (start.run_info.get("preset"), start.world_size, start.zero_stage)
+    now = (plan.preset.name, world_size, plan.preset.stage)
+    if before == now:
+        return ""
+    was, becomes = (
+        f"{preset} (ZeRO stage {stage}) on {count} process{'es' * (count != 1)}"
+        for preset, count, stage in (before, now)
+    )
+    return (
+        f"step {start.step} was written by {was} and continues with {becomes}: weights, optimizer state, counters "
+        f"and data position are loaded by name, the total batch stays {plan.batch.total}"
+    )
+
+
+def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
+    """Report how a run ended and return the exit code. `resume_option` is the value of --resume."""
+    folder = run.run_log.folder
+    is_early = step < run.total_steps and run.early_stopping.is_due
+    start_step = None if run.start_checkpoint is None else run.start_checkpoint.step
+    if step < run.total_steps and not is_early:
+        run.run_log.log_event("stopped", step=step, signal=run.signal_handler.agreed_signal)
+        how = (
+            "the same command continues"
+            if resume_option == "auto"
+            else f"without `--resume {resume_option}` the same command continues"
+        )
+        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", EXIT_STOPPED
+    elif start_step == step:
+        run.run_log.log_event("already_finished", step=step)
+        done = f"early stopping ended it after step {step}" if is_early else f"all {run.total_steps} steps are done"
+        line, code = f"this run is already finished: {done}", 0
+    else:
+        run.run_log.log_event("finished", step=step)
+        left_out = (
+            f"; {run.monitors.nonfinite.num_skipped} skipped, their loss or gradients not finite"
+            if run.monitors.nonfinite.num_skipped
+            else ""
+        )
+        steps = f"{step} of {run.total_steps} steps, by early stopping" if is_early else f"{run.total_steps} steps"
+        line, code = f"finished: {steps}{left_out}", 0
+    if run.engine.world.rank == 0:
+        exported = (
+            f"model files: dstrain export {shlex.quote(str(folder))} --to FOLDER" if line.startswith("finished") else ""
+        )
+        log_stdout(
+            "\n".join(
+                filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}", exported])
+            ),
+        )
+    return code
+
+
+def report_failure(run: Run, error: Exception) -> None:
+    """Report the error that ends a run in events.jsonl."""
+    text = str(error) if isinstance(error, DstrainError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(RunError):  # a full disk must not hide the error
+        what = mask_secrets(text)[:MAX_FAILURE_LENGTH]
+        run.run_log.log_event("failed", step=run.engine.world.log.step, what=what)
+
+
+def format_last_eval(run_dir: Path, total_steps: int) -> str:
+    """Return the last evaluation metrics as a line; empty without any, or if metrics.jsonl cannot be read."""
+    try:
+        row = find_last_row(run_dir / "metrics.jsonl", lambda row: row.get("split") == "eval" and "step" in row).row
+    except OSError:  # a summary must not fail a run that is done
+        return ""
+    return f"held-out: {format_row(row, total_steps)}" if row is not None else ""

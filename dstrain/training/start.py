@@ -1,0 +1,418 @@
+"""What a run starts with: checkpoint, preset, micro-batch and total batch, decided once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dstrain.config import BatchPlan, RunConfig, check_learning_changes, dump_recipe, resolve_batch
+from dstrain.config.schema import BatchConfig
+from dstrain.distributed.world import Ranks
+from dstrain.errors import CheckpointError, Fault, PresetError, ResumeError, RunError
+from dstrain.files import atomic_write
+from dstrain.planner.choose import AUTO, Budget, choose_preset
+from dstrain.planner.workload import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes
+from dstrain.preset import Preset, read_preset
+from dstrain.training.checkpoints import CheckpointStore
+from dstrain.training.state.manifest import (
+    MANIFEST_FILE,
+    CheckpointInfo,
+    find_fault,
+    find_latest_complete,
+    read_checkpoint_info,
+)
+
+REDUCED_BATCH_FILE = "micro_batch.json"
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """The options --resume and --allow-change."""
+
+    source: str = "auto"
+    """auto, never, or the folder of a run or of a checkpoint."""
+    allowed_keys: Collection[str] = ()
+    """Keys that may differ from the recipe the run was started with."""
+
+    @property
+    def names_folder(self) -> bool:
+        """True if --resume is a folder, not auto or never."""
+        return self.source not in ("auto", "never")
+
+
+def is_change_allowed(key: str, allowed_keys: Collection[str]) -> bool:
+    """Return True if --allow-change names the key or a block that contains it."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed_keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """The checkpoint to continue from, and the newer ones that are damaged."""
+
+    checkpoint: CheckpointInfo | None = None
+    """None if a new run begins."""
+    skipped: tuple[CheckpointInfo, ...] = ()
+    """Damaged checkpoints that are newer, newest first."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were taken before this start."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def after_cleanup(self, checkpoints: CheckpointStore) -> ResumePoint:
+        """Return the same point with the names that `remove_incomplete` has restored.
+
+        A process killed between the two renames of a commit leaves `step-N.old` without `step-N`.
+        The point has it under the first name, and the cleanup gives it the second.
+        """
+        return replace(
+            self,
+            checkpoint=None if self.checkpoint is None else _without_old_suffix(self.checkpoint, checkpoints),
+            skipped=tuple(_without_old_suffix(info, checkpoints) for info in self.skipped),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts with."""
+
+    point: ResumePoint
+    config: RunConfig
+    """The recipe with the preset of `ds_config: auto`, and with a micro-batch that earlier starts have reduced."""
+    preset: Preset
+    batch: BatchPlan
+    auto: str = ""
+    """The line on the choice of `ds_config: auto`; empty where the recipe names a preset, and on ranks above 0."""
+
+
+def guess_start(
+    config: RunConfig,
+    run_dir: Path,
+    options: ResumeOptions,
+    world_size: int,
+    cluster: Cluster,
+    devices: Sequence[str] = (),
+) -> Start:
+    """Return what the ranks will probably start with, for the checks and messages before a launch.
+
+    The checkpoint is the newest one that is complete by the sizes of its files; the ranks compare hashes too, and
+    decide with `decide_start`. `devices`: the GPUs of the launch as CUDA_VISIBLE_DEVICES names them; empty: all.
+
+    Raises ResumeError if --resume names a folder without a usable checkpoint, or if the recipe would change what was
+    learnt; PresetError where no preset fits, or the memory of the GPUs is not known; RecipeError.
+    """
+    if options.source == "never":
+        point = ResumePoint()
+    elif options.names_folder:
+        point = ResumePoint(checkpoint=find_checkpoint_at(options.source))
+    else:
+        point = ResumePoint(checkpoint=find_latest_complete(run_dir / "checkpoints"))
+    return _make_start(config, run_dir, options, world_size, cluster, point, devices)
+
+
+def decide_start(
+    config: RunConfig, run_dir: Path, options: ResumeOptions, world_size: int, cluster: Cluster, world: Ranks
+) -> Start:
+    """Return what the run starts with: every rank verifies a share of the checkpoint, rank 0 decides. Collective.
+
+    Rank 0 decides alone since a network file system may show old files to other hosts, and other ranks would read
+    different amounts of free memory. Nothing on disk is changed. Raises as `guess_start` does, and CheckpointError if
+    the checkpoint is damaged.
+    """
+    point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
+    start, chosen = None, None
+    if world.rank == 0:
+        start = _make_start(config, run_dir, options, world_size, cluster, point)
+        values = start.config.batch.model_dump(mode="json")
+        chosen = {"ds_config": start.config.ds_config, "batch": values, "plan": asdict(start.batch)}
+    chosen = world.gather(chosen)[0]
+    if start is not None:
+        return start
+    batch = BatchConfig.model_validate(chosen["batch"])
+    config = config.model_copy(update={"ds_config": str(chosen["ds_config"]), "batch": batch})
+    return Start(point=point, config=config, preset=read_preset(config.ds_config), batch=BatchPlan(**chosen["plan"]))
+
+
+def _make_start(
+    config: RunConfig,
+    run_dir: Path,
+    options: ResumeOptions,
+    world_size: int,
+    cluster: Cluster,
+    point: ResumePoint,
+    devices: Sequence[str] = (),
+) -> Start:
+    """Return the start at a point: preset, then micro-batch, then total; refuse what changes learning."""
+    checkpoint = point.checkpoint
+    config, auto = _with_preset(config, cluster, checkpoint, devices)
+    if options.source != "never":
+        config = with_reduced_batch(config, run_dir, world_size)
+    check_recipe_unchanged(checkpoint, config, options.allowed_keys)
+    preset = read_preset(config.ds_config)
+    batch = with_saved_batch_total(config.batch, checkpoint, options.allowed_keys)
+    # The preset's accumulation would contradict the total that was taken from the checkpoint.
+    accumulate = preset.accumulate if batch is config.batch else None
+    plan = resolve_batch(batch, world_size, preset.micro, accumulate, config.parallel.sequence)
+    return Start(point=point, config=config, preset=preset, batch=plan, auto=auto)
+
+
+def _with_preset(
+    config: RunConfig, cluster: Cluster, checkpoint: CheckpointInfo | None, devices: Sequence[str]
+) -> tuple[RunConfig, str]:
+    """Return the recipe with the preset and micro-batch of `ds_config: auto`, and the line that says why.
+
+    A resumed run takes those that it was trained with.
+    """
+    if config.ds_config != AUTO:
+        return config, ""
+    batch = config.batch
+    recorded = None if checkpoint is None else read_recorded_recipe(checkpoint)
+    if checkpoint is not None and recorded is not None and recorded.ds_config != AUTO:
+        is_open = batch.micro is None and batch.accumulate is None and batch.tokens_per_micro is None
+        name, micro = recorded.ds_config, recorded.batch.micro if is_open else None
+        passes = "" if micro is None else f", batch.micro {micro}"
+        reason = f"{name}{passes}, as {checkpoint.path.name} was trained"
+    else:
+        choice = choose_preset(config, cluster, find_budget(cluster, devices))
+        name, micro, reason = choice.preset, choice.micro, choice.reason
+    if micro is not None:
+        batch = batch.model_copy(update={"micro": micro})
+    return config.model_copy(update={"ds_config": name, "batch": batch}), f"ds_config auto: {reason}"
+
+
+def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:
+    """Return the free memory of the smallest GPU and of this host. Raises PresetError where it is not known."""
+    env = {} if cluster.kind == "cpu" and GPU_MEMORY_ENV not in os.environ else dict(os.environ)
+    if devices and env:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found, _ = detect_gpu_bytes(env)
+    if cluster.kind == "cpu":
+        own = found[0] if GPU_MEMORY_ENV in os.environ else host_bytes() // cluster.gpus_per_node
+        return Budget(gpu_bytes=own)
+    if not found:
+        problem = "the memory of the GPUs cannot be read on this machine: there is neither pynvml nor nvidia-smi"
+        raise PresetError(Fault("ds_config auto", problem, f"name a preset, or set {GPU_MEMORY_ENV}=24GiB"))
+    return Budget(gpu_bytes=min(found), host_bytes=host_bytes())
+
+
+def find_resume_point(checkpoints: CheckpointStore, options: ResumeOptions) -> ResumePoint:
+    """Return the checkpoint to continue from, every byte of it verified, and newer ones that are damaged. Collective.
+
+    Rank 0 lists the folder, since another host may see an old listing over NFS, each rank reads a share, and the faults
+    of all ranks are exchanged: every rank returns the same.
+
+    Raises ResumeError if --resume names a folder without a checkpoint, CheckpointError if the named
+    checkpoint, or each one of the run folder, is damaged.
+    """
+    if options.source == "never":
+        return ResumePoint()
+    if options.names_folder:
+        path = _find_requested(checkpoints, options.source)
+        if fault := checkpoints.find_fault(path):
+            raise CheckpointError(f"--resume {options.source}: {path} is damaged ({fault}); choose another")
+        return ResumePoint(checkpoint=read_checkpoint_info(path, None))
+    newest, skipped = checkpoints.find_latest_valid()
+    if newest is None and skipped:
+        raise CheckpointError(
+            f"{checkpoints.folder}: all of its {len(skipped)} checkpoints are damaged, {skipped[0].path.name} is "
+            f"{skipped[0].status}; restore an undamaged copy there, or give a new --run-dir to start a new run"
+        )
+    return ResumePoint(checkpoint=newest, skipped=tuple(skipped))
+
+
+def find_checkpoint_at(folder: str) -> CheckpointInfo:
+    """Return the checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder.
+
+    Only sizes are compared. Raises ResumeError.
+    """
+    path = Path(folder).expanduser().resolve()
+    if (path / MANIFEST_FILE).is_file():
+        fault = find_fault(path, check_hashes=False)
+        if fault:
+            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
+        return read_checkpoint_info(path, None)
+    newest = find_latest_complete(path / "checkpoints")
+    if newest is None:
+        raise ResumeError(f"--resume {folder}: holds no complete checkpoint; give a run folder or a checkpoint in it")
+    return newest
+
+
+def _find_requested(checkpoints: CheckpointStore, source: str) -> Path:
+    """Return the checkpoint that rank 0 finds at `--resume DIR`. Raises its ResumeError on every rank. Collective."""
+    path = fault = ""
+    if checkpoints.world.rank == 0:
+        try:
+            path = str(_check_not_replaced(find_checkpoint_at(source).path, checkpoints, source))
+        except ResumeError as error:  # raised below, where the other ranks raise it too
+            fault = str(error)
+    # Only rank 0's answer counts; the others take part so that all raise alike.
+    path, fault = checkpoints.world.gather((path, fault))[0]
+    if fault:
+        raise ResumeError(fault)
+    return Path(path)
+
+
+def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -> Path:
+    """Return the path. Raises ResumeError for `step-N.old` beside its successor: the cleanup removes it."""
+    successor = path.with_suffix("")
+    if path.suffix == ".old" and successor.exists() and path.parent == checkpoints.folder.resolve():
+        raise ResumeError(f"--resume {source}: was replaced by {successor.name}; choose that one")
+    return path
+
+
+def _without_old_suffix(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
+    if info.path.suffix != ".old" or info.path.parent.resolve() != checkpoints.folder.resolve():
+        return info
+    return replace(info, path=info.path.with_suffix(""))
+
+
+def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:
+    """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
+    if checkpoint is None:
+        return
+    recorded = read_recorded_recipe(checkpoint)
+    if recorded.batch.total is None and config.batch.total == checkpoint.run_info.get("batch_total"):
+        # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
+        total = config.batch.total
+        recorded = recorded.model_copy(update={"batch": recorded.batch.model_copy(update={"total": total})})
+    info = checkpoint.run_info
+    digests = {*info, *(key for key, what in info.get("inputs", {}).items() if "digest" in what)}
+    if faults := check_learning_changes(recorded, config, allowed_keys, digests):
+        raise ResumeError(faults)
+
+
+def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig:
+    """Return the recipe that a checkpoint was trained with, from run.json: recipe.yaml may have been edited.
+
+    Raises ResumeError.
+    """
+    try:
+        return RunConfig.model_validate(checkpoint.run_info.get("recipe"))
+    except ValidationError as error:
+        at = ".".join(map(str, error.errors()[0]["loc"])) or "recipe"
+        raise ResumeError(
+            f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); "
+            f"resume with the version that wrote it"
+        ) from None
+
+
+def get_run_dir(checkpoint: CheckpointInfo) -> Path:
+    """Return the run folder of a checkpoint."""
+    return checkpoint.path.parent.parent
+
+
+def with_saved_batch_total(
+    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
+) -> BatchConfig:
+    """Return the recipe's batch with the total the run began with, whatever the world size is now."""
+    total = None if checkpoint is None else checkpoint.run_info.get("batch_total")
+    if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
+        return batch
+    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
+        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedBatch:
+    """Content of micro_batch.json: the recipe's batch, and the one that takes its place in this run folder.
+
+    It holds as long as batch, preset and number of processes are those that ran out of memory: with other ones the
+    recipe counts again.
+    """
+
+    recipe: dict[str, Any]
+    """`batch` of the recipe as the user wrote it, resolved."""
+    preset: str
+    world_size: int
+    batch: dict[str, Any]
+    """`batch` to train with."""
+    step: int
+    """Steps taken before the memory ran out."""
+    between: list[dict[str, Any]] = field(default_factory=list)
+    """Earlier values of `batch`, each of which ran out of memory too; a launch may have begun with one."""
+
+    def fits(self, config: RunConfig, world_size: int) -> bool:
+        """Return True for a recipe that this file is about, also where it was applied already."""
+        known = [_sizes(one) for one in (self.recipe, *self.between, self.batch)]
+        same_place = (config.ds_config, world_size) == (self.preset, self.world_size)
+        return same_place and _sizes(config.batch.model_dump(mode="json")) in known
+
+    def is_in_use(self, config: RunConfig) -> bool:
+        """Return True for a recipe to which the smaller batch was applied."""
+        return _sizes(config.batch.model_dump(mode="json")) == _sizes(self.batch)
+
+
+def _sizes(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return `batch` without the reaction to a failure, which is the user's to change."""
+    return {key: value for key, value in batch.items() if key != "on_oom"}
+
+
+def read_reduced_batch(run_dir: Path) -> ReducedBatch | None:
+    """Return the file's content; None without a file. Raises RunError for one that is not readable."""
+    path = run_dir / REDUCED_BATCH_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        for batch in (values["recipe"], values["batch"], *values.get("between", ())):
+            BatchConfig.model_validate(batch)
+        return ReducedBatch(**values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+            return None  # of the run folder, whose own check says so
+        what = f"{path}: is not readable ({type(error).__name__}); remove it to train with the recipe's batch.micro"
+        raise RunError(what) from error
+
+
+def with_reduced_batch(config: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
+    """Return the recipe with the smaller micro-batch of its run folder, if there is one."""
+    reduced = read_reduced_batch(run_dir)
+    if reduced is None or not reduced.fits(config, world_size):
+        return config
+    batch = BatchConfig.model_validate(reduced.batch | {"on_oom": config.batch.on_oom})
+    return config.model_copy(update={"batch": batch})
+
+
+def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, world_size: int, step: int) -> None:
+    """Write the file and recipe.yaml for a smaller micro-batch.
+
+    `config` is the recipe of the run so far. Ranks that write at the same time write the same.
+    """
+    new_config = config.model_copy(update={"batch": batch.to_config(config.batch)})
+    try:
+        earlier = read_reduced_batch(run_dir)
+    except RunError:  # it is replaced
+        earlier = None
+    written, between = config.batch.model_dump(mode="json"), list[dict[str, Any]]()
+    new_batch = new_config.batch.model_dump(mode="json")
+    if earlier is not None and earlier.fits(config, world_size):
+        # Another rank may have written the new batch already.
+        written, between = earlier.recipe, [one for one in (*earlier.between, earlier.batch) if one != new_batch]
+    reduced = ReducedBatch(
+        recipe=written,
+        preset=config.ds_config,
+        world_size=world_size,
+        batch=new_batch,
+        step=step,
+        between=between,
+    )
+    atomic_write(run_dir / REDUCED_BATCH_FILE, json.dumps(asdict(reduced), indent=2) + "\n")
+    atomic_write(run_dir / "recipe.yaml", dump_recipe(new_config))
+
+
+def describe_reduction(before: BatchPlan, after: BatchPlan) -> str:
+    """Return `batch.micro 8 -> 4`."""
+    parts = []
+    if after.tokens is not None:
+        parts.append(f"batch.tokens_per_micro {before.tokens} -> {after.tokens}")
+    if after.micro != before.micro:
+        parts.append(f"batch.micro {before.micro} -> {after.micro}")
+    return ", ".join(parts)

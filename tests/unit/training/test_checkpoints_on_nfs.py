@@ -1,0 +1,130 @@
+"""Checkpoints on file systems that have less than a local disk, or keep what others have open."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.errors import CheckpointError
+from dstrain.training.checkpoints import read_best_name, remove_checkpoint, select_checkpoint
+from dstrain.training.run_dir import replace_folder
+from tests.unit.training.test_checkpoints import save, solo, steps
+
+
+def refuse(code: int) -> Callable[..., None]:
+    def fault(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fault
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_without_symbolic_links_best_is_a_file_that_names_the_checkpoint(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "symlink", refuse(code))
+    kept, folder = solo(tmp_path / "checkpoints", keep=2), tmp_path / "checkpoints"
+    save(kept, 1, metric=0.3)
+    for step in (2, 3, 4):
+        save(kept, step, metric=0.5)
+    assert (folder / "best").read_text() == "step-00000001\n"
+    assert read_best_name(folder) == "step-00000001"
+    assert steps(folder) == [4, 3, 1]
+    assert select_checkpoint(tmp_path, "best").step == 1
+    save(kept, 5, metric=0.1)
+    assert select_checkpoint(tmp_path, "best").step == 5
+    before = (folder / "best").stat().st_mtime_ns
+    save(solo(folder, keep=2), 6, metric=0.2)
+    assert (folder / "best").stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each rank-00000.dat is open in another process of this host: NFS keeps it as a file that nobody can remove."""
+    unlink = os.unlink
+
+    def silly(path: Any, *, dir_fd: int | None = None) -> None:
+        name = os.path.basename(os.fspath(path))
+        if name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        if name == "rank-00000.dat":
+            os.rename(path, f"{os.fspath(path)[: -len(name)]}.nfs0001", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            return
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", silly)
+    yield
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("held")
+def test_what_a_reader_holds_open_keeps_no_start_from_going_on(tmp_path: Path) -> None:
+    kept = solo(tmp_path, keep=1)
+    save(kept, 1, 2)
+    assert steps(tmp_path) == [2]
+    assert [path.name for path in tmp_path.glob("*.partial")] == ["step-00000001.partial"]
+    assert kept.remove_incomplete() == []
+    assert kept.remove_incomplete() == []
+
+
+@pytest.mark.usefixtures("held")
+def test_what_a_reader_holds_open_keeps_no_step_from_being_saved_again(tmp_path: Path) -> None:
+    kept = solo(tmp_path, keep=5)
+    for _ in range(3):
+        save(kept, 1)
+    assert steps(tmp_path) == [1]
+    for _ in range(2):
+        remove_checkpoint(tmp_path / "step-00000001")
+        save(kept, 1)
+    assert steps(tmp_path) == [1]
+
+
+def test_what_was_held_open_goes_once_nobody_holds_it(
+    held: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = solo(tmp_path, keep=5)
+    for _ in range(3):
+        save(kept, 1)
+    monkeypatch.undo()
+    assert len(kept.remove_incomplete()) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.usefixtures("held")
+def test_a_folder_that_a_reader_holds_open_is_replaced(tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "rank-00000.dat").write_bytes(b"")
+
+    for _ in range(3):
+        replace_folder(tmp_path / "tokenizer", make)
+    assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["rank-00000.dat"]
+
+
+def test_a_rename_that_was_done_and_reported_as_a_fault_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def answered_twice(source: Any, target: Any, **more: Any) -> None:
+        rename(source, target, **more)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "rename", answered_twice)
+    kept = solo(tmp_path, keep=1)
+    save(kept, 1, 1, 2)
+    assert steps(tmp_path) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_rename_of_what_is_not_there_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(solo(tmp_path), 1)
+    monkeypatch.setattr(os, "rename", refuse(errno.ENOENT))
+    with pytest.raises(CheckpointError, match="committing step-00000002 failed"):
+        save(solo(tmp_path), 2)
+    assert steps(tmp_path) == [1]

@@ -1,0 +1,190 @@
+"""Errors of failed allocations: where, what, memory by line, fixes in order; and the forecast beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from dstrain.config import RunConfig, resolve_batch
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.errors import OutOfMemoryError, RunError
+from dstrain.planner.workload import Cluster
+from dstrain.preset import read_preset
+from dstrain.report.run_log import RunLog
+from dstrain.tasks.sft import SFT
+from dstrain.training.memory import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
+from tests.vocabulary import read_events
+
+FORECAST = MemoryForecast(
+    device_bytes=12 * 2**30,
+    host_bytes_per_node=2**30,
+    lines=(("weights", "gpu", 2**30), ("activations", "gpu", 11 * 2**30), ("batches", "host", 2**20)),
+    fixes=("batch.micro 8 -> 4 saves 5.5 GiB",),
+)
+
+
+def monitor(run_dir: Path, forecast: MemoryForecast | None = None, **sections: Any) -> MemoryMonitor:
+    values = {
+        "task": "rm",
+        "model": {"path": "x"},
+        "data": {"train": "y"},
+        "steps": 4,
+        "batch": {"total": 16, "micro": 8},
+    }
+    config = RunConfig.model_validate(values | sections)
+    return MemoryMonitor(
+        config=config, batch=resolve_batch(config.batch, 1), preset=read_preset("zero2"), world=SingleProcessWorld(),
+        run_dir=run_dir, forecast=forecast,
+    )  # fmt: skip
+
+
+def fail(watch: MemoryMonitor, phase: str, activity: str, step: int | None = 3) -> OutOfMemoryError:
+    """Run out of memory in a phase; return the error for the user."""
+    watch.world.log.record_progress(phase, step)
+    watch.world.log.activity = activity
+    with pytest.raises(OutOfMemoryError) as caught, watch.explain():
+        torch.empty(2**50, dtype=torch.uint8)
+    return caught.value
+
+
+def test_the_message_has_place_request_memory_and_fixes_in_order(tmp_path: Path) -> None:
+    error = fail(monitor(tmp_path), "step 3", "the backward pass of micro-batch 2 of 2 (8 samples, 90 tokens)")
+    lines = str(error).splitlines()
+    assert lines[0].startswith("out of memory: rank 0 on ")
+    assert lines[0].endswith(
+        ", step 3, the backward pass of micro-batch 2 of 2 (8 samples, 90 tokens): could not allocate 1024.0 TiB of host memory"
+    )
+    assert lines[1].startswith("  DefaultCPUAllocator: can't allocate memory")
+    assert any(line.startswith("  measured: process ") for line in lines)
+    fixes = [line.split(". ", 1)[1] for line in lines if line[2:3].isdigit()]
+    assert fixes == [
+        "batch.micro 8 -> 4",
+        "ds_config zero2 -> zero3",
+        "ds_config zero2 -> zero3_partial_offload",
+        "ds_config zero2 -> zero2_offload",
+        "ds_config zero2 -> zero3_offload",
+        "ds_config zero2 -> zero3_nvme",
+        "model.lora none -> {rank: 16} (changes what is learnt)",
+        "data.max_length 1024 -> 512 (changes what is learnt)",
+        "batch.on_oom stop -> shrink starts again with half the micro-batch",
+    ]
+    assert lines[-1].startswith("fix the cause and start again")
+    assert error.restart == ""
+    (event,) = read_events(tmp_path, "out_of_memory")
+    assert (event["rank"], event["step"], event["requested_bytes"]) == (0, 3, 2**50)
+    assert "torch.empty" in (tmp_path / "logs/stacks/rank-00000.txt").read_text()
+
+
+def test_the_plan_gives_the_lines_and_the_fixes_where_there_is_one(tmp_path: Path) -> None:
+    text = str(fail(monitor(tmp_path, FORECAST), "step 3", "the forward pass"))
+    assert "planned      12.0 GiB in all\n    weights      1.0 GiB\n    activations  11.0 GiB\n  measured" in text
+    assert "batches" not in text, "that is host memory"
+    assert "  1. batch.micro 8 -> 4 saves 5.5 GiB\n  2. batch.on_oom stop -> shrink " in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "activity", "restarts"),
+    [
+        ("step 3", "the backward pass of micro-batch 1 of 1", True),
+        ("step 3", "the optimizer's update", False),
+        ("step 3", "", False),
+        ("evaluation after step 2", "", True),
+        ("save after step 2", "", False),
+        ("", "building the model", False),
+        ("", "computing the outputs of frozen models", True),
+    ],
+)
+def test_shrink_starts_again_where_a_pass_had_no_memory(
+    phase: str, activity: str, restarts: bool, tmp_path: Path
+) -> None:
+    watch = monitor(tmp_path, batch={"total": 16, "micro": 8, "on_oom": "shrink"})
+    error = fail(watch, phase, activity)
+    assert bool(error.restart) == restarts == (tmp_path / "micro_batch.json").exists()
+    if restarts:
+        assert str(error).endswith("the next start continues with batch.micro 8 -> 4 (batch.on_oom: shrink)")
+
+
+def test_host_memory_beside_a_gpu_has_other_fixes(tmp_path: Path) -> None:
+    watch = monitor(tmp_path, batch={"total": 16, "micro": 8, "on_oom": "shrink"})
+    watch.world.device = torch.device("cuda", 0)
+    error = fail(watch, "step 3", "the forward pass")
+    assert "1. data.workers: below 4" in str(error)
+    assert error.restart == "", "a smaller micro-batch would not help"
+
+
+def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="another"), monitor(tmp_path).explain():
+        raise RunError("another")
+
+
+def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch, run_log = monitor(tmp_path, FORECAST), RunLog(tmp_path)
+    for steps in (1, 2, 3):
+        watch.compare_with_forecast(steps, run_log)
+    printed = capsys.readouterr().out
+    assert printed.startswith("memory: measured "), "on a CPU the prediction is not of what is measured"
+    assert len(printed.splitlines()) == 1
+    (event,) = read_events(tmp_path, "memory")
+    assert event["predicted_bytes"] == 12 * 2**30
+    assert event["measured_bytes"] > 2**20
+    assert "predicted_host_bytes" not in event, "on a CPU there is one memory"
+    assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
+    assert describe_forecast(FORECAST, 2**30, "cuda") == "memory: predicted 12.0 GiB, measured 1.0 GiB"
+    assert describe_forecast(FORECAST, 2**30, "cpu") == "memory: measured 1.0 GiB"
+
+
+def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrain.training.memory.peak_process_bytes", lambda device: 2**30)
+    watch = monitor(tmp_path, FORECAST)
+    watch.world.device = torch.device("cuda", 0)
+    watch.compare_with_forecast(2, RunLog(tmp_path))
+    (event,) = read_events(tmp_path, "memory")
+    assert event["predicted_host_bytes"] == 2**20
+
+
+@pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])
+def test_the_planner_is_asked_for_lines_and_fixes(
+    kind: Literal["cuda", "cpu"], device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the forecast is of tensors, since torch does not measure what is outside of its allocator."""
+    lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
+    plan = SimpleNamespace(
+        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
+    )  # fmt: skip
+    fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
+    monkeypatch.setattr("dstrain.training.memory.read_shape", lambda *_: None)
+    monkeypatch.setattr("dstrain.training.memory.plan_memory", lambda *_: plan)
+    monkeypatch.setattr("dstrain.training.memory.suggest_fixes", lambda *_, **__: [fix])
+    watch = monitor(tmp_path)
+    found = make_forecast(watch.config, watch.preset, Cluster(kind=kind))
+    assert found == replace(FORECAST, device_bytes=device_bytes)
+
+
+def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
+    watch = monitor(tmp_path)  # its model does not exist
+    assert make_forecast(watch.config, watch.preset, Cluster()) is None
+
+
+def test_a_forecast_of_another_family_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start of a run on such a model took as long as importing torch twice."""
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a process is started"))
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 320, "n_positions": 64}
+    config = RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"config": gpt2, "tokenizer": None}})
+    found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"))
+    assert found is not None
+    assert found.device_bytes > 2**20
+
+
+def test_a_run_from_a_config_has_a_forecast(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(SFT.tiny(tmp_path))
+    found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"))
+    assert found is not None
+    assert found.device_bytes > 2**20
+    assert any(name.startswith("gradients") for name, _, _ in found.lines)

@@ -1,0 +1,128 @@
+"""What a run is before any process group starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.commands.train import TrainRequest, resolve_recipe
+from dstrain.launch.topology import Worker
+from dstrain.resources import get_extensions_dir
+from dstrain.tasks import find_task
+from dstrain.training.plan import (
+    STALE_LOCK_SECONDS,
+    RunPlan,
+    _remove_if_unchanged,
+    is_for_user,
+    make_plan,
+    remove_stale_locks,
+)
+from dstrain.training.start import ResumeOptions
+from tests.vocabulary import wait_until
+
+
+def planned(folder: Path, **changes: Any) -> RunPlan:
+    recipe = find_task("dpo").tiny(folder)
+    recipe["model"] |= changes.pop("model", {})
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
+    wish = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml")))
+    return make_plan(wish, folder / "run", ResumeOptions(), Worker(0, 0, 1, "tests", 1))
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "loaded"),
+    [
+        ("bf16", None, "bfloat16"),
+        ("fp32", None, None),
+        ("bf16", "float32", "float32"),
+        ("bf16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_weights_are_loaded_in_the_runs_precision_unless_the_recipe_says_otherwise(
+    precision: str, asked: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    plan = planned(tmp_path, precision=precision, model={"dtype": asked})
+    assert plan.task.recipe.model.dtype == loaded
+    assert plan.task.loss_inputs.reference.config.dtype == loaded
+    assert plan.config.model.dtype == asked, "the recipe that is written down stays as it was given"
+
+
+# Locks of killed compilations do not block later runs.
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    path = tmp_path / "py311_cpu/cpu_adam/lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dstrain.training.plan.LOCAL_FILESYSTEMS", set())
+
+
+def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:
+    (said,) = remove_stale_locks(tmp_path)
+    assert said.startswith(f"removed {lock}")
+    assert not lock.exists()
+
+
+def test_a_lock_that_someone_holds_stays_however_old(lock: Path, tmp_path: Path) -> None:
+    age(lock, STALE_LOCK_SECONDS + 1)
+    with lock.open():
+        assert not list(remove_stale_locks(tmp_path))
+    assert lock.exists()
+
+
+def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
+    lock: Path, tmp_path: Path, shared: None
+) -> None:
+    age(lock, STALE_LOCK_SECONDS - 3)
+    (said,) = remove_stale_locks(tmp_path)
+    assert "Another host may be compiling" in said
+    assert lock.exists()
+    wait_until(lambda: not lock.exists())
+
+
+def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(
+    lock: Path, tmp_path: Path, shared: None
+) -> None:
+    _remove_if_unchanged(lock, mtime=lock.stat().st_mtime - 60)
+    assert lock.exists()
+
+
+def test_no_folder_is_no_lock(tmp_path: Path) -> None:
+    assert not list(remove_stale_locks(tmp_path / "none"))
+
+
+def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert str(get_extensions_dir(os.environ)) == get_default_build_root()
+    assert get_extensions_dir({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")
+
+
+def test_a_user_without_a_home_folder_has_torchs_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert get_extensions_dir({}) == Path("~/.cache/torch_extensions")
+
+
+def test_a_warning_of_deepspeed_about_our_own_optimizers_is_not_shown() -> None:
+    texts = ("**** You are using ZeRO with an untested optimizer, proceed with caution *****", "another %s")
+    records = [logging.LogRecord("DeepSpeed", logging.WARNING, "engine.py", 1, text, (), None) for text in texts]
+    assert [is_for_user(record) for record in records] == [False, True]

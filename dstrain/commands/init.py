@@ -110,7 +110,7 @@ def _values_here(
 
 A4_INCHES = (8.27, 11.69)
 PIXELS_PER_TOKEN = 28
-"""Of each side: Qwen2.5-VL has patches of 14 pixels, of which 2 x 2 are one token (arXiv 2502.13923, section 2.1)."""
+"""Of each side: Qwen2.5-VL has patches of 14 pixels, of which 2 x 2 are one token (its technical report, section 2.1)."""
 
 
 def _max_length(task: type[Task]) -> int:

@@ -383,7 +383,7 @@ def _list_known_once(faults: Iterator[Fault]) -> list[Fault]:
     listed: set[str] = set()
     found = []
     for fault in faults:
-        found.append(replace(fault, fix="") if fault.fix in listed else fault)
+        found.append(replace(fault, fix="correct or remove it") if fault.fix in listed else fault)
         listed |= {fault.fix} if fault.fix.startswith("known here: ") else set()
     return found
 

@@ -175,7 +175,7 @@ def test_no_module_has_an_exception_class_of_its_own() -> None:
         for name in pattern.findall(path.read_text(encoding="utf-8"))
         if path.name != "errors.py"
     }
-    assert found <= {"data/records.py: BadRecord", "train/health/signals.py: StoppedBySignal"}
+    assert found <= {"data/records.py: BadRecord", "training/health/signals.py: StoppedBySignal"}
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("off", False), ("1", True), ("True", True)])

@@ -413,6 +413,10 @@ class GenerateConfig(Section):
     """Folder of an exported reward model that scores the answers: reward is their mean score, win_rate how often one is better than the answer of the data. It is held in memory next to the model."""
 
 
+LOWER_IS_BETTER = ("loss", "perplexity", "rmsd", "mae", "kl", "error")
+"""Ends of the names of metrics of which less is better."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
@@ -421,11 +425,19 @@ class EvalConfig(Section):
     metric: str = "loss"
     """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
-    """min: lower values of the metric are better; max: higher values."""
+    """min: lower values of the metric are better; max: higher values. Left out: min for losses and errors, max for other metrics."""
     patience: PositiveInt | None = None
     """Early stopping: end the run after this many evaluations in a row without a better metric. Empty: never."""
     generate: GenerateConfig | None = None
     """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal generate answers without this block too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_best(cls, values: Any) -> Any:
+        """Fill in `best`, as transformers infers greater_is_better."""
+        if not isinstance(values, dict) or "best" in values or not isinstance(values.get("metric", "loss"), str):
+            return values
+        return {**values, "best": "min" if values.get("metric", "loss").endswith(LOWER_IS_BETTER) else "max"}
 
 
 class SaveConfig(Section):

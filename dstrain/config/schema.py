@@ -141,10 +141,12 @@ class TokenizerConfig(Section):
 
 
 class ProcessorConfig(Section):
-    """Settings of a processor built for the model's family."""
+    """Settings of the processor of `path`, or of one built for the model's family."""
 
+    max_pixels: PositiveInt | None = None
+    """Reduce images to at most this many pixels, such as 589824 (768 x 768): processors of Qwen-VL, whose tokens grow with them. Exported with the processor; empty: its own limit."""
     normalize: Literal["data"] | None = None
-    """data: normalize by mean and standard deviation per channel of the training images; empty: by the family's values."""
+    """data: normalize by mean and standard deviation per channel of the training images, with `config`; empty: by the family's values."""
 
 
 class ModelConfig(Section):
@@ -159,7 +161,7 @@ class ModelConfig(Section):
     tokenizer: str | TokenizerConfig | None = None
     """Folder or Hub id, or {train: bpe, vocab_size: N}. Empty: the tokenizer of `path`; with `config`, one trained on data.train with the config's vocab_size."""
     processor: str | ProcessorConfig | None = None
-    """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
+    """Folder or Hub id of a vision-language model's processor, or {max_pixels: N}. Empty: the processor of `path`; with `config`, one built for its family."""
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     chat_template_kwargs: dict[str, Any] = {}

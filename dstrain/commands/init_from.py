@@ -67,6 +67,8 @@ _METHOD_KEYS = (
     "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora", "peft_config.name",
 )  # fmt: skip
 """Keys that say whether adapters are trained."""
+_PACKING_KEYS = ("packing", "neat_packing", "sample_packing", "pack_sequences", "use_packed_sequences")
+"""Keys that fill rows with records."""
 _TASK_FLAGS = {"reward_model": "rm", "process_reward_model": "prm"}
 _OTHER_METHODS = (
     "task_type", "kd_trainer", "diffusion", "num_labels", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
@@ -106,7 +108,10 @@ _COLUMNS = {
 """Keys of a data set of theirs that name a column -> its name in a record."""
 _SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations": ("messages", "conversation")}
 """Name in a record -> columns that are read alike."""
+_MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
+_LEARNT_KEYS = ("model", "task", "optim", "options", "batch", "data.columns", "data.train", "the `weight`")
+"""Recipe keys that change what is learnt."""
 _AS_NOTES = (
     "data.columns", "model.config", "model.lora", "model.freeze", "task", "optim.groups", "eval.generate", "model",
     "eval.generate.samples", "eval.generate.max_new_tokens", "data.eval", "data.train",
@@ -139,14 +144,14 @@ class ConvertedRecipe:
     trainer: str
     to_fill_in: list[str]
     """Recipe keys whose value the file does not have."""
-    unsupported: list[str]
-    """Their keys that are set and have no counterpart, or that no trainer has."""
+    differences: list[str]
+    """What is learnt otherwise than there, or may be: names of their keys with the reason."""
 
     def describe(self) -> str:
-        """Return what the user is to look at, in one line."""
-        left = f"; without {first_names(self.unsupported)} (the comments say why)" if self.unsupported else ""
+        """Return what the user is to look at: a line, and one for each difference."""
         todo = f"fill in {first_names(self.to_fill_in)}" if self.to_fill_in else "read the comments"
-        return f"from a configuration of {self.trainer}{left}; {todo}"
+        lines = [f"from a configuration of {self.trainer}; {todo}", *self.differences]
+        return "\n  differs: ".join(lines)
 
 
 def convert_file(path: Path, task: str | None = None) -> ConvertedRecipe:
@@ -267,7 +272,8 @@ class _Converter:
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Why keys are not in the recipe -> their names."""
     to_fill_in: dict[KeyPath, str] = field(default_factory=dict)
-    unsupported: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    """Their keys of which the user is told on the terminal."""
     places: dict[str, KeyPath] = field(default_factory=dict)
     """Their keys without blocks -> with them."""
     theirs: dict[str, Any] = field(default_factory=dict)
@@ -349,7 +355,8 @@ class _Converter:
         self.left.pop(name, None)
         names = self.notes.setdefault(why, [])
         names += [] if name in names else [name]
-        self.unsupported += [name] if is_lost and name not in self.unsupported else []
+        if is_lost:
+            self.lost.add(name)
 
     def conflict(self, where: str, problem: str, other: str, value: Any) -> RecipeError:
         """Return the error for two values of one key."""
@@ -373,7 +380,9 @@ class _Converter:
         method = str(self.theirs[name]).lower() if named else flags.get(name, "")
         for other in _OTHER_METHODS:
             value = self.theirs.get(other)
-            if value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
+            if (other, value) == ("num_labels", 1):  # what a reward model has
+                self.left.pop(other)
+            elif value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
                 answer = find_answer((other,))
                 what = (
                     f"there are no {answer.text}" if answer and answer.kind == "not supported" else "it is another task"
@@ -458,6 +467,9 @@ class _Converter:
             self.put("model.lora.targets", "all-linear", linear if is_linear is True else name)
         elif targets:
             self.put("model.lora.targets", targets, name)
+        elif self.trainer == "TRL":
+            why = "PEFT chooses there, often q_proj and v_proj; here model.lora.targets is all-linear"
+            self.note("lora_target_modules (default)", why)
         for key, width in widths.items():
             bits = key[8] if width is True else None if key.startswith("load") else width
             if bits and (ours := self._choose("model.quantize", bits, key)):
@@ -492,7 +504,8 @@ class _Converter:
             if isinstance(value, str) and ("{%" in value or "{{" in value or value.endswith(".jinja")):
                 self.put("model.chat_template", value, name)
             elif name:
-                self.note(name, "the tokenizer's own chat template is used; model.chat_template replaces it", False)
+                why = "the tokenizer's own chat template is used; write model.chat_template: FILE (Jinja) for another"
+                self.note(name, why, value not in ("tokenizer_default", True))
         name, variables = self.take("chat_template_kwargs")
         for key, value in variables.items() if isinstance(variables, dict) else ():
             self.put(("model", "chat_template_kwargs", str(key)), value, name)
@@ -560,6 +573,9 @@ class _Converter:
                 self.note(eval_name, "data.eval is one file; the others are not in it")
         elif is_off and eval_keys:
             self.note(eval_name, "nothing is evaluated", is_lost=False)
+        name, text_column = self.take("dataset_text_field")
+        if name and text_column != "text":
+            self.put("data.columns", {text_column: "text"}, name)
         name, columns = self.take("columns")
         with contextlib.suppress(ValueError, RecursionError):
             columns = json.loads(columns) if isinstance(columns, str) else columns
@@ -609,11 +625,11 @@ class _Converter:
             - {*_COLUMNS, "path", "data_files", "split", "name", "fraction", "columns"}
         ):
             answer = find_answer(("datasets", other))
-            self.note(
-                f"{name}.{other}",
-                str(answer or "no trainer has this key"),
-                answer is None or answer.kind == "not supported",
-            )
+            why = str(answer or "no trainer has this key")
+            is_lost = answer is None or (answer.kind == "not supported" and block[other] is not False)
+            if other == "message_property_mappings" and block[other] not in _MESSAGE_KEYS:
+                why, is_lost = "a message has role and content, or from and value; rename its keys in the file", True
+            self.note(f"{name}.{other}", why, is_lost)
         if files and path in ("", "json", "parquet", "csv", "text"):
             paths = [str(file) for file in (files if isinstance(files, list) else [files])]
         elif files:
@@ -665,8 +681,13 @@ class _Converter:
         for other in list(self.left):
             answer = find_answer((other,))
             if answer is not None and answer.text == "batch.packing":
-                why = "batch.packing is auto, and batch counts records: where a row of theirs holds several, raise batch.total"
-                self.note(other, why, is_lost=False)
+                is_packed = other in _PACKING_KEYS and self.theirs[other] is True
+                why = (
+                    "a sample of their step is a row filled with records, and here it is one record: multiply "
+                    "batch.accumulate (or total) by the records that fit into data.max_length, which "
+                    "`dstrain data show FILE --recipe THIS` tells"
+                )
+                self.note(other, why if is_packed else "batch.packing is auto", is_lost=is_packed)
         name, value = self.take("optim", "optimizer", "optim_type")
         value = value.get("type", value.get("name")) if isinstance(value, dict) else value
         if value is not None and (ours := self._choose("optim.name", value, name)) is not None:
@@ -720,6 +741,8 @@ class _Converter:
         name, metric = self.take("metric_for_best_model", "eval_metric")
         if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
             self.put("eval.metric", metric, name)
+            if not metric.endswith("loss") and "greater_is_better" not in self.theirs:
+                self.put("eval.best", "max", name)
         elif metric:
             self.note(name, f"task {self.task} has no metric {one_line(metric)}")
         name, keep = self.take("save_total_limit")
@@ -811,7 +834,7 @@ class _Converter:
             return None if ours is None else self.put(key, ours, name)
         if _PLAIN_KEY.fullmatch(key) and not given and key not in _AS_NOTES and not isinstance(value, (dict, list)):
             return self.put(key, value if key.startswith(_TEXT_KEYS) else to_number(value), name)
-        return self.note(name, str(answer), is_lost=False)
+        self.note(name, str(answer), is_lost=key.startswith(_LEARNT_KEYS) and value not in (False, 0))
 
     def _convert_option(self, name: str, value: Any, option: str) -> None:
         known = {one.name for one in task_options(find_task(str(self.task)))}
@@ -846,23 +869,12 @@ class _Converter:
         }
         for name in [name for name in self.theirs if name not in named]:
             self.note(name, "it goes with a key above, or asks for what is done anyway", is_lost=False)
-        notes = {why: ", ".join(names) for why, names in self.notes.items()}
-        if (
-            self.trainer == "TRL"
-            and ("model", "lora") in self.values
-            and ("model", "lora", "targets") not in self.values
-        ):
-            notes["PEFT chooses there, often q_proj and v_proj; here model.lora.targets is all-linear"] = (
-                "lora_target_modules (default)"
-            )
-        if self.trainer == "TRL" and self.task == "sft" and ("options", "assistant_only_loss") not in self.values:
-            why = "every token of a conversation is trained there; here options.assistant_only_loss is true"
-            notes[why] = "assistant_only_loss (default)"
-        if notes:
+        if self.notes:
             lines += ["", f"# Keys of {one_line(self.path.name)} that are not above:"]
-            lines += [f"#   {one_line(names)}: {one_line(why)}" for why, names in notes.items()]
-        names = [dotted_name(key) for key in self.to_fill_in]
-        return ConvertedRecipe("\n".join(lines) + "\n", self.trainer, names, self.unsupported)
+            lines += [f"#   {one_line(', '.join(names))}: {one_line(why)}" for why, names in self.notes.items()]
+        lost = {why: [name for name in names if name in self.lost] for why, names in self.notes.items()}
+        told = [one_line(f"{first_names(names)}: {why}") for why, names in lost.items() if names]
+        return ConvertedRecipe("\n".join(lines) + "\n", self.trainer, [*map(dotted_name, self.to_fill_in)], told)
 
     def _render(self, block: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         """Yield the lines of a block, each with its origin."""

@@ -206,7 +206,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "optim": {"name": "adamw", "lr": 1e-4, "schedule": "cosine", "warmup": 0.1},
             "epochs": 2.0,
             "timeout_minutes": 30.0,
-            "log": {"every": 5, "tensorboard": True},
+            "log": {"every": 5},
             "eval": {"every": 10},
             "save": {"every": 20},
         },
@@ -337,6 +337,57 @@ def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
     assert "FILL IN: the file of identity, which is in no dataset_info.json here" in recipe
     assert yaml.safe_load(recipe)["model"] == {"path": None}
     assert yaml.safe_load(recipe)["task"] == "rm"
+
+
+BEGIN = {
+    "LLaMA-Factory": "stage: sft\nmodel_name_or_path: model\ncutoff_len: 8\n",
+    "axolotl": "base_model: model\n",
+    "TRL": "model_name_or_path: model\ndataset_name: chats.jsonl\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "told"),
+    [
+        ("axolotl", "sample_packing: true", "sample_packing: a sample of their step is a row filled with records"),
+        ("axolotl", "sample_packing: false", None),
+        ("LLaMA-Factory", "neat_packing: true", "neat_packing: a sample of their step"),
+        ("TRL", "packing: true", "packing: a sample of their step"),
+        ("axolotl", "chat_template: chatml", "chat_template: the tokenizer's own chat template is used; write"),
+        ("axolotl", "chat_template: tokenizer_default", None),
+        ("LLaMA-Factory", "template: llama3", "template: the tokenizer's own chat template is used"),
+        ("axolotl", "special_tokens: {pad_token: x}", "special_tokens: not supported (the special tokens are"),
+        ("axolotl", "unfrozen_parameters: [lm_head]", "unfrozen_parameters: here it is model.freeze"),
+        ("axolotl", "model_config: {output_router_logits: true}", "model_config: here it is model.config"),
+        ("TRL", "use_peft: true", "lora_target_modules (default): PEFT chooses there"),
+        ("axolotl", "reward_model: true\nnum_labels: 1", None),
+        ("axolotl", "datasets: [{path: a.jsonl, field_thinking: x, train_on_last_step_only: false}]", None),
+        ("axolotl", "datasets: [{path: a.jsonl, message_property_mappings: {role: who}}]", "message_property_mappings"),
+        ("TRL", "remove_unused_columns: false", None),
+        ("TRL", "dataset_text_field: words", None),
+        (
+            "axolotl",
+            "plugins: [axolotl.integrations.liger.LigerPlugin]\noutput_dir: x\nloss_watchdog_threshold: 5",
+            None,
+        ),
+    ],
+)
+def test_what_is_learnt_otherwise_is_said_and_nothing_else(
+    trainer: str, text: str, told: str | None, folder: Path
+) -> None:
+    Path("sft.yaml").write_text(f"{BEGIN[trainer]}{text}\n")
+    result = invoke("init", "--from", "sft.yaml")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("  differs: ")]
+    assert len(lines) == (told is not None), lines
+    assert (told or "") in result.stderr
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval_accuracy", "max"), ("eval_loss", None)])
+def test_the_best_checkpoint_is_that_of_the_metrics_direction(metric: str, best: str | None, folder: Path) -> None:
+    text = f"stage: rm\nmodel_name_or_path: model\nmetric_for_best_model: {metric}\n"
+    assert convert("theirs.yaml", text)["eval"].get("best") == best
+    assert convert("theirs.yaml", text + "greater_is_better: false\n")["eval"]["best"] == "min"
 
 
 METHODS = {

@@ -64,7 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Trainer -> what it takes for a key that its file leaves out, where that changes what is learnt and differs from here."""
 _TRL_LEARNING_RATES = {"sft": 2e-5, "vlm": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "prm": 1e-5}
 _METHOD_KEYS = (
-    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora", "peft_config.name",
+    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora",
 )  # fmt: skip
 """Keys that say whether adapters are trained."""
 _PACKING_KEYS = ("packing", "neat_packing", "sample_packing", "pack_sequences", "use_packed_sequences")
@@ -109,6 +109,8 @@ _COLUMNS = {
 _SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations": ("messages", "conversation")}
 """Name in a record -> columns that are read alike."""
 _MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+_LAUNCH_KEYS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+"""Keys of accelerate's deepspeed_config that say what ds_config is."""
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
 _LEARNT_KEYS = ("model", "task", "optim", "options", "batch", "data.columns", "data.train", "the `weight`")
 """Recipe keys that change what is learnt."""
@@ -125,9 +127,11 @@ _VISION_KEYS = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _PLAIN_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
-_COMMANDS = {"llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
+_COMMANDS = {
+    "llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL", "axolotl": "axolotl",
+}  # fmt: skip
 _COMMAND = re.compile(
-    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
+    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl|axolotl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
     r"|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
 )
 """A trainer's command, or a script of TRL's form, or one of ms-swift's."""
@@ -187,33 +191,57 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
             continue
         place = joined[: sum(len(other) + 1 for other in joined.split("\n")[: number - 1])].count("\x00") + number
         try:
-            words = shlex.split(line[found.end() :].replace("\x00", " "))
+            before, words = (
+                shlex.split(part.replace("\x00", " ")) for part in (line[: found.start()], line[found.end() :])
+            )
         except ValueError as error:
             raise UsageError(
                 f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
             ) from None
-        return _read_words(path, f"{path.name}:{place}", found[2] or found[3], words), _COMMANDS[
-            found[1] or ("swift" if "swift/" in found[0] else "trl")
-        ]
-    raise UsageError(f"{path}: has no `swift sft`, `llamafactory-cli train` or `trl dpo`; give the YAML file")
+        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3], words)
+        if "accelerate" in before and (launch := _read_launch(_read_options(before)[0])):
+            source.values["accelerate_config"] = launch
+            source.locations["accelerate_config",] = f"{path.name}:{place}"
+        return source, _COMMANDS[found[1] or ("swift" if "swift/" in found[0] else "trl")]
+    known = "`swift sft`, `llamafactory-cli train`, `axolotl train`, `trl dpo` and a script named as dpo.py"
+    raise UsageError(f"{path}: has no command that is known ({known} are); give the YAML file of the training")
+
+
+def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a command, as argparse and HfArgumentParser spell them, and the words before them."""
+    given: dict[str, list[str]] = {}
+    plain: list[str] = []
+    last = plain
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            is_off = name.startswith("no_") and not equals and find_answer((name,)) is None
+            last = given[name.removeprefix("no_") if is_off else name] = ["false"] if is_off else [value] * bool(equals)
+        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
+            break
+        else:
+            last.append(word)
+    return {name: _parse_words(values) for name, values in given.items()}, plain
+
+
+def _read_launch(options: Mapping[str, Any]) -> Any:
+    """Return the file that `accelerate launch` is given, or its options in the form of such a file."""
+    if file := options.get("config_file"):
+        return file
+    block = {name: options[name] for name in _LAUNCH_KEYS if name in options}
+    return {"deepspeed_config": block, "mixed_precision": options.get("mixed_precision")} if block else None
 
 
 def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> SourceMap:
     """Return the options of a command as a file would have them; those of a YAML file that it names are under them."""
-    values: dict[str, Any] = {}
-    names: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            names.append(name)
-            values[name] = [value] if equals else []
-        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
-            break
-        elif names:
-            values[names[-1]].append(word)
+    parsed, plain = _read_options(words)
+    for word in plain:
+        name, equals, value = word.partition("=")
+        if equals:  # as LLaMA-Factory reads it
+            parsed[name] = _parse_words([value])
         elif word.endswith((".yaml", ".yml", ".json")):
-            values["config"] = [word]
-    parsed = {name: _parse_words(given) for name, given in values.items()}
+            parsed["config"] = word
     source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
     if isinstance(config := parsed.pop("config", None), str):
         file = next((one for one in (Path(config), path.parent / config) if one.is_file()), None)
@@ -249,6 +277,9 @@ def _check_trainer(path: Path, source: SourceMap) -> str:
         raise UsageError(f"{name}: is a launch configuration of accelerate, which trains nothing; {fix}")
     if values and all(key in RunConfig.model_fields for key in values) and not isinstance(values.get("model"), str):
         raise UsageError(f"{name}: is a recipe of dstrain already; `dstrain train {path}` trains it")
+    if {"dist_config", "kernel_config", "peft_config", "quant_config"} & {*values} and "model" in values:
+        fix = "write the file in the form of version 0 (model_name_or_path, stage, finetuning_type)"
+        raise UsageError(f"{name}: is a file of LLaMA-Factory's version 1, which is not read; {fix}")
     if "export_dir" in values:
         raise UsageError(f"{name}: exports a model; `dstrain export RUN --to FOLDER --merge-lora` does that with a run")
     found = find_trainer(values)
@@ -436,7 +467,7 @@ class _Converter:
         self.left |= dict.fromkeys(self.defaults)
 
     def _convert_adapters(self) -> None:
-        name, value = self.take(*_METHOD_KEYS, *(["name"] if "peft_config" in self.source.values else []))
+        name, value = self.take(*_METHOD_KEYS)
         method = str(value).lower()
         if method not in ("lora", "qlora", "true", "full", "none", "false"):
             raise self.refuse(name, "LoRA and full training are; model.freeze leaves layers as they are")
@@ -784,25 +815,48 @@ class _Converter:
             self.note(name, f"log.sinks takes a class of yours for {', '.join(sorted(others))}")
 
     def _convert_ds_config(self) -> None:
-        name, value = self.take("deepspeed", "ds_cfgs", "config_file")
-        if not isinstance(value, str):
-            if value:
-                self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
-            return
-        file = next((one for one in (Path(value), self.path.parent / value) if one.is_file()), None)
-        try:
-            block = read_json(file).values if file else {}
-            stage = f"{get_zero_stage(block)}" if file else "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", value)[-1:])
-        except PresetError as error:
-            raise UsageError(f"{self._locate(name)}: {error}") from None
-        devices = [get_offload_device(block, one) for one in ("offload_optimizer", "offload_param")]
-        offload = "_offload" if stage > "1" and ("cpu" in devices or (not file and "offload" in value)) else ""
-        adopt = f"; `dstrain presets --adopt {one_line(value)}` keeps the file's other settings" if "." in value else ""
-        if stage:
-            self.put("ds_config", f"zero{stage}{offload}", name)
-            self.origins["ds_config",] += adopt
+        name, value = self.take("deepspeed", "ds_cfgs")
+        launch, block = self.take("accelerate_config")
+        if isinstance(block, str) and (file := self._find_file(block)):
+            block = read_yaml(file).values
+        if isinstance(block, dict):
+            given = block.get("deepspeed_config") or {}
+            if not name:
+                stage, value = given.get("zero_stage"), given.get("deepspeed_config_file")
+                devices = [given.get(f"offload_{part}_device") for part in ("optimizer", "param")]
+                name, value = launch, value or (stage if stage is None else (stage, devices))
+            if ("precision",) not in self.values and (width := find_value("precision", block.get("mixed_precision"))):
+                self.put("precision", width, launch)
+        elif launch and not name:
+            name, value = launch, block
+        if value is None:
+            return self.note(name, "ds_config is zero2", is_lost=False) if name else None
+        if isinstance(value, dict):
+            return self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
+        if isinstance(value, tuple):
+            stage, devices = str(value[0]), value[1]
+        elif file := self._find_file(str(value)):
+            try:
+                block = read_json(file).values
+                stage = f"{get_zero_stage(block)}"
+            except PresetError as error:
+                raise UsageError(f"{self._locate(name)}: {error}") from None
+            devices = [get_offload_device(block, part) for part in ("offload_optimizer", "offload_param")]
         else:
-            self.note(name, f"its ZeRO stage is not known here, and zero2 is used{adopt}")
+            stage = "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", str(value))[-1:])
+            devices = ["cpu" if "offload" in str(value) else None] * (1 + (stage == "3"))
+        adopt = f"; `dstrain presets --adopt {one_line(str(value))}` keeps the file's other settings"
+        adopt = adopt if str(value).endswith(".json") else ""
+        if not stage:
+            return self.note(name, f"its ZeRO stage is not known here, and zero2 is used{adopt}", bool(adopt))
+        offload = "_offload" if stage > "1" and "cpu" in devices else ""
+        self.put("ds_config", f"zero{stage}{offload}", name)
+        self.origins["ds_config",] += adopt
+        if {device for device in devices[: 1 + (stage == "3")] if device != "none"} - {"cpu" if offload else None}:
+            self.note(f"{name} (offload)", f"it differs from the preset zero{stage}{offload}{adopt}")
+
+    def _find_file(self, name: str) -> Path | None:
+        return next((one for one in (Path(name), self.path.parent / name) if one.is_file()), None)
 
     def _choose(self, key: str, value: Any, name: str) -> Any:
         """Return the value here for a value of theirs; None, with a note, where there is none."""

@@ -20,7 +20,6 @@ BLOCKS = frozenset(
         "lora_cfgs",
         "model_cfgs",
         "model_init_kwargs",
-        "peft_config",
         "train_cfgs",
     )
 )

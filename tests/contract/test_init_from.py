@@ -391,6 +391,7 @@ def test_the_best_checkpoint_is_that_of_the_metrics_direction(metric: str, best:
 
 
 METHODS = {
+    "model: x\nmodel_class: llm\npeft_config: {name: lora, r: 16}": "is a file of LLaMA-Factory's version 1, which is not read",
     "stage: ppo": "stage: is ppo, which is not supported",
     "stage: sft\nfinetuning_type: oft": "finetuning_type: is oft, which is not supported; LoRA and full training are",
     "rl: grpo\nbase_model: x": "theirs.yaml:1 rl: is grpo, which is not supported",
@@ -570,7 +571,60 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
     assert "a configuration of ms-swift" in invoke("init", "--from", "run.sh").stderr
     assert "run.sh:2: names nowhere.yaml, which is not here" in refuse("\ntrl sft --config nowhere.yaml", "run.sh")
     assert "run.sh:1: the command cannot be read" in refuse("swift sft --model 'x", "run.sh")
-    assert "has no `swift sft`" in refuse("swift infer --model x", "run.sh")
+    assert "has no command that is known (`swift sft`, `llamafactory-cli train`" in refuse(
+        "swift infer --model x", "run.sh"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--learning-rate 3e-5", ("optim", "lr"), 3e-5),
+        ("--no_gradient_checkpointing", ("model", "gradient_checkpointing"), False),
+        ("--no-gradient-checkpointing", ("model", "gradient_checkpointing"), False),
+        ("--accelerate_config zero3", ("ds_config",), "zero3"),
+        ("--accelerate_config launch.yaml", ("ds_config",), "zero3_offload"),
+        ("--accelerate_config launch.yaml", ("precision",), "bf16"),
+    ],
+)
+def test_options_are_read_as_the_trainer_reads_them(words: str, key: tuple[str, ...], value: Any, folder: Path) -> None:
+    zero = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    Path("launch.yaml").write_text(json.dumps({"deepspeed_config": zero, "mixed_precision": "bf16"}))
+    text = f"trl sft --model_name_or_path model --dataset_name chats.jsonl {words}"
+    assert lookup(convert("run.sh", text), key) == value
+    result = invoke("init", "--from", "run.sh")
+    assert "differs" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("launch", "preset"),
+    [
+        ("accelerate launch --config_file launch.yaml", "zero3"),
+        ("accelerate launch --num_processes 8 --config_file=nowhere/deepspeed_zero1.yaml", "zero1"),
+        ("accelerate launch --use_deepspeed --zero_stage 2 --offload_optimizer_device cpu", "zero2_offload"),
+        ("accelerate launch --config_file fsdp.yaml", None),
+        ("torchrun --nproc_per_node 8", None),
+    ],
+)
+def test_the_launchers_zero_stage_is_the_preset(launch: str, preset: str | None, folder: Path) -> None:
+    Path("launch.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}\ndistributed_type: DEEPSPEED\n")
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {}\n")
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    recipe = convert("run.sh", f"{launch} dpo.py --model_name_or_path model --dataset_name pairs.jsonl")
+    assert recipe.get("ds_config") == preset
+
+
+def test_words_after_the_file_of_a_training_replace_its_values(folder: Path) -> None:
+    Path("theirs.yaml").write_text(LLAMA_FACTORY)
+    recipe = convert("run.sh", "llamafactory-cli train theirs.yaml learning_rate=3e-5 lora_rank=2")
+    assert (recipe["optim"]["lr"], recipe["model"]["lora"]["rank"]) == (3e-5, 2)
+
+
+def test_an_offload_that_no_preset_has_is_said(folder: Path) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    Path("theirs.yaml").write_text("stage: sft\nmodel_name_or_path: model\ndeepspeed: ds.json\n")
+    said = invoke("init", "--from", "theirs.yaml").stderr
+    assert "differs from the preset zero3_offload; `dstrain presets --adopt ds.json`" in said
 
 
 @pytest.mark.parametrize(

@@ -501,13 +501,14 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
     """
     if to is not None and to.exists():
         raise UsageError(f"--to {to}: already exists; choose another name")
+    differences: list[str] = []
     if theirs is not None:
         from dstrain.commands.init_from import convert_file
 
         if gpus is not None or gpu_memory is not None:
             raise UsageError("--gpus and --gpu-memory: are for a starter recipe; leave them out with --from")
         converted = convert_file(theirs, task)
-        text, hint = converted.text, converted.describe()
+        text, hint, differences = converted.text, converted.describe(), converted.differences
     elif task is None:
         raise UsageError(
             "no TASK was given; name one (`dstrain tasks` lists them), or another trainer's file with --from"
@@ -527,6 +528,8 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
         except OSError as error:
             raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
         click.echo(f"{to}: {hint}, then `dstrain train {to}`")
+    for line in differences:
+        echo(f"  differs: {line}", err=to is None)
 
 
 @main.command()

@@ -35,6 +35,7 @@ from dstrain.errors import (
     Fault,
     PresetError,
     RecipeError,
+    TaskError,
     UsageError,
     describe_decode_error,
     first_names,
@@ -49,12 +50,15 @@ from dstrain.tasks import find_task, make_task, task_options
 
 _HF_DEFAULTS = {
     "learning_rate": 5e-5, "num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "linear", "warmup_steps": 0,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "save_steps": 500, "save_total_limit": -1, "seed": 42,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05},
+    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05, "assistant_only_loss": False},
     "LLaMA-Factory": {**_HF_DEFAULTS, "finetuning_type": "lora", "lora_rank": 8, "cutoff_len": 2048},
-    "axolotl": {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512},
+    "axolotl": {
+        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512, "seed": 42,
+        "warmup_ratio": 0.03, "eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 4,
+    },
     "ms-swift": {
         **_HF_DEFAULTS, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1, "tuner_type": "lora",
         "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "weight_decay": 0.1, "adam_beta2": 0.95,
@@ -111,6 +115,7 @@ _SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations":
 _MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _LAUNCH_KEYS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
 """Keys of accelerate's deepspeed_config that say what ds_config is."""
+_NO_INFO = ", in no dataset_info.json here"
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
 _LEARNT_KEYS = ("model", "task", "optim", "options", "batch", "data.columns", "data.train", "the `weight`")
 """Recipe keys that change what is learnt."""
@@ -152,10 +157,9 @@ class ConvertedRecipe:
     """What is learnt otherwise than there, or may be: names of their keys with the reason."""
 
     def describe(self) -> str:
-        """Return what the user is to look at: a line, and one for each difference."""
+        """Return what the user is to do, in one line."""
         todo = f"fill in {first_names(self.to_fill_in)}" if self.to_fill_in else "read the comments"
-        lines = [f"from a configuration of {self.trainer}; {todo}", *self.differences]
-        return "\n  differs: ".join(lines)
+        return f"from a configuration of {self.trainer}; {todo}"
 
 
 def convert_file(path: Path, task: str | None = None) -> ConvertedRecipe:
@@ -313,6 +317,8 @@ class _Converter:
     left: dict[str, None] = field(default_factory=dict)
     """Their keys that are not in the recipe or the notes yet."""
     loss_type: str | None = None
+    cut_splits: set[str] = field(default_factory=set)
+    """Their splits that are a part of one."""
 
     def convert(self) -> ConvertedRecipe:
         """Return the recipe. Raises UsageError."""
@@ -573,7 +579,7 @@ class _Converter:
         if where["data_files"] and not train:
             name, train = "train_data_files", "json"
         found = self._read_datasets(name, train, where)
-        if found:
+        if not all(str(one).startswith("FILL IN") for one in found):
             self.put("data.train", found if len(found) > 1 else found[0], name)
         else:
             self.to_fill_in.setdefault(("data", "train"), "a file, or org/name of a dataset on the Hub")
@@ -598,6 +604,15 @@ class _Converter:
         ):
             eval_name, held_out = name, train  # the other split of the same data
         held = [] if is_off else self._read_datasets(eval_name, held_out, where, is_eval=True)
+        held = [one for one in held if not str(one).startswith("FILL IN")]
+        sets = [
+            [{"split": split, **(one if isinstance(one, dict) else {"path": one})} for one in items]
+            for split, items in (("train", found), ("test", held))
+        ]
+        if self.cut_splits and any(one in sets[0] for one in sets[1]):
+            problem = f"data.train and data.eval are the same set: {' and '.join(sorted(self.cut_splits))}"
+            fix = "cut the data into two files, or take the eval data out of theirs and write data.eval_fraction"
+            raise RecipeError(Fault(self._locate(eval_name), problem, fix))
         if held:
             self.put("data.eval", held[0], eval_name)
             if len(held) > 1:
@@ -631,7 +646,9 @@ class _Converter:
                 info = self._read_dataset_info(path)
                 if info is None:
                     key = ("data", "eval" if is_eval else "train")
-                    self.to_fill_in[key] = f"the file of {one_line(path)}, which is in no dataset_info.json here"
+                    missing = self.to_fill_in.get(key, "").removesuffix(_NO_INFO)
+                    self.to_fill_in[key] = f"{missing or 'the file of'} {one_line(path)}{_NO_INFO}"
+                    found.append(f"FILL IN the file of {one_line(path)}")
                     continue
                 block |= info
             elif self.trainer == "ms-swift":
@@ -674,10 +691,14 @@ class _Converter:
         split = str(block.get("split") or "")
         if not all(Path(one).exists() or Path(one).suffix in _FILE_SUFFIXES for one in paths):
             if re.search(r"[\[+]", split):
-                self.note(
-                    f"{name}.split", f"a split is one name; data.max_samples limits its records: {one_line(split)}"
-                )
-                split = re.split(r"[\[+]", split)[0]
+                whole = re.split(r"[\[+]", split)[0]
+                count = re.fullmatch(r"\w+\[:(\d+)\]", split)
+                if count and not is_eval and not isinstance(self.theirs.get(name), list):
+                    self.put("data.max_samples", int(count[1]), f"{name}.split")
+                else:
+                    self.note(f"{name}.split", f"a split is one name, so all of {whole} is used, not {one_line(split)}")
+                self.cut_splits.add(split)
+                split = whole
             if split and split != ("test" if is_eval else "train"):
                 made["split"] = split
             if isinstance(block.get("name"), str):
@@ -690,7 +711,8 @@ class _Converter:
     def _read_dataset_info(self, name: str) -> dict[str, Any] | None:
         """Return the keys of a data set in LLaMA-Factory's dataset_info.json; None where that is not there."""
         folder = Path(str(self.theirs.get("dataset_dir", "data")))
-        for file in (folder / "dataset_info.json", self.path.parent / folder / "dataset_info.json"):
+        for parent in (Path(), *map(_from_here, self.path.resolve().parents)):
+            file = parent / folder / "dataset_info.json"
             try:
                 info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
                 place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
@@ -735,6 +757,8 @@ class _Converter:
             steps, count, ratio = ratio, share, ""
         if steps:
             self.put("optim.warmup", to_number(count), steps)
+        if (steps, self.trainer) == ("warmup_ratio", "axolotl") and steps in self.defaults:
+            self.origins["optim", "warmup"] += "; at most 100 steps there"
         if ratio:
             self.note(ratio, f"{steps} counts", is_lost=False)
         steps, count = self.number("max_steps", "train_iters")
@@ -762,6 +786,10 @@ class _Converter:
                     self.note(
                         often, f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
                     )
+            elif strategy == "steps" and every is None:  # evaluates as often as it logs
+                logged = self.theirs.get("save_steps" if self.trainer == "ms-swift" else "logging_steps", 500)
+                every = to_number(logged) if block == "eval" else 500
+                self.put(f"{block}.every", max(int(every), 1) if is_number(every) else 500, kind)
             elif every is not None and every >= 1:
                 self.put(f"{block}.every", int(every), name)
             elif every is not None:
@@ -780,8 +808,10 @@ class _Converter:
         if is_number(keep := to_number(keep)):
             self.put("save.keep", keep if keep > 0 else None, name)
         name, seconds = self.number("ddp_timeout")
-        if seconds is not None:
-            self.put("timeout_minutes", min(max(seconds / 60, 0.1), 1e6), name)
+        if seconds is not None and seconds / 60 <= 1e6:
+            self.put("timeout_minutes", max(seconds / 60, 0.1), name)
+        elif name:
+            self.note(name, "it is no limit there; timeout_minutes is 10", is_lost=False)
         name, logged = self.number("logging_steps")
         if logged is not None and logged >= 1:
             self.put("log.every", int(logged), name)
@@ -909,7 +939,12 @@ class _Converter:
         locations = {
             path: f"{self._locate(origin.removesuffix(' (default)'))} ->" for path, origin in self.origins.items()
         }
-        make_task(check_values(SourceMap(self.source.name, _nest(self.values), locations)))
+        config = check_values(SourceMap(self.source.name, _nest(self.values), locations))
+        try:
+            make_task(config)
+        except TaskError as error:
+            key = tuple((re.findall(r"options\.\w+", str(error)) or ["task"])[0].split("."))
+            raise UsageError(f"{locations.get(key, self.source.name)} {error}") from None
         empty: dict[KeyPath, Any] = {path: [] if path == ("data", "train") else None for path in self.to_fill_in}
         lines = [
             f"# From a configuration of {self.trainer}, by `dstrain init --from {one_line(self.path.name)}`.",
@@ -954,6 +989,10 @@ def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
             block = block.setdefault(str(part), {})
         block[str(path[-1])] = dict(values[path]) if isinstance(values[path], dict) else values[path]
     return nested
+
+
+def _from_here(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def to_number(value: Any) -> Any:

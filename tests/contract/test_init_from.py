@@ -208,7 +208,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "timeout_minutes": 30.0,
             "log": {"every": 5},
             "eval": {"every": 10},
-            "save": {"every": 20},
+            "save": {"every": 20, "keep": None},
+            "seed": 42,
         },
     ),
     "axolotl": (
@@ -230,7 +231,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "optim": {"name": "adamw", "lr": 2e-4, "schedule": "cosine", "warmup": 2},
             "epochs": 1,
             "eval": {"every": "epoch"},
-            "save": {"every": "epoch"},
+            "save": {"every": "epoch", "keep": 4},
+            "seed": 42,
         },
     ),
     "TRL": (
@@ -248,6 +250,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "batch": {"micro": 2, "accumulate": 8},
             "optim": {"lr": 5e-7, "schedule": "linear", "warmup": 0},
             "steps": 10,
+            "save": {"every": 500, "keep": None},
+            "seed": 42,
         },
     ),
     "ms-swift": (
@@ -261,7 +265,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "batch": {"micro": 1},
             "optim": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine", "warmup": 0},
             "epochs": 3,
-            "save": {"keep": None},
+            "save": {"every": 500, "keep": None},
+            "seed": 42,
         },
     ),
     "align-anything": (
@@ -317,12 +322,50 @@ def test_every_key_is_in_the_recipe_or_in_a_comment(trainer: str, folder: Path) 
 
 
 def test_a_file_that_is_found_stays_beside_one_to_fill_in(folder: Path) -> None:
-    recipe = convert("theirs.yaml", "stage: sft\nmodel_name_or_path: model\ndataset: mine, other\n1: 2\n")
-    assert recipe["data"]["train"] == "data/../alpaca.jsonl"
+    recipe = convert("theirs.yaml", "stage: sft\nmodel_name_or_path: model\ndataset: mine, other, third\n1: 2\n")
+    missing = ["FILL IN the file of other", "FILL IN the file of third"]
+    assert recipe["data"]["train"] == ["data/../alpaca.jsonl", *missing]
+    said = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
+    assert "data file FILL IN the file of other: there is no such file" in invoke("train", "recipe.yaml").stderr
     said = invoke("init", "--from", "theirs.yaml")
-    assert re.search(r"train: data/../alpaca.jsonl +# FILL IN: the file of other, which is in no", said.stdout)
+    assert "# FILL IN: the file of other third, in no dataset_info.json here" in said.stdout
     assert "fill in data.train" in said.stderr
     assert "1: no trainer has this key" in said.stdout
+
+
+def test_a_table_of_data_sets_above_the_file_is_found(folder: Path) -> None:
+    Path("examples/lora").mkdir(parents=True)
+    text = "stage: sft\nmodel_name_or_path: model\ndataset: mine\n"
+    assert convert("examples/lora/theirs.yaml", text)["data"]["train"] == "data/../alpaca.jsonl"
+
+
+def test_a_part_of_a_split_is_a_number_of_samples_or_said(folder: Path) -> None:
+    text = "base_model: model\npretraining_dataset: [{path: org/name, split: 'train[:10%]'}]\n"
+    Path("theirs.yaml").write_text(text)
+    assert "all of train is used, not train[:10%]" in invoke("init", "--from", "theirs.yaml").stderr
+    assert "data.train and data.eval are the same set: train[90%:] and train[:90%]" in refuse(
+        "base_model: model\ndatasets: [{path: org/name, split: 'train[:90%]'}]\n"
+        "test_datasets: [{path: org/name, split: 'train[90%:]'}]\n"
+    )
+    text = "trl sft --eval_strategy steps --model_name_or_path model --dataset_name org/name --dataset_train_split train[:1000]"
+    assert convert("run.sh", text)["data"]["max_samples"] == 1000
+
+
+def test_an_evaluation_without_steps_is_as_frequent_as_there(folder: Path) -> None:
+    begin = "stage: sft\nmodel_name_or_path: model\neval_strategy: steps\n"
+    assert convert("theirs.yaml", begin + "logging_steps: 7\n")["eval"]["every"] == 7
+    assert convert("theirs.yaml", begin)["eval"]["every"] == 500
+    assert convert("theirs.yaml", "base_model: model\n")["eval"]["every"] == "epoch"
+
+
+def test_a_fault_of_an_option_names_their_key_and_its_line(folder: Path) -> None:
+    text = "model_name_or_path: model\nloss_type: [hinge, nowhere]\n"
+    assert "dpo.yaml:2 loss_type -> options.loss_type: is ['hinge', 'nowhere']" in refuse(text, "dpo.yaml")
+
+
+def test_a_wait_without_a_limit_is_left_out(folder: Path) -> None:
+    begin = "stage: sft\nmodel_name_or_path: model\n"
+    assert "timeout_minutes" not in convert("theirs.yaml", begin + "ddp_timeout: 180000000\n")
 
 
 def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
@@ -334,7 +377,7 @@ def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
         "recipe.yaml: from a configuration of LLaMA-Factory; fill in model.path, data.train"
     )
     recipe = Path("recipe.yaml").read_text()
-    assert "FILL IN: the file of identity, which is in no dataset_info.json here" in recipe
+    assert "FILL IN: the file of identity, in no dataset_info.json here" in recipe
     assert yaml.safe_load(recipe)["model"] == {"path": None}
     assert yaml.safe_load(recipe)["task"] == "rm"
 

@@ -382,6 +382,21 @@ def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
     assert yaml.safe_load(recipe)["task"] == "rm"
 
 
+@pytest.mark.parametrize(("heading", "name"), [("TRL", "train_dpo.sh"), ("LLaMA-Factory", "llama3_lora_sft.yaml")])
+def test_a_recipe_on_the_page_is_that_of_the_file_beside_it(
+    heading: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
+    found = re.search(rf"\n## {heading}: .*?```text\n(.*?)```.*?```yaml\n(.*?)```", page, flags=re.S)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    files = {one: {"file_name": f"{one}.json"} for one in ("identity", "alpaca_en_demo")}
+    Path("data/dataset_info.json").write_text(json.dumps(files))
+    Path(name).write_text(found[1])
+    assert invoke("init", "--from", name).stdout == found[2]
+
+
 BEGIN = {
     "LLaMA-Factory": "stage: sft\nmodel_name_or_path: model\ncutoff_len: 8\n",
     "axolotl": "base_model: model\n",
@@ -606,6 +621,7 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
     assert (recipe["task"], recipe["options"], recipe["precision"]) == ("dpo", {"beta": 0.3}, "bf16")
     assert "run_name: its value is the shell's; write it in" in invoke("init", "--from", "run.sh").stdout
     assert not Path("trap").exists()
+    assert f"is a script; `dstrain init --from {folder}/run.sh" in invoke("train", "run.sh").stderr
     Path("below.yaml").write_text("model_name_or_path: model\nmax_length: 32\nlearning_rate: 1e-5\n")
     recipe = convert("run.sh", "trl sft --config below.yaml --learning_rate 2e-5 # fast")
     assert (recipe["optim"]["lr"], recipe["data"]["max_length"]) == (2e-5, 32)

@@ -137,9 +137,9 @@ _COMMANDS = {
 }  # fmt: skip
 _COMMAND = re.compile(
     r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl|axolotl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
-    r"|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
+    r"|\S*src/(train)\.py(?=\s)|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
 )
-"""A trainer's command, or a script of TRL's form, or one of ms-swift's."""
+"""A trainer's command, LLaMA-Factory's script, or a script of TRL's form, or one of ms-swift's."""
 _SHELL_VALUE = object()
 """Stands for a value that a shell would fill in."""
 
@@ -202,11 +202,13 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
             raise UsageError(
                 f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
             ) from None
-        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3], words)
+        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3] or found[4], words)
         if "accelerate" in before and (launch := _read_launch(_read_options(before)[0])):
             source.values["accelerate_config"] = launch
             source.locations["accelerate_config",] = f"{path.name}:{place}"
-        return source, _COMMANDS[found[1] or ("swift" if "swift/" in found[0] else "trl")]
+        return source, _COMMANDS[
+            found[1] or ("llamafactory-cli" if found[3] else "swift" if "swift/" in found[0] else "trl")
+        ]
     known = "`swift sft`, `llamafactory-cli train`, `axolotl train`, `trl dpo` and a script named as dpo.py"
     raise UsageError(f"{path}: has no command that is known ({known} are); give the YAML file of the training")
 
@@ -417,7 +419,7 @@ class _Converter:
         method = str(self.theirs[name]).lower() if named else flags.get(name, "")
         for other in _OTHER_METHODS:
             value = self.theirs.get(other)
-            if (other, value) == ("num_labels", 1):  # what a reward model has
+            if (other, value) in (("num_labels", 1), ("num_labels", 2)) and method in ("rm", "reward", "prm"):
                 self.left.pop(other)
             elif value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
                 answer = find_answer((other,))
@@ -693,7 +695,8 @@ class _Converter:
             if re.search(r"[\[+]", split):
                 whole = re.split(r"[\[+]", split)[0]
                 count = re.fullmatch(r"\w+\[:(\d+)\]", split)
-                if count and not is_eval and not isinstance(self.theirs.get(name), list):
+                items = self.theirs.get(name)
+                if count and not is_eval and not (isinstance(items, list) and len(items) > 1):
                     self.put("data.max_samples", int(count[1]), f"{name}.split")
                 else:
                     self.note(f"{name}.split", f"a split is one name, so all of {whole} is used, not {one_line(split)}")
@@ -783,9 +786,8 @@ class _Converter:
             elif times is not None:
                 self.put(f"{block}.every", "epoch", often)
                 if times != 1:
-                    self.note(
-                        often, f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
-                    )
+                    why = f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
+                    self.note(often, why, is_lost=False)
             elif strategy == "steps" and every is None:  # evaluates as often as it logs
                 logged = self.theirs.get("save_steps" if self.trainer == "ms-swift" else "logging_steps", 500)
                 every = to_number(logged) if block == "eval" else 500
@@ -893,7 +895,8 @@ class _Converter:
         if key == "model.attn_implementation" and "/" in str(value):
             return value
         if (ours := find_value(key, value)) is None:
-            self.note(name, f"{key} has no `{one_line(str(value))[:60]}`")
+            is_lost = key != "model.attn_implementation"
+            self.note(name, f"{key} has no `{one_line(str(value))[:60]}`", is_lost)
         return ours
 
     def _convert_other(self, name: str) -> None:

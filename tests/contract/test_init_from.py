@@ -422,6 +422,8 @@ BEGIN = {
         ("axolotl", "datasets: [{path: a.jsonl, field_thinking: x, train_on_last_step_only: false}]", None),
         ("axolotl", "datasets: [{path: a.jsonl, message_property_mappings: {role: who}}]", "message_property_mappings"),
         ("TRL", "remove_unused_columns: false", None),
+        ("LLaMA-Factory", "use_swanlab: true\ntemperature: 0.5\nflash_attn: xformers", None),
+        ("axolotl", "evals_per_epoch: 4", None),
         ("TRL", "dataset_text_field: words", None),
         (
             "axolotl",
@@ -677,6 +679,8 @@ def test_words_after_the_file_of_a_training_replace_its_values(folder: Path) -> 
     Path("theirs.yaml").write_text(LLAMA_FACTORY)
     recipe = convert("run.sh", "llamafactory-cli train theirs.yaml learning_rate=3e-5 lora_rank=2")
     assert (recipe["optim"]["lr"], recipe["model"]["lora"]["rank"]) == (3e-5, 2)
+    recipe = convert("run.sh", "accelerate launch --zero_stage 1 src/train.py theirs.yaml learning_rate=3e-5")
+    assert (recipe["optim"]["lr"], recipe["ds_config"]) == (3e-5, "zero1")
 
 
 def test_an_offload_that_no_preset_has_is_said(folder: Path) -> None:

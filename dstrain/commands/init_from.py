@@ -250,7 +250,7 @@ def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> S
             parsed["config"] = word
     source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
     if isinstance(config := parsed.pop("config", None), str):
-        file = next((one for one in (Path(config), path.parent / config) if one.is_file()), None)
+        file = _find_file(config, path)
         if file is None:
             raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
         below = read_yaml(file)
@@ -713,17 +713,16 @@ class _Converter:
 
     def _read_dataset_info(self, name: str) -> dict[str, Any] | None:
         """Return the keys of a data set in LLaMA-Factory's dataset_info.json; None where that is not there."""
-        folder = Path(str(self.theirs.get("dataset_dir", "data")))
-        for parent in (Path(), *map(_from_here, self.path.resolve().parents)):
-            file = parent / folder / "dataset_info.json"
-            try:
-                info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
-                place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
-                columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
-                return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                continue
-        return None
+        file = _find_file(f"{self.theirs.get('dataset_dir', 'data')}/dataset_info.json", self.path)
+        if file is None:
+            return None
+        try:
+            info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
+            place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
+            columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
+            return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
 
     def _convert_steps(self) -> None:
         if self.trainer == "ms-swift" and "gradient_accumulation_steps" in self.defaults:
@@ -849,7 +848,7 @@ class _Converter:
     def _convert_ds_config(self) -> None:
         name, value = self.take("deepspeed", "ds_cfgs")
         launch, block = self.take("accelerate_config")
-        if isinstance(block, str) and (file := self._find_file(block)):
+        if isinstance(block, str) and (file := _find_file(block, self.path)):
             block = read_yaml(file).values
         if isinstance(block, dict):
             given = block.get("deepspeed_config") or {}
@@ -867,7 +866,7 @@ class _Converter:
             return self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
         if isinstance(value, tuple):
             stage, devices = str(value[0]), value[1]
-        elif file := self._find_file(str(value)):
+        elif file := _find_file(str(value), self.path):
             try:
                 block = read_json(file).values
                 stage = f"{get_zero_stage(block)}"
@@ -886,9 +885,6 @@ class _Converter:
         self.origins["ds_config",] += adopt
         if {device for device in devices[: 1 + (stage == "3")] if device != "none"} - {"cpu" if offload else None}:
             self.note(f"{name} (offload)", f"it differs from the preset zero{stage}{offload}{adopt}")
-
-    def _find_file(self, name: str) -> Path | None:
-        return next((one for one in (Path(name), self.path.parent / name) if one.is_file()), None)
 
     def _choose(self, key: str, value: Any, name: str) -> Any:
         """Return the value here for a value of theirs; None, with a note, where there is none."""
@@ -994,8 +990,13 @@ def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     return nested
 
 
-def _from_here(folder: Path) -> Path:
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+def _find_file(name: str, beside: Path) -> Path | None:
+    """Return the file of that name here, or in the folder of another file or one above it."""
+    here = Path.cwd()
+    folders = (
+        folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in beside.resolve().parents
+    )
+    return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)
 
 
 def to_number(value: Any) -> Any:

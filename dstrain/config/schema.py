@@ -141,10 +141,12 @@ class TokenizerConfig(Section):
 
 
 class ProcessorConfig(Section):
-    """Settings of a processor built for the model's family."""
+    """Settings of the processor of `path`, or of one built for the model's family."""
 
+    max_pixels: PositiveInt | None = None
+    """Reduce images to at most this many pixels, such as 589824 (768 x 768): processors of Qwen-VL, whose tokens grow with them. Exported with the processor; empty: its own limit."""
     normalize: Literal["data"] | None = None
-    """data: normalize by mean and standard deviation per channel of the training images; empty: by the family's values."""
+    """data: normalize by mean and standard deviation per channel of the training images, with `config`; empty: by the family's values."""
 
 
 class ModelConfig(Section):
@@ -159,7 +161,7 @@ class ModelConfig(Section):
     tokenizer: str | TokenizerConfig | None = None
     """Folder or Hub id, or {train: bpe, vocab_size: N}. Empty: the tokenizer of `path`; with `config`, one trained on data.train with the config's vocab_size."""
     processor: str | ProcessorConfig | None = None
-    """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
+    """Folder or Hub id of a vision-language model's processor, or {max_pixels: N}. Empty: the processor of `path`; with `config`, one built for its family."""
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -413,6 +415,10 @@ class GenerateConfig(Section):
     """Folder of an exported reward model that scores the answers: reward is their mean score, win_rate how often one is better than the answer of the data. It is held in memory next to the model."""
 
 
+LOWER_IS_BETTER = ("loss", "perplexity", "rmsd", "mae", "kl", "error")
+"""Ends of the names of metrics of which less is better."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
@@ -421,11 +427,19 @@ class EvalConfig(Section):
     metric: str = "loss"
     """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
-    """min: lower values of the metric are better; max: higher values."""
+    """min: lower values of the metric are better; max: higher values. Left out: min for losses and errors, max for other metrics."""
     patience: PositiveInt | None = None
     """Early stopping: end the run after this many evaluations in a row without a better metric. Empty: never."""
     generate: GenerateConfig | None = None
     """Generate answers to held-out prompts in each evaluation, and compare or score them. docqa and temporal generate answers without this block too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_best(cls, values: Any) -> Any:
+        """Fill in `best`, as transformers infers greater_is_better."""
+        if not isinstance(values, dict) or "best" in values or not isinstance(values.get("metric", "loss"), str):
+            return values
+        return {**values, "best": "min" if values.get("metric", "loss").endswith(LOWER_IS_BETTER) else "max"}
 
 
 class SaveConfig(Section):

@@ -69,6 +69,19 @@ def read_processor(name: str, key: str, trust_remote_code: bool = False, revisio
     return processor
 
 
+def limit_pixels(processor: Any, max_pixels: int) -> None:
+    """Reduce larger images to this many pixels. Raises RecipeError where the processor has no such limit."""
+    images, key = processor.image_processor, f"{PROCESSOR_KEY}.max_pixels"
+    if "max_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", ()):
+        problem = f"is {max_pixels}, but a {type(images).__name__} gives each image its own size"
+        raise RecipeError(Fault(key, problem, "leave it out"))
+    settings = images.to_dict()
+    least = settings["size"]["shortest_edge"]
+    if max_pixels < least:
+        raise RecipeError(Fault(key, f"is {max_pixels}, below the least of the processor", f"write {least} or more"))
+    processor.image_processor = type(images).from_dict({**settings, "max_pixels": max_pixels})
+
+
 def build_processor(
     config: PretrainedConfig, tokenizer: Any, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Any:

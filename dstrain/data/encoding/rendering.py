@@ -370,10 +370,10 @@ def describe_missing_template(tokenizer: Any) -> Sequence[str]:
     if has_chat_template(tokenizer):
         return ()
     eos = tokenizer.eos_token
-    end = f"each answer ends with {eos}" if eos else "nothing ends an answer, since it has no EOS token either"
+    end = f"the last answer ends with {eos}" if eos else "nothing ends an answer, since it has no EOS token either"
     return [
         'the tokenizer has no chat template: dialogs are written as "\\n\\nHuman: ... \\n\\nAssistant: ..." and '
-        f"{end} (model.chat_template names another form)"
+        f"{end} (model.chat_template names another form; human_assistant ends each answer)"
     ]
 
 

@@ -190,7 +190,7 @@ class TokenBudget:
         """Return why `used_tokens` of prompt and special tokens leave no room, and the fix."""
         what = "its last user turn and the start of the answer take" if is_full_turn else "its prompt, cut, takes"
         most = self.max_length - 1 - self.suffix_tokens
-        less = "" if is_full_turn else f", data.max_prompt_length to {most} or less"
+        less = f", data.max_prompt_length to {most} or less" + (" (then texts of the turn are cut)" * is_full_turn)
         return (
             f"{what} {used_tokens} tokens, and data.max_length {self.max_length} leaves none for the answer; set "
             f"data.max_length to {used_tokens + 1} or more{less}, or remove the record"

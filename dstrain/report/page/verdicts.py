@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dstrain.config.schema import LOWER_IS_BETTER
 from dstrain.report.progress import Progress, State, TimeUse, measure_progress, measure_time_use
 from dstrain.report.run_history import RunHistory
 from dstrain.units import format_bytes, format_duration
@@ -18,8 +19,6 @@ from dstrain.units import format_bytes, format_duration
 Level = Literal["good", "info", "warning", "bad"]
 MIN_ROWS = 8
 """Rows of training below which nothing is said about a column."""
-LOWER_IS_BETTER = ("loss", "perplexity", "rmsd", "coordinate_loss", "mae", "kl")
-"""Metrics of tasks of which less is better; `eval.best` says it for that of the recipe."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dstrain.models.processors import (
     build_processor,
     count_special_tokens,
     is_multimodal,
+    limit_pixels,
     read_processor,
     sync_config_with_processor,
 )
@@ -201,6 +202,9 @@ class ModelSource:
     def _wrap_processor(self, processor: Any) -> VisionProcessor:
         from dstrain.data.vision.processor import VisionProcessor
 
+        wanted = self.recipe.model.processor
+        if isinstance(wanted, ProcessorConfig) and wanted.max_pixels is not None:
+            limit_pixels(processor, wanted.max_pixels)
         wrapped = VisionProcessor(processor)
         tokenizer = self._set_chat_template(processor.tokenizer, wrapped.image_token)
         # Both are saved, and must not differ.

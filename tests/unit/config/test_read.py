@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.config import RunConfig, read_recipe, resolve_batch
 from dstrain.config.resolve import find_learning_changes
-from dstrain.config.schema import ProcessorConfig
+from dstrain.config.schema import EvalConfig, ProcessorConfig
 from dstrain.errors import RecipeError
 
 
@@ -232,3 +232,18 @@ def test_accumulate_alone_says_not_what_changes(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"^batch\.total: is 8, but micro 2 x accumulate 2 x 1 process = 4; remove "):
         resolve_batch(batch, 1)
     assert resolve_batch(batch, 2).total == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ({}, "min"),
+        ({"metric": "loss"}, "min"),
+        ({"metric": "accuracy"}, "max"),
+        ({"metric": "coordinate_loss"}, "min"),
+        ({"metric": "calibration_error"}, "min"),
+        ({"metric": "accuracy", "best": "min"}, "min"),
+    ],
+)
+def test_the_metric_says_what_is_best_where_the_recipe_does_not(values: dict[str, str], best: str) -> None:
+    assert EvalConfig.model_validate(values).best == best

@@ -346,7 +346,7 @@ def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path:
     task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
     [line] = task.checks.info_messages()
     assert line.startswith("the tokenizer has no chat template: dialogs are written as ")
-    assert "each answer ends with <|endoftext|>" in line or "each answer ends with </s>" in line
+    assert "the last answer ends with <|endoftext|>" in line or "the last answer ends with </s>" in line
     task.tokenizer.eos_token = None  # type: ignore[attr-defined]
     [line] = task.checks.info_messages()
     assert "nothing ends an answer" in line

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import is_torchvision_available
 
@@ -14,8 +15,9 @@ from dstrain.batch import Batch
 from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
+from dstrain.errors import RecipeError
 from dstrain.models.params import components_by_id
-from dstrain.models.processors import is_multimodal
+from dstrain.models.processors import is_multimodal, limit_pixels
 from dstrain.tasks.common.forward import forward_logits
 from tests.vision_recipes import picture
 
@@ -120,3 +122,28 @@ def test_qwens_own_processor_gives_the_same() -> None:
     from transformers import Qwen2VLVideoProcessor
 
     check(VisionProcessor(Qwen2_5_VLProcessor(image_processor(), words(), Qwen2VLVideoProcessor())))
+
+
+def test_larger_images_are_reduced_to_the_pixels_of_the_recipe(tmp_path: Path) -> None:
+    made = processor()
+    before = VisionProcessor(processor())
+    large, small = picture(1, (64, 48)), picture(2, (16, 16))
+    limit_pixels(made, 256)
+    after = VisionProcessor(made)
+    assert after.get_image_text(large.size).count(TOKENS["image"]) * 64 <= 256
+    assert after.get_image_text(large.size).count(TOKENS["image"]) < before.get_image_text(large.size).count(
+        TOKENS["image"]
+    )
+    assert after.get_image_text(small.size) == before.get_image_text(small.size)
+    assert after.fingerprint != before.fingerprint, "the cache holds other tokens"
+    made.image_processor.save_pretrained(tmp_path)
+    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path).size == made.image_processor.size, "in the export too"
+
+
+@pytest.mark.parametrize(("pixels", "told"), [(8, "below the least"), (256, "gives each image its own size")])
+def test_a_limit_of_pixels_that_cannot_hold_is_refused(pixels: int, told: str) -> None:
+    made = processor()
+    if pixels == 256:
+        made.image_processor = CLIPImageProcessorPil()
+    with pytest.raises(RecipeError, match=told):
+        limit_pixels(made, pixels)

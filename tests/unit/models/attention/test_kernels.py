@@ -38,18 +38,15 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_flex_attention_equals_the_reference(
-    window: int | None, softcap: float | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_equals_the_reference(window: int | None, softcap: float | None, with_sinks: bool) -> None:
     """Without gradients: torch has none for it on a CPU."""
-    monkeypatch.setattr("torch._dynamo.config.disable", False)  # the variable TORCH_COMPILE_DISABLE of all tests
     inputs = [one.detach() for one in heads()]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     settings = AttentionSettings(scale=0.3, window=window, softcap=softcap, sinks=sinks)
     expected = attention_by_group(inputs, settings, PackedLayout(GROUPS))
-    torch.testing.assert_close(
-        packed_flex_attention(inputs, settings, PackedLayout(GROUPS)), expected, rtol=1e-4, atol=1e-5
-    )
+    with torch._dynamo.config.patch(disable=False):  # the variable TORCH_COMPILE_DISABLE of all tests
+        found = packed_flex_attention(inputs, settings, PackedLayout(GROUPS))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def aligned_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sizes: Any, **more: Any) -> Any:

@@ -29,7 +29,7 @@ from dstrain.config.aliases import (
     read_values,
 )
 from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_yaml
-from dstrain.config.schema import RunConfig
+from dstrain.config.schema import LOWER_IS_BETTER, RunConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import (
     Fault,
@@ -801,7 +801,7 @@ class _Converter:
         name, metric = self.take("metric_for_best_model", "eval_metric")
         if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
             self.put("eval.metric", metric, name)
-            if not metric.endswith("loss") and "greater_is_better" not in self.theirs:
+            if not metric.endswith(LOWER_IS_BETTER) and "greater_is_better" not in self.theirs:
                 self.put("eval.best", "max", name)
         elif metric:
             self.note(name, f"task {self.task} has no metric {one_line(metric)}")
@@ -931,6 +931,9 @@ class _Converter:
             self.note(name, f"task {self.task} has no option {option}", is_lost=is_set)
         else:
             self.put(("options", option), value, name)
+            if name == "assistant_only_loss" and name in self.defaults:
+                why = "of records with prompt and completion only the completion is learnt there; write true for them"
+                self.note(f"{name} (default)", why)
 
     # The recipe
 

@@ -400,7 +400,7 @@ def test_a_recipe_on_the_page_is_that_of_the_file_beside_it(
 BEGIN = {
     "LLaMA-Factory": "stage: sft\nmodel_name_or_path: model\ncutoff_len: 8\n",
     "axolotl": "base_model: model\n",
-    "TRL": "model_name_or_path: model\ndataset_name: chats.jsonl\n",
+    "TRL": "model_name_or_path: model\ndataset_name: chats.jsonl\nassistant_only_loss: true\n",
 }
 
 
@@ -654,7 +654,9 @@ def test_options_are_read_as_the_trainer_reads_them(words: str, key: tuple[str, 
     text = f"trl sft --model_name_or_path model --dataset_name chats.jsonl {words}"
     assert lookup(convert("run.sh", text), key) == value
     result = invoke("init", "--from", "run.sh")
-    assert "differs" not in result.stderr
+    assert result.stderr.count("differs") == 1
+    assert "differs: assistant_only_loss (default): of records with prompt and completion" in result.stderr
+    assert "  assistant_only_loss: false         # assistant_only_loss (default)" in result.stdout
 
 
 @pytest.mark.parametrize(

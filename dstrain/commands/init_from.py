@@ -851,11 +851,12 @@ class _Converter:
         if isinstance(block, str) and (file := _find_file(block, self.path)):
             block = read_yaml(file).values
         if isinstance(block, dict):
-            given = block.get("deepspeed_config") or {}
-            if not name:
+            given = block.get("deepspeed_config")
+            if not name and isinstance(given, dict):
                 stage, value = given.get("zero_stage"), given.get("deepspeed_config_file")
-                devices = [given.get(f"offload_{part}_device") for part in ("optimizer", "param")]
-                name, value = launch, value or (stage if stage is None else (stage, devices))
+                devices = [given.get(f"offload_{part}_device", "none") for part in ("optimizer", "param")]
+                name, value = launch, value or (None if stage is None else (stage, devices))
+            name = name or launch
             if ("precision",) not in self.values and (width := find_value("precision", block.get("mixed_precision"))):
                 self.put("precision", width, launch)
         elif launch and not name:
@@ -872,10 +873,10 @@ class _Converter:
                 stage = f"{get_zero_stage(block)}"
             except PresetError as error:
                 raise UsageError(f"{self._locate(name)}: {error}") from None
-            devices = [get_offload_device(block, part) for part in ("offload_optimizer", "offload_param")]
+            devices = [get_offload_device(block, part) or "none" for part in ("offload_optimizer", "offload_param")]
         else:
             stage = "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", str(value))[-1:])
-            devices = ["cpu" if "offload" in str(value) else None] * (1 + (stage == "3"))
+            devices = ["cpu" if "offload" in str(value) else "none"] * 2
         adopt = f"; `dstrain presets --adopt {one_line(str(value))}` keeps the file's other settings"
         adopt = adopt if str(value).endswith(".json") else ""
         if not stage:
@@ -883,7 +884,7 @@ class _Converter:
         offload = "_offload" if stage > "1" and "cpu" in devices else ""
         self.put("ds_config", f"zero{stage}{offload}", name)
         self.origins["ds_config",] += adopt
-        if {device for device in devices[: 1 + (stage == "3")] if device != "none"} - {"cpu" if offload else None}:
+        if {*devices[: 1 + (stage == "3")]} != {"cpu" if offload else "none"}:
             self.note(f"{name} (offload)", f"it differs from the preset zero{stage}{offload}{adopt}")
 
     def _choose(self, key: str, value: Any, name: str) -> Any:

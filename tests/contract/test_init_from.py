@@ -690,6 +690,10 @@ def test_an_offload_that_no_preset_has_is_said(folder: Path) -> None:
     Path("theirs.yaml").write_text("stage: sft\nmodel_name_or_path: model\ndeepspeed: ds.json\n")
     said = invoke("init", "--from", "theirs.yaml").stderr
     assert "differs from the preset zero3_offload; `dstrain presets --adopt ds.json`" in said
+    Path("dpo.yaml").write_text("model_name_or_path: model\naccelerate_config: launch.yaml\n")
+    for config, told in (("{zero_stage: 3, offload_param_device: cpu}", 1), ("{zero_stage: 3}", 0), ("[1]", 0)):
+        Path("launch.yaml").write_text(f"deepspeed_config: {config}\n")
+        assert invoke("init", "--from", "dpo.yaml").stderr.count("differs from the preset zero3_offload") == told
 
 
 @pytest.mark.parametrize(

@@ -698,6 +698,7 @@ class _Converter:
                 items = self.theirs.get(name)
                 if count and not is_eval and not (isinstance(items, list) and len(items) > 1):
                     self.put("data.max_samples", int(count[1]), f"{name}.split")
+                    self.origins["data", "max_samples"] += "; cuts the eval data too"
                 else:
                     self.note(f"{name}.split", f"a split is one name, so all of {whole} is used, not {one_line(split)}")
                 self.cut_splits.add(split)

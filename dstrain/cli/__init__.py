@@ -23,6 +23,7 @@ from dstrain.cli.options import (
     MODEL_OPTION_NAMES,
     MODEL_OPTIONS,
     PLAN_OPTIONS,
+    READER_OPTIONS,
     RECIPE_OPTIONS,
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
@@ -349,12 +350,10 @@ def data() -> None:
 
 @data.command()
 @click.argument("file", type=PathArgument())
-@click.option(
-    "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
-)
+@with_options(READER_OPTIONS)
 @set_option("Override a recipe key, such as data.columns={text: chosen}.")
 @click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
-def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
+def check(file: str, task: str | None, recipe: str | None, overrides: tuple[str, ...], every: bool) -> None:
     """List the bad records of FILE with line and reason; exit code 2 if there are any.
 
     On a terminal only the first ten of each kind are listed.
@@ -362,7 +361,7 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
     from dstrain.commands.data import check_file, show_validation
 
     progress = ProgressText()
-    report, truncations = check_file(file, task, overrides, progress)
+    report, truncations = check_file(file, task, overrides, progress, recipe)
     progress.clear()
     lines, total = show_validation(report, every, is_terminal())
     if lines:
@@ -373,17 +372,7 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
 
 @data.command()
 @click.argument("file", type=PathArgument())
-@click.option(
-    "--task",
-    shell_complete=complete_names(task_names, or_file=True),
-    help="Task that reads the file; default: that of --recipe.",
-)
-@click.option(
-    "--recipe",
-    type=PathArgument(),
-    shell_complete=complete_names(recipe_names, or_file=True),
-    help="YAML file or packaged recipe with model, columns and limits.",
-)
+@with_options(READER_OPTIONS)
 @set_option("Override a recipe key, such as model.path=FOLDER.")
 @click.option("--limit", default=3, type=click.IntRange(1), help="Number of records.")
 @click.option("--color/--no-color", default=None, help="Color or mark the learnt tokens; default: color on a terminal.")
@@ -398,8 +387,6 @@ def show(
     from dstrain.commands.data import show_file
 
     use_color = (is_terminal() and "NO_COLOR" not in os.environ) if color is None else color
-    if task is None and recipe is None:
-        raise UsageError("name the task that reads the file with --task, or a recipe with --recipe")
     for text in show_file(file, recipe, task, overrides, limit, use_color):
         click.echo(text, color=use_color)
 
@@ -501,13 +488,14 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
     """
     if to is not None and to.exists():
         raise UsageError(f"--to {to}: already exists; choose another name")
+    differences: list[str] = []
     if theirs is not None:
         from dstrain.commands.init_from import convert_file
 
         if gpus is not None or gpu_memory is not None:
             raise UsageError("--gpus and --gpu-memory: are for a starter recipe; leave them out with --from")
         converted = convert_file(theirs, task)
-        text, hint = converted.text, converted.describe()
+        text, hint, differences = converted.text, converted.describe(), converted.differences
     elif task is None:
         raise UsageError(
             "no TASK was given; name one (`dstrain tasks` lists them), or another trainer's file with --from"
@@ -527,6 +515,8 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
         except OSError as error:
             raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
         click.echo(f"{to}: {hint}, then `dstrain train {to}`")
+    for line in differences:
+        echo(f"  differs: {line}", err=to is None)
 
 
 @main.command()

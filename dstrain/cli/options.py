@@ -190,6 +190,20 @@ TRAIN_OPTIONS = (
     ),
     click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
 )
+READER_OPTIONS = (
+    click.option(
+        "--recipe",
+        type=PathArgument(),
+        shell_complete=complete_names(recipe_names, or_file=True),
+        help="YAML file or packaged recipe with model, columns and limits.",
+    ),
+    click.option(
+        "--task",
+        shell_complete=complete_names(task_names, or_file=True),
+        help="Task that reads the file; default: that of --recipe.",
+    ),
+)
+"""What a data file is read with."""
 MACHINE_OPTIONS = (
     click.option(
         "--gpu-memory",

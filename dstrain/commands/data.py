@@ -11,7 +11,7 @@ import click
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_recipe
 from dstrain.config import read_recipe
-from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
+from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.conversations import describe_missing_end
 from dstrain.data.encoding.template_check import describe_lost
@@ -21,7 +21,7 @@ from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_so
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
-from dstrain.errors import Fault, RecipeError, TaskError, escape_controls
+from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks import make_task
 from dstrain.tasks.common.record_task import RecordTask
@@ -33,15 +33,27 @@ NO_TOKENIZER_HINT = (
 )
 
 
+def _read_config(recipe: str | None, task: str | None, overrides: Sequence[str]) -> RunConfig:
+    if recipe is not None:
+        return resolve_recipe(TrainRequest(recipe=recipe, task=task, overrides=overrides)).config
+    if task is None:
+        raise UsageError("name the task that reads the file with --task, or a recipe with --recipe")
+    return resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
+
+
 def check_file(
-    file: str, task: str, overrides: Sequence[str], show_progress: Callable[[int, int], None] = lambda done, total: None
+    file: str,
+    task: str | None,
+    overrides: Sequence[str],
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+    recipe: str | None = None,
 ) -> tuple[ValidationReport, str]:
     """Return the validation report of a file, and a sentence on truncation. Raises TaskError without a format."""
-    config = resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
+    config = _read_config(recipe, task, overrides)
     made = make_task(config)
     parse = made.checks.parse_record
     if parse is None:
-        raise TaskError(f"--task {task}: has no record format to check; the task reads its records itself")
+        raise TaskError(f"task {config.task}: has no record format to check; the task reads its records itself")
     if not isinstance(made, RecordTask):
         opened = open_source(file, config.data.columns)
         return check_source(opened, parse, count_available_cores(), show_progress), ""
@@ -103,10 +115,7 @@ def show_file(
 
     Learnt tokens are green with `use_color`, else between \u27e6 and \u27e7. Raises RecipeError without a tokenizer, TaskError.
     """
-    if recipe is None:
-        config = resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
-    else:
-        config = resolve_recipe(TrainRequest(recipe=recipe, task=task, overrides=overrides)).config
+    config = _read_config(recipe, task, overrides)
     changes = {"train": [TrainDatasetConfig(path=file)], "eval": None, "eval_fraction": 0.0, "max_samples": limit}
     data = config.data.model_copy(update=changes | {"on_error": "skip"})
     made = make_task(config.model_copy(update={"data": data}))

@@ -29,12 +29,13 @@ from dstrain.config.aliases import (
     read_values,
 )
 from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_yaml
-from dstrain.config.schema import RunConfig
+from dstrain.config.schema import LOWER_IS_BETTER, RunConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import (
     Fault,
     PresetError,
     RecipeError,
+    TaskError,
     UsageError,
     describe_decode_error,
     first_names,
@@ -49,12 +50,15 @@ from dstrain.tasks import find_task, make_task, task_options
 
 _HF_DEFAULTS = {
     "learning_rate": 5e-5, "num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "linear", "warmup_steps": 0,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "save_steps": 500, "save_total_limit": -1, "seed": 42,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05},
+    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05, "assistant_only_loss": False},
     "LLaMA-Factory": {**_HF_DEFAULTS, "finetuning_type": "lora", "lora_rank": 8, "cutoff_len": 2048},
-    "axolotl": {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512},
+    "axolotl": {
+        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512, "seed": 42,
+        "warmup_ratio": 0.03, "eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 4,
+    },
     "ms-swift": {
         **_HF_DEFAULTS, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1, "tuner_type": "lora",
         "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "weight_decay": 0.1, "adam_beta2": 0.95,
@@ -64,9 +68,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Trainer -> what it takes for a key that its file leaves out, where that changes what is learnt and differs from here."""
 _TRL_LEARNING_RATES = {"sft": 2e-5, "vlm": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "prm": 1e-5}
 _METHOD_KEYS = (
-    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora", "peft_config.name",
+    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora",
 )  # fmt: skip
 """Keys that say whether adapters are trained."""
+_PACKING_KEYS = ("packing", "neat_packing", "sample_packing", "pack_sequences", "use_packed_sequences")
+"""Keys that fill rows with records."""
 _TASK_FLAGS = {"reward_model": "rm", "process_reward_model": "prm"}
 _OTHER_METHODS = (
     "task_type", "kd_trainer", "diffusion", "num_labels", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
@@ -106,7 +112,13 @@ _COLUMNS = {
 """Keys of a data set of theirs that name a column -> its name in a record."""
 _SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations": ("messages", "conversation")}
 """Name in a record -> columns that are read alike."""
+_MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+_LAUNCH_KEYS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+"""Keys of accelerate's deepspeed_config that say what ds_config is."""
+_NO_INFO = ", in no dataset_info.json here"
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
+_LEARNT_KEYS = ("model", "task", "optim", "options", "batch", "data.columns", "data.train", "the `weight`")
+"""Recipe keys that change what is learnt."""
 _AS_NOTES = (
     "data.columns", "model.config", "model.lora", "model.freeze", "task", "optim.groups", "eval.generate", "model",
     "eval.generate.samples", "eval.generate.max_new_tokens", "data.eval", "data.train",
@@ -120,12 +132,14 @@ _VISION_KEYS = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _PLAIN_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
-_COMMANDS = {"llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
+_COMMANDS = {
+    "llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL", "axolotl": "axolotl",
+}  # fmt: skip
 _COMMAND = re.compile(
-    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
-    r"|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
+    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl|axolotl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
+    r"|\S*src/(train)\.py(?=\s)|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
 )
-"""A trainer's command, or a script of TRL's form, or one of ms-swift's."""
+"""A trainer's command, LLaMA-Factory's script, or a script of TRL's form, or one of ms-swift's."""
 _SHELL_VALUE = object()
 """Stands for a value that a shell would fill in."""
 
@@ -139,14 +153,13 @@ class ConvertedRecipe:
     trainer: str
     to_fill_in: list[str]
     """Recipe keys whose value the file does not have."""
-    unsupported: list[str]
-    """Their keys that are set and have no counterpart, or that no trainer has."""
+    differences: list[str]
+    """What is learnt otherwise than there, or may be: names of their keys with the reason."""
 
     def describe(self) -> str:
-        """Return what the user is to look at, in one line."""
-        left = f"; without {first_names(self.unsupported)} (the comments say why)" if self.unsupported else ""
+        """Return what the user is to do, in one line."""
         todo = f"fill in {first_names(self.to_fill_in)}" if self.to_fill_in else "read the comments"
-        return f"from a configuration of {self.trainer}{left}; {todo}"
+        return f"from a configuration of {self.trainer}; {todo}"
 
 
 def convert_file(path: Path, task: str | None = None) -> ConvertedRecipe:
@@ -182,36 +195,62 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
             continue
         place = joined[: sum(len(other) + 1 for other in joined.split("\n")[: number - 1])].count("\x00") + number
         try:
-            words = shlex.split(line[found.end() :].replace("\x00", " "))
+            before, words = (
+                shlex.split(part.replace("\x00", " ")) for part in (line[: found.start()], line[found.end() :])
+            )
         except ValueError as error:
             raise UsageError(
                 f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
             ) from None
-        return _read_words(path, f"{path.name}:{place}", found[2] or found[3], words), _COMMANDS[
-            found[1] or ("swift" if "swift/" in found[0] else "trl")
+        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3] or found[4], words)
+        if "accelerate" in before and (launch := _read_launch(_read_options(before)[0])):
+            source.values["accelerate_config"] = launch
+            source.locations["accelerate_config",] = f"{path.name}:{place}"
+        return source, _COMMANDS[
+            found[1] or ("llamafactory-cli" if found[3] else "swift" if "swift/" in found[0] else "trl")
         ]
-    raise UsageError(f"{path}: has no `swift sft`, `llamafactory-cli train` or `trl dpo`; give the YAML file")
+    known = "`swift sft`, `llamafactory-cli train`, `axolotl train`, `trl dpo` and a script named as dpo.py"
+    raise UsageError(f"{path}: has no command that is known ({known} are); give the YAML file of the training")
+
+
+def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a command, as argparse and HfArgumentParser spell them, and the words before them."""
+    given: dict[str, list[str]] = {}
+    plain: list[str] = []
+    last = plain
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            is_off = name.startswith("no_") and not equals and find_answer((name,)) is None
+            last = given[name.removeprefix("no_") if is_off else name] = ["false"] if is_off else [value] * bool(equals)
+        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
+            break
+        else:
+            last.append(word)
+    return {name: _parse_words(values) for name, values in given.items()}, plain
+
+
+def _read_launch(options: Mapping[str, Any]) -> Any:
+    """Return the file that `accelerate launch` is given, or its options in the form of such a file."""
+    if file := options.get("config_file"):
+        return file
+    block = {name: options[name] for name in _LAUNCH_KEYS if name in options}
+    return {"deepspeed_config": block, "mixed_precision": options.get("mixed_precision")} if block else None
 
 
 def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> SourceMap:
     """Return the options of a command as a file would have them; those of a YAML file that it names are under them."""
-    values: dict[str, Any] = {}
-    names: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            names.append(name)
-            values[name] = [value] if equals else []
-        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
-            break
-        elif names:
-            values[names[-1]].append(word)
+    parsed, plain = _read_options(words)
+    for word in plain:
+        name, equals, value = word.partition("=")
+        if equals:  # as LLaMA-Factory reads it
+            parsed[name] = _parse_words([value])
         elif word.endswith((".yaml", ".yml", ".json")):
-            values["config"] = [word]
-    parsed = {name: _parse_words(given) for name, given in values.items()}
+            parsed["config"] = word
     source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
     if isinstance(config := parsed.pop("config", None), str):
-        file = next((one for one in (Path(config), path.parent / config) if one.is_file()), None)
+        file = _find_file(config, path)
         if file is None:
             raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
         below = read_yaml(file)
@@ -244,6 +283,9 @@ def _check_trainer(path: Path, source: SourceMap) -> str:
         raise UsageError(f"{name}: is a launch configuration of accelerate, which trains nothing; {fix}")
     if values and all(key in RunConfig.model_fields for key in values) and not isinstance(values.get("model"), str):
         raise UsageError(f"{name}: is a recipe of dstrain already; `dstrain train {path}` trains it")
+    if {"dist_config", "kernel_config", "peft_config", "quant_config"} & {*values} and "model" in values:
+        fix = "write the file in the form of version 0 (model_name_or_path, stage, finetuning_type)"
+        raise UsageError(f"{name}: is a file of LLaMA-Factory's version 1, which is not read; {fix}")
     if "export_dir" in values:
         raise UsageError(f"{name}: exports a model; `dstrain export RUN --to FOLDER --merge-lora` does that with a run")
     found = find_trainer(values)
@@ -267,7 +309,8 @@ class _Converter:
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Why keys are not in the recipe -> their names."""
     to_fill_in: dict[KeyPath, str] = field(default_factory=dict)
-    unsupported: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    """Their keys of which the user is told on the terminal."""
     places: dict[str, KeyPath] = field(default_factory=dict)
     """Their keys without blocks -> with them."""
     theirs: dict[str, Any] = field(default_factory=dict)
@@ -276,6 +319,8 @@ class _Converter:
     left: dict[str, None] = field(default_factory=dict)
     """Their keys that are not in the recipe or the notes yet."""
     loss_type: str | None = None
+    cut_splits: set[str] = field(default_factory=set)
+    """Their splits that are a part of one."""
 
     def convert(self) -> ConvertedRecipe:
         """Return the recipe. Raises UsageError."""
@@ -349,7 +394,8 @@ class _Converter:
         self.left.pop(name, None)
         names = self.notes.setdefault(why, [])
         names += [] if name in names else [name]
-        self.unsupported += [name] if is_lost and name not in self.unsupported else []
+        if is_lost:
+            self.lost.add(name)
 
     def conflict(self, where: str, problem: str, other: str, value: Any) -> RecipeError:
         """Return the error for two values of one key."""
@@ -373,7 +419,9 @@ class _Converter:
         method = str(self.theirs[name]).lower() if named else flags.get(name, "")
         for other in _OTHER_METHODS:
             value = self.theirs.get(other)
-            if value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
+            if (other, value) in (("num_labels", 1), ("num_labels", 2)) and method in ("rm", "reward", "prm"):
+                self.left.pop(other)
+            elif value and not str(value).lower().endswith(("causal_lm", "false")) and method not in ("rm", "prm"):
                 answer = find_answer((other,))
                 what = (
                     f"there are no {answer.text}" if answer and answer.kind == "not supported" else "it is another task"
@@ -427,7 +475,7 @@ class _Converter:
         self.left |= dict.fromkeys(self.defaults)
 
     def _convert_adapters(self) -> None:
-        name, value = self.take(*_METHOD_KEYS, *(["name"] if "peft_config" in self.source.values else []))
+        name, value = self.take(*_METHOD_KEYS)
         method = str(value).lower()
         if method not in ("lora", "qlora", "true", "full", "none", "false"):
             raise self.refuse(name, "LoRA and full training are; model.freeze leaves layers as they are")
@@ -458,6 +506,9 @@ class _Converter:
             self.put("model.lora.targets", "all-linear", linear if is_linear is True else name)
         elif targets:
             self.put("model.lora.targets", targets, name)
+        elif self.trainer == "TRL":
+            why = "PEFT chooses there, often q_proj and v_proj; here model.lora.targets is all-linear"
+            self.note("lora_target_modules (default)", why)
         for key, width in widths.items():
             bits = key[8] if width is True else None if key.startswith("load") else width
             if bits and (ours := self._choose("model.quantize", bits, key)):
@@ -492,7 +543,8 @@ class _Converter:
             if isinstance(value, str) and ("{%" in value or "{{" in value or value.endswith(".jinja")):
                 self.put("model.chat_template", value, name)
             elif name:
-                self.note(name, "the tokenizer's own chat template is used; model.chat_template replaces it", False)
+                why = "the tokenizer's own chat template is used; write model.chat_template: FILE (Jinja) for another"
+                self.note(name, why, value not in ("tokenizer_default", True))
         name, variables = self.take("chat_template_kwargs")
         for key, value in variables.items() if isinstance(variables, dict) else ():
             self.put(("model", "chat_template_kwargs", str(key)), value, name)
@@ -529,7 +581,7 @@ class _Converter:
         if where["data_files"] and not train:
             name, train = "train_data_files", "json"
         found = self._read_datasets(name, train, where)
-        if found:
+        if not all(str(one).startswith("FILL IN") for one in found):
             self.put("data.train", found if len(found) > 1 else found[0], name)
         else:
             self.to_fill_in.setdefault(("data", "train"), "a file, or org/name of a dataset on the Hub")
@@ -554,12 +606,24 @@ class _Converter:
         ):
             eval_name, held_out = name, train  # the other split of the same data
         held = [] if is_off else self._read_datasets(eval_name, held_out, where, is_eval=True)
+        held = [one for one in held if not str(one).startswith("FILL IN")]
+        sets = [
+            [{"split": split, **(one if isinstance(one, dict) else {"path": one})} for one in items]
+            for split, items in (("train", found), ("test", held))
+        ]
+        if self.cut_splits and any(one in sets[0] for one in sets[1]):
+            problem = f"data.train and data.eval are the same set: {' and '.join(sorted(self.cut_splits))}"
+            fix = "cut the data into two files, or take the eval data out of theirs and write data.eval_fraction"
+            raise RecipeError(Fault(self._locate(eval_name), problem, fix))
         if held:
             self.put("data.eval", held[0], eval_name)
             if len(held) > 1:
                 self.note(eval_name, "data.eval is one file; the others are not in it")
         elif is_off and eval_keys:
             self.note(eval_name, "nothing is evaluated", is_lost=False)
+        name, text_column = self.take("dataset_text_field")
+        if name and text_column != "text":
+            self.put("data.columns", {text_column: "text"}, name)
         name, columns = self.take("columns")
         with contextlib.suppress(ValueError, RecursionError):
             columns = json.loads(columns) if isinstance(columns, str) else columns
@@ -584,7 +648,9 @@ class _Converter:
                 info = self._read_dataset_info(path)
                 if info is None:
                     key = ("data", "eval" if is_eval else "train")
-                    self.to_fill_in[key] = f"the file of {one_line(path)}, which is in no dataset_info.json here"
+                    missing = self.to_fill_in.get(key, "").removesuffix(_NO_INFO)
+                    self.to_fill_in[key] = f"{missing or 'the file of'} {one_line(path)}{_NO_INFO}"
+                    found.append(f"FILL IN the file of {one_line(path)}")
                     continue
                 block |= info
             elif self.trainer == "ms-swift":
@@ -609,11 +675,11 @@ class _Converter:
             - {*_COLUMNS, "path", "data_files", "split", "name", "fraction", "columns"}
         ):
             answer = find_answer(("datasets", other))
-            self.note(
-                f"{name}.{other}",
-                str(answer or "no trainer has this key"),
-                answer is None or answer.kind == "not supported",
-            )
+            why = str(answer or "no trainer has this key")
+            is_lost = answer is None or (answer.kind == "not supported" and block[other] is not False)
+            if other == "message_property_mappings" and block[other] not in _MESSAGE_KEYS:
+                why, is_lost = "a message has role and content, or from and value; rename its keys in the file", True
+            self.note(f"{name}.{other}", why, is_lost)
         if files and path in ("", "json", "parquet", "csv", "text"):
             paths = [str(file) for file in (files if isinstance(files, list) else [files])]
         elif files:
@@ -627,10 +693,16 @@ class _Converter:
         split = str(block.get("split") or "")
         if not all(Path(one).exists() or Path(one).suffix in _FILE_SUFFIXES for one in paths):
             if re.search(r"[\[+]", split):
-                self.note(
-                    f"{name}.split", f"a split is one name; data.max_samples limits its records: {one_line(split)}"
-                )
-                split = re.split(r"[\[+]", split)[0]
+                whole = re.split(r"[\[+]", split)[0]
+                count = re.fullmatch(r"\w+\[:(\d+)\]", split)
+                items = self.theirs.get(name)
+                if count and not is_eval and not (isinstance(items, list) and len(items) > 1):
+                    self.put("data.max_samples", int(count[1]), f"{name}.split")
+                    self.origins["data", "max_samples"] += "; cuts the eval data too"
+                else:
+                    self.note(f"{name}.split", f"a split is one name, so all of {whole} is used, not {one_line(split)}")
+                self.cut_splits.add(split)
+                split = whole
             if split and split != ("test" if is_eval else "train"):
                 made["split"] = split
             if isinstance(block.get("name"), str):
@@ -642,16 +714,16 @@ class _Converter:
 
     def _read_dataset_info(self, name: str) -> dict[str, Any] | None:
         """Return the keys of a data set in LLaMA-Factory's dataset_info.json; None where that is not there."""
-        folder = Path(str(self.theirs.get("dataset_dir", "data")))
-        for file in (folder / "dataset_info.json", self.path.parent / folder / "dataset_info.json"):
-            try:
-                info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
-                place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
-                columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
-                return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                continue
-        return None
+        file = _find_file(f"{self.theirs.get('dataset_dir', 'data')}/dataset_info.json", self.path)
+        if file is None:
+            return None
+        try:
+            info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
+            place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
+            columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
+            return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
 
     def _convert_steps(self) -> None:
         if self.trainer == "ms-swift" and "gradient_accumulation_steps" in self.defaults:
@@ -665,8 +737,13 @@ class _Converter:
         for other in list(self.left):
             answer = find_answer((other,))
             if answer is not None and answer.text == "batch.packing":
-                why = "batch.packing is auto, and batch counts records: where a row of theirs holds several, raise batch.total"
-                self.note(other, why, is_lost=False)
+                is_packed = other in _PACKING_KEYS and self.theirs[other] is True
+                why = (
+                    "a sample of their step is a row filled with records, and here it is one record: multiply "
+                    "batch.accumulate (or total) by the records that fit into data.max_length, which "
+                    "`dstrain data show FILE --recipe THIS` tells"
+                )
+                self.note(other, why if is_packed else "batch.packing is auto", is_lost=is_packed)
         name, value = self.take("optim", "optimizer", "optim_type")
         value = value.get("type", value.get("name")) if isinstance(value, dict) else value
         if value is not None and (ours := self._choose("optim.name", value, name)) is not None:
@@ -683,6 +760,8 @@ class _Converter:
             steps, count, ratio = ratio, share, ""
         if steps:
             self.put("optim.warmup", to_number(count), steps)
+        if (steps, self.trainer) == ("warmup_ratio", "axolotl") and steps in self.defaults:
+            self.origins["optim", "warmup"] += "; at most 100 steps there"
         if ratio:
             self.note(ratio, f"{steps} counts", is_lost=False)
         steps, count = self.number("max_steps", "train_iters")
@@ -707,9 +786,12 @@ class _Converter:
             elif times is not None:
                 self.put(f"{block}.every", "epoch", often)
                 if times != 1:
-                    self.note(
-                        often, f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
-                    )
+                    why = f"{block}.every is epoch or a number of steps; there it is {times} times per epoch"
+                    self.note(often, why, is_lost=False)
+            elif strategy == "steps" and every is None:  # evaluates as often as it logs
+                logged = self.theirs.get("save_steps" if self.trainer == "ms-swift" else "logging_steps", 500)
+                every = to_number(logged) if block == "eval" else 500
+                self.put(f"{block}.every", max(int(every), 1) if is_number(every) else 500, kind)
             elif every is not None and every >= 1:
                 self.put(f"{block}.every", int(every), name)
             elif every is not None:
@@ -720,14 +802,18 @@ class _Converter:
         name, metric = self.take("metric_for_best_model", "eval_metric")
         if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
             self.put("eval.metric", metric, name)
+            if not metric.endswith(LOWER_IS_BETTER) and "greater_is_better" not in self.theirs:
+                self.put("eval.best", "max", name)
         elif metric:
             self.note(name, f"task {self.task} has no metric {one_line(metric)}")
         name, keep = self.take("save_total_limit")
         if is_number(keep := to_number(keep)):
             self.put("save.keep", keep if keep > 0 else None, name)
         name, seconds = self.number("ddp_timeout")
-        if seconds is not None:
-            self.put("timeout_minutes", min(max(seconds / 60, 0.1), 1e6), name)
+        if seconds is not None and seconds / 60 <= 1e6:
+            self.put("timeout_minutes", max(seconds / 60, 0.1), name)
+        elif name:
+            self.note(name, "it is no limit there; timeout_minutes is 10", is_lost=False)
         name, logged = self.number("logging_steps")
         if logged is not None and logged >= 1:
             self.put("log.every", int(logged), name)
@@ -761,32 +847,54 @@ class _Converter:
             self.note(name, f"log.sinks takes a class of yours for {', '.join(sorted(others))}")
 
     def _convert_ds_config(self) -> None:
-        name, value = self.take("deepspeed", "ds_cfgs", "config_file")
-        if not isinstance(value, str):
-            if value:
-                self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
-            return
-        file = next((one for one in (Path(value), self.path.parent / value) if one.is_file()), None)
-        try:
-            block = read_json(file).values if file else {}
-            stage = f"{get_zero_stage(block)}" if file else "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", value)[-1:])
-        except PresetError as error:
-            raise UsageError(f"{self._locate(name)}: {error}") from None
-        devices = [get_offload_device(block, one) for one in ("offload_optimizer", "offload_param")]
-        offload = "_offload" if stage > "1" and ("cpu" in devices or (not file and "offload" in value)) else ""
-        adopt = f"; `dstrain presets --adopt {one_line(value)}` keeps the file's other settings" if "." in value else ""
-        if stage:
-            self.put("ds_config", f"zero{stage}{offload}", name)
-            self.origins["ds_config",] += adopt
+        name, value = self.take("deepspeed", "ds_cfgs")
+        launch, block = self.take("accelerate_config")
+        if isinstance(block, str) and (file := _find_file(block, self.path)):
+            block = read_yaml(file).values
+        if isinstance(block, dict):
+            given = block.get("deepspeed_config")
+            if not name and isinstance(given, dict):
+                stage, value = given.get("zero_stage"), given.get("deepspeed_config_file")
+                devices = [given.get(f"offload_{part}_device", "none") for part in ("optimizer", "param")]
+                name, value = launch, value or (None if stage is None else (stage, devices))
+            name = name or launch
+            if ("precision",) not in self.values and (width := find_value("precision", block.get("mixed_precision"))):
+                self.put("precision", width, launch)
+        elif launch and not name:
+            name, value = launch, block
+        if value is None:
+            return self.note(name, "ds_config is zero2", is_lost=False) if name else None
+        if isinstance(value, dict):
+            return self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
+        if isinstance(value, tuple):
+            stage, devices = str(value[0]), value[1]
+        elif file := _find_file(str(value), self.path):
+            try:
+                block = read_json(file).values
+                stage = f"{get_zero_stage(block)}"
+            except PresetError as error:
+                raise UsageError(f"{self._locate(name)}: {error}") from None
+            devices = [get_offload_device(block, part) or "none" for part in ("offload_optimizer", "offload_param")]
         else:
-            self.note(name, f"its ZeRO stage is not known here, and zero2 is used{adopt}")
+            stage = "".join(re.findall(r"z(?:ero)?[_-]?([0-3])", str(value))[-1:])
+            devices = ["cpu" if "offload" in str(value) else "none"] * 2
+        adopt = f"; `dstrain presets --adopt {one_line(str(value))}` keeps the file's other settings"
+        adopt = adopt if str(value).endswith(".json") else ""
+        if not stage:
+            return self.note(name, f"its ZeRO stage is not known here, and zero2 is used{adopt}", bool(adopt))
+        offload = "_offload" if stage > "1" and "cpu" in devices else ""
+        self.put("ds_config", f"zero{stage}{offload}", name)
+        self.origins["ds_config",] += adopt
+        if {*devices[: 1 + (stage == "3")]} != {"cpu" if offload else "none"}:
+            self.note(f"{name} (offload)", f"it differs from the preset zero{stage}{offload}{adopt}")
 
     def _choose(self, key: str, value: Any, name: str) -> Any:
         """Return the value here for a value of theirs; None, with a note, where there is none."""
         if key == "model.attn_implementation" and "/" in str(value):
             return value
         if (ours := find_value(key, value)) is None:
-            self.note(name, f"{key} has no `{one_line(str(value))[:60]}`")
+            is_lost = key != "model.attn_implementation"
+            self.note(name, f"{key} has no `{one_line(str(value))[:60]}`", is_lost)
         return ours
 
     def _convert_other(self, name: str) -> None:
@@ -811,7 +919,7 @@ class _Converter:
             return None if ours is None else self.put(key, ours, name)
         if _PLAIN_KEY.fullmatch(key) and not given and key not in _AS_NOTES and not isinstance(value, (dict, list)):
             return self.put(key, value if key.startswith(_TEXT_KEYS) else to_number(value), name)
-        return self.note(name, str(answer), is_lost=False)
+        self.note(name, str(answer), is_lost=key.startswith(_LEARNT_KEYS) and value not in (False, 0))
 
     def _convert_option(self, name: str, value: Any, option: str) -> None:
         known = {one.name for one in task_options(find_task(str(self.task)))}
@@ -825,6 +933,9 @@ class _Converter:
             self.note(name, f"task {self.task} has no option {option}", is_lost=is_set)
         else:
             self.put(("options", option), value, name)
+            if name == "assistant_only_loss" and name in self.defaults:
+                why = "of records with prompt and completion only the completion is learnt there; write true for them"
+                self.note(f"{name} (default)", why)
 
     # The recipe
 
@@ -832,7 +943,12 @@ class _Converter:
         locations = {
             path: f"{self._locate(origin.removesuffix(' (default)'))} ->" for path, origin in self.origins.items()
         }
-        make_task(check_values(SourceMap(self.source.name, _nest(self.values), locations)))
+        config = check_values(SourceMap(self.source.name, _nest(self.values), locations))
+        try:
+            make_task(config)
+        except TaskError as error:
+            key = tuple((re.findall(r"options\.\w+", str(error)) or ["task"])[0].split("."))
+            raise UsageError(f"{locations.get(key, self.source.name)} {error}") from None
         empty: dict[KeyPath, Any] = {path: [] if path == ("data", "train") else None for path in self.to_fill_in}
         lines = [
             f"# From a configuration of {self.trainer}, by `dstrain init --from {one_line(self.path.name)}`.",
@@ -846,23 +962,12 @@ class _Converter:
         }
         for name in [name for name in self.theirs if name not in named]:
             self.note(name, "it goes with a key above, or asks for what is done anyway", is_lost=False)
-        notes = {why: ", ".join(names) for why, names in self.notes.items()}
-        if (
-            self.trainer == "TRL"
-            and ("model", "lora") in self.values
-            and ("model", "lora", "targets") not in self.values
-        ):
-            notes["PEFT chooses there, often q_proj and v_proj; here model.lora.targets is all-linear"] = (
-                "lora_target_modules (default)"
-            )
-        if self.trainer == "TRL" and self.task == "sft" and ("options", "assistant_only_loss") not in self.values:
-            why = "every token of a conversation is trained there; here options.assistant_only_loss is true"
-            notes[why] = "assistant_only_loss (default)"
-        if notes:
+        if self.notes:
             lines += ["", f"# Keys of {one_line(self.path.name)} that are not above:"]
-            lines += [f"#   {one_line(names)}: {one_line(why)}" for why, names in notes.items()]
-        names = [dotted_name(key) for key in self.to_fill_in]
-        return ConvertedRecipe("\n".join(lines) + "\n", self.trainer, names, self.unsupported)
+            lines += [f"#   {one_line(', '.join(names))}: {one_line(why)}" for why, names in self.notes.items()]
+        lost = {why: [name for name in names if name in self.lost] for why, names in self.notes.items()}
+        told = [one_line(f"{first_names(names)}: {why}") for why, names in lost.items() if names]
+        return ConvertedRecipe("\n".join(lines) + "\n", self.trainer, [*map(dotted_name, self.to_fill_in)], told)
 
     def _render(self, block: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         """Yield the lines of a block, each with its origin."""
@@ -888,6 +993,15 @@ def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
             block = block.setdefault(str(part), {})
         block[str(path[-1])] = dict(values[path]) if isinstance(values[path], dict) else values[path]
     return nested
+
+
+def _find_file(name: str, beside: Path) -> Path | None:
+    """Return the file of that name here, or in the folder of another file or one above it."""
+    here = Path.cwd()
+    folders = (
+        folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in beside.resolve().parents
+    )
+    return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)
 
 
 def to_number(value: Any) -> Any:

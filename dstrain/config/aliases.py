@@ -20,7 +20,6 @@ BLOCKS = frozenset(
         "lora_cfgs",
         "model_cfgs",
         "model_init_kwargs",
-        "peft_config",
         "train_cfgs",
     )
 )
@@ -50,14 +49,14 @@ class Answer(NamedTuple):
     """What a key of another trainer is here."""
 
     kind: str
-    """keys, not needed because, or not supported."""
+    """keys, not needed because, not supported, or not supported without effect on what is learnt."""
     text: str
     """The recipe key or option; the reason."""
 
     def __str__(self) -> str:
         if self.kind == "keys":
             return f"here it is {self.text}"
-        return f"{self.kind} {self.text}" if self.kind.endswith("because") else f"{self.kind} ({self.text})"
+        return f"{self.kind} {self.text}" if self.kind.endswith("because") else f"not supported ({self.text})"
 
 
 @cache

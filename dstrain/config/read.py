@@ -34,6 +34,9 @@ def read_yaml(path: Path) -> SourceMap:
     source = SourceMap(path.name)
     if reason := not_file_reason(path):
         raise RecipeError(f"{path}: {reason}; save the recipe as a file")
+    if path.suffix in (".sh", ".bash"):
+        fix = f"`dstrain init --from {shlex.quote(str(path))} --to recipe.yaml` reads the training that it starts"
+        raise RecipeError(f"{path}: is a script; {fix}")
     try:
         root, values = _parse_yaml(path)
     except ValueError as error:

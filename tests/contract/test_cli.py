@@ -118,7 +118,7 @@ def test_an_empty_path_is_refused_by_the_arguments_name(
         ("data check run --task rm", "is a folder"),
         ("data check file --task rm", "data files end in .jsonl"),
         ("data check pairs.jsonl --task rmm", "did you mean 'rm'?"),
-        ("data check pairs.jsonl", "Missing option '--task'"),
+        ("data check pairs.jsonl", "name the task that reads the file with --task, or a recipe with --recipe"),
         (
             "data check pairs.jsonl --task rm --set data.columns={choosen:chosen}",
             "has a column 'choosen:chosen' without a value; write a blank after the colon",
@@ -228,6 +228,9 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
         assert f"pairs.jsonl:{line}: " in bad.output
     (tmp_path / "good.jsonl").write_text(rows[0])
     good = invoke("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
+    (tmp_path / "r.yaml").write_text("task: rm\n")
+    of_recipe = invoke("data", "check", str(tmp_path / "good.jsonl"), "--recipe", str(tmp_path / "r.yaml"))
+    assert of_recipe.output == good.output
     total, columns, hint = good.output.splitlines()
     assert (good.exit_code, total, hint) == (0, "1 good records, 0 bad", NO_TOKENIZER_HINT)
     assert columns.endswith("good.jsonl: 1 record; read: chosen, rejected, prompt")

@@ -206,9 +206,10 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "optim": {"name": "adamw", "lr": 1e-4, "schedule": "cosine", "warmup": 0.1},
             "epochs": 2.0,
             "timeout_minutes": 30.0,
-            "log": {"every": 5, "tensorboard": True},
+            "log": {"every": 5},
             "eval": {"every": 10},
-            "save": {"every": 20},
+            "save": {"every": 20, "keep": None},
+            "seed": 42,
         },
     ),
     "axolotl": (
@@ -230,7 +231,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "optim": {"name": "adamw", "lr": 2e-4, "schedule": "cosine", "warmup": 2},
             "epochs": 1,
             "eval": {"every": "epoch"},
-            "save": {"every": "epoch"},
+            "save": {"every": "epoch", "keep": 4},
+            "seed": 42,
         },
     ),
     "TRL": (
@@ -248,6 +250,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "batch": {"micro": 2, "accumulate": 8},
             "optim": {"lr": 5e-7, "schedule": "linear", "warmup": 0},
             "steps": 10,
+            "save": {"every": 500, "keep": None},
+            "seed": 42,
         },
     ),
     "ms-swift": (
@@ -261,7 +265,8 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "batch": {"micro": 1},
             "optim": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine", "warmup": 0},
             "epochs": 3,
-            "save": {"keep": None},
+            "save": {"every": 500, "keep": None},
+            "seed": 42,
         },
     ),
     "align-anything": (
@@ -317,12 +322,50 @@ def test_every_key_is_in_the_recipe_or_in_a_comment(trainer: str, folder: Path) 
 
 
 def test_a_file_that_is_found_stays_beside_one_to_fill_in(folder: Path) -> None:
-    recipe = convert("theirs.yaml", "stage: sft\nmodel_name_or_path: model\ndataset: mine, other\n1: 2\n")
-    assert recipe["data"]["train"] == "data/../alpaca.jsonl"
+    recipe = convert("theirs.yaml", "stage: sft\nmodel_name_or_path: model\ndataset: mine, other, third\n1: 2\n")
+    missing = ["FILL IN the file of other", "FILL IN the file of third"]
+    assert recipe["data"]["train"] == ["data/../alpaca.jsonl", *missing]
+    said = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
+    assert "data file FILL IN the file of other: there is no such file" in invoke("train", "recipe.yaml").stderr
     said = invoke("init", "--from", "theirs.yaml")
-    assert re.search(r"train: data/../alpaca.jsonl +# FILL IN: the file of other, which is in no", said.stdout)
+    assert "# FILL IN: the file of other third, in no dataset_info.json here" in said.stdout
     assert "fill in data.train" in said.stderr
     assert "1: no trainer has this key" in said.stdout
+
+
+def test_a_table_of_data_sets_above_the_file_is_found(folder: Path) -> None:
+    Path("examples/lora").mkdir(parents=True)
+    text = "stage: sft\nmodel_name_or_path: model\ndataset: mine\n"
+    assert convert("examples/lora/theirs.yaml", text)["data"]["train"] == "data/../alpaca.jsonl"
+
+
+def test_a_part_of_a_split_is_a_number_of_samples_or_said(folder: Path) -> None:
+    text = "base_model: model\npretraining_dataset: [{path: org/name, split: 'train[:10%]'}]\n"
+    Path("theirs.yaml").write_text(text)
+    assert "all of train is used, not train[:10%]" in invoke("init", "--from", "theirs.yaml").stderr
+    assert "data.train and data.eval are the same set: train[90%:] and train[:90%]" in refuse(
+        "base_model: model\ndatasets: [{path: org/name, split: 'train[:90%]'}]\n"
+        "test_datasets: [{path: org/name, split: 'train[90%:]'}]\n"
+    )
+    text = "trl sft --eval_strategy steps --model_name_or_path model --dataset_name org/name --dataset_train_split train[:1000]"
+    assert convert("run.sh", text)["data"]["max_samples"] == 1000
+
+
+def test_an_evaluation_without_steps_is_as_frequent_as_there(folder: Path) -> None:
+    begin = "stage: sft\nmodel_name_or_path: model\neval_strategy: steps\n"
+    assert convert("theirs.yaml", begin + "logging_steps: 7\n")["eval"]["every"] == 7
+    assert convert("theirs.yaml", begin)["eval"]["every"] == 500
+    assert convert("theirs.yaml", "base_model: model\n")["eval"]["every"] == "epoch"
+
+
+def test_a_fault_of_an_option_names_their_key_and_its_line(folder: Path) -> None:
+    text = "model_name_or_path: model\nloss_type: [hinge, nowhere]\n"
+    assert "dpo.yaml:2 loss_type -> options.loss_type: is ['hinge', 'nowhere']" in refuse(text, "dpo.yaml")
+
+
+def test_a_wait_without_a_limit_is_left_out(folder: Path) -> None:
+    begin = "stage: sft\nmodel_name_or_path: model\n"
+    assert "timeout_minutes" not in convert("theirs.yaml", begin + "ddp_timeout: 180000000\n")
 
 
 def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
@@ -334,12 +377,81 @@ def test_what_is_not_there_is_to_be_filled_in(folder: Path) -> None:
         "recipe.yaml: from a configuration of LLaMA-Factory; fill in model.path, data.train"
     )
     recipe = Path("recipe.yaml").read_text()
-    assert "FILL IN: the file of identity, which is in no dataset_info.json here" in recipe
+    assert "FILL IN: the file of identity, in no dataset_info.json here" in recipe
     assert yaml.safe_load(recipe)["model"] == {"path": None}
     assert yaml.safe_load(recipe)["task"] == "rm"
 
 
+@pytest.mark.parametrize(("heading", "name"), [("TRL", "train_dpo.sh"), ("LLaMA-Factory", "llama3_lora_sft.yaml")])
+def test_a_recipe_on_the_page_is_that_of_the_file_beside_it(
+    heading: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
+    found = re.search(rf"\n## {heading}: .*?```text\n(.*?)```.*?```yaml\n(.*?)```", page, flags=re.S)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    files = {one: {"file_name": f"{one}.json"} for one in ("identity", "alpaca_en_demo")}
+    Path("data/dataset_info.json").write_text(json.dumps(files))
+    Path(name).write_text(found[1])
+    assert invoke("init", "--from", name).stdout == found[2]
+
+
+BEGIN = {
+    "LLaMA-Factory": "stage: sft\nmodel_name_or_path: model\ncutoff_len: 8\n",
+    "axolotl": "base_model: model\n",
+    "TRL": "model_name_or_path: model\ndataset_name: chats.jsonl\nassistant_only_loss: true\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "told"),
+    [
+        ("axolotl", "sample_packing: true", "sample_packing: a sample of their step is a row filled with records"),
+        ("axolotl", "sample_packing: false", None),
+        ("LLaMA-Factory", "neat_packing: true", "neat_packing: a sample of their step"),
+        ("TRL", "packing: true", "packing: a sample of their step"),
+        ("axolotl", "chat_template: chatml", "chat_template: the tokenizer's own chat template is used; write"),
+        ("axolotl", "chat_template: tokenizer_default", None),
+        ("LLaMA-Factory", "template: llama3", "template: the tokenizer's own chat template is used"),
+        ("axolotl", "special_tokens: {pad_token: x}", "special_tokens: not supported (the special tokens are"),
+        ("axolotl", "unfrozen_parameters: [lm_head]", "unfrozen_parameters: here it is model.freeze"),
+        ("axolotl", "model_config: {output_router_logits: true}", "model_config: here it is model.config"),
+        ("TRL", "use_peft: true", "lora_target_modules (default): PEFT chooses there"),
+        ("axolotl", "reward_model: true\nnum_labels: 1", None),
+        ("axolotl", "datasets: [{path: a.jsonl, field_thinking: x, train_on_last_step_only: false}]", None),
+        ("axolotl", "datasets: [{path: a.jsonl, message_property_mappings: {role: who}}]", "message_property_mappings"),
+        ("TRL", "remove_unused_columns: false", None),
+        ("LLaMA-Factory", "use_swanlab: true\ntemperature: 0.5\nflash_attn: xformers", None),
+        ("axolotl", "evals_per_epoch: 4", None),
+        ("TRL", "dataset_text_field: words", None),
+        (
+            "axolotl",
+            "plugins: [axolotl.integrations.liger.LigerPlugin]\noutput_dir: x\nloss_watchdog_threshold: 5",
+            None,
+        ),
+    ],
+)
+def test_what_is_learnt_otherwise_is_said_and_nothing_else(
+    trainer: str, text: str, told: str | None, folder: Path
+) -> None:
+    Path("sft.yaml").write_text(f"{BEGIN[trainer]}{text}\n")
+    result = invoke("init", "--from", "sft.yaml")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("  differs: ")]
+    assert len(lines) == (told is not None), lines
+    assert (told or "") in result.stderr
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval_accuracy", "max"), ("eval_loss", None)])
+def test_the_best_checkpoint_is_that_of_the_metrics_direction(metric: str, best: str | None, folder: Path) -> None:
+    text = f"stage: rm\nmodel_name_or_path: model\nmetric_for_best_model: {metric}\n"
+    assert convert("theirs.yaml", text)["eval"].get("best") == best
+    assert convert("theirs.yaml", text + "greater_is_better: false\n")["eval"]["best"] == "min"
+
+
 METHODS = {
+    "model: x\nmodel_class: llm\npeft_config: {name: lora, r: 16}": "is a file of LLaMA-Factory's version 1, which is not read",
     "stage: ppo": "stage: is ppo, which is not supported",
     "stage: sft\nfinetuning_type: oft": "finetuning_type: is oft, which is not supported; LoRA and full training are",
     "rl: grpo\nbase_model: x": "theirs.yaml:1 rl: is grpo, which is not supported",
@@ -511,6 +623,7 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
     assert (recipe["task"], recipe["options"], recipe["precision"]) == ("dpo", {"beta": 0.3}, "bf16")
     assert "run_name: its value is the shell's; write it in" in invoke("init", "--from", "run.sh").stdout
     assert not Path("trap").exists()
+    assert f"is a script; `dstrain init --from {folder}/run.sh" in invoke("train", "run.sh").stderr
     Path("below.yaml").write_text("model_name_or_path: model\nmax_length: 32\nlearning_rate: 1e-5\n")
     recipe = convert("run.sh", "trl sft --config below.yaml --learning_rate 2e-5 # fast")
     assert (recipe["optim"]["lr"], recipe["data"]["max_length"]) == (2e-5, 32)
@@ -519,7 +632,68 @@ def test_a_script_is_read_and_not_run(folder: Path) -> None:
     assert "a configuration of ms-swift" in invoke("init", "--from", "run.sh").stderr
     assert "run.sh:2: names nowhere.yaml, which is not here" in refuse("\ntrl sft --config nowhere.yaml", "run.sh")
     assert "run.sh:1: the command cannot be read" in refuse("swift sft --model 'x", "run.sh")
-    assert "has no `swift sft`" in refuse("swift infer --model x", "run.sh")
+    assert "has no command that is known (`swift sft`, `llamafactory-cli train`" in refuse(
+        "swift infer --model x", "run.sh"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--learning-rate 3e-5", ("optim", "lr"), 3e-5),
+        ("--no_gradient_checkpointing", ("model", "gradient_checkpointing"), False),
+        ("--no-gradient-checkpointing", ("model", "gradient_checkpointing"), False),
+        ("--accelerate_config zero3", ("ds_config",), "zero3"),
+        ("--accelerate_config launch.yaml", ("ds_config",), "zero3_offload"),
+        ("--accelerate_config launch.yaml", ("precision",), "bf16"),
+    ],
+)
+def test_options_are_read_as_the_trainer_reads_them(words: str, key: tuple[str, ...], value: Any, folder: Path) -> None:
+    zero = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    Path("launch.yaml").write_text(json.dumps({"deepspeed_config": zero, "mixed_precision": "bf16"}))
+    text = f"trl sft --model_name_or_path model --dataset_name chats.jsonl {words}"
+    assert lookup(convert("run.sh", text), key) == value
+    result = invoke("init", "--from", "run.sh")
+    assert result.stderr.count("differs") == 1
+    assert "differs: assistant_only_loss (default): of records with prompt and completion" in result.stderr
+    assert "  assistant_only_loss: false         # assistant_only_loss (default)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("launch", "preset"),
+    [
+        ("accelerate launch --config_file launch.yaml", "zero3"),
+        ("accelerate launch --num_processes 8 --config_file=nowhere/deepspeed_zero1.yaml", "zero1"),
+        ("accelerate launch --use_deepspeed --zero_stage 2 --offload_optimizer_device cpu", "zero2_offload"),
+        ("accelerate launch --config_file fsdp.yaml", None),
+        ("torchrun --nproc_per_node 8", None),
+    ],
+)
+def test_the_launchers_zero_stage_is_the_preset(launch: str, preset: str | None, folder: Path) -> None:
+    Path("launch.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}\ndistributed_type: DEEPSPEED\n")
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {}\n")
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    recipe = convert("run.sh", f"{launch} dpo.py --model_name_or_path model --dataset_name pairs.jsonl")
+    assert recipe.get("ds_config") == preset
+
+
+def test_words_after_the_file_of_a_training_replace_its_values(folder: Path) -> None:
+    Path("theirs.yaml").write_text(LLAMA_FACTORY)
+    recipe = convert("run.sh", "llamafactory-cli train theirs.yaml learning_rate=3e-5 lora_rank=2")
+    assert (recipe["optim"]["lr"], recipe["model"]["lora"]["rank"]) == (3e-5, 2)
+    recipe = convert("run.sh", "accelerate launch --zero_stage 1 src/train.py theirs.yaml learning_rate=3e-5")
+    assert (recipe["optim"]["lr"], recipe["ds_config"]) == (3e-5, "zero1")
+
+
+def test_an_offload_that_no_preset_has_is_said(folder: Path) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    Path("theirs.yaml").write_text("stage: sft\nmodel_name_or_path: model\ndeepspeed: ds.json\n")
+    said = invoke("init", "--from", "theirs.yaml").stderr
+    assert "differs from the preset zero3_offload; `dstrain presets --adopt ds.json`" in said
+    Path("dpo.yaml").write_text("model_name_or_path: model\naccelerate_config: launch.yaml\n")
+    for config, told in (("{zero_stage: 3, offload_param_device: cpu}", 1), ("{zero_stage: 3}", 0), ("[1]", 0)):
+        Path("launch.yaml").write_text(f"deepspeed_config: {config}\n")
+        assert invoke("init", "--from", "dpo.yaml").stderr.count("differs from the preset zero3_offload") == told
 
 
 @pytest.mark.parametrize(

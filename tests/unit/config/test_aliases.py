@@ -90,8 +90,8 @@ def test_known_keys_are_listed_once(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         read_recipe(tmp_path / "r.yaml")
     fixes = [fault.fix.partition(":")[0] for fault in caught.value.faults]
-    assert fixes == ["known here", "", "known here", ""]
-    assert "r.yaml:3 zzzz: no such key" in str(caught.value).splitlines()
+    assert fixes == ["known here", "correct or remove it", "known here", "correct or remove it"]
+    assert "r.yaml:3 zzzz: no such key; correct or remove it" in str(caught.value).splitlines()
 
 
 def test_a_key_in_a_block_of_a_recipe_is_not_taken_for_another_trainers(tmp_path: Path) -> None:

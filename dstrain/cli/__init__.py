@@ -474,12 +474,14 @@ def recipes(name: str | None) -> None:
 @with_options(MACHINE_OPTIONS)
 @click.option(
     "--from",
-    "theirs",
+    "configuration",
     type=PathArgument(exists=True, dir_okay=False, path_type=Path),
     help="Configuration of TRL, LLaMA-Factory, axolotl, ms-swift or align-anything (YAML, JSON, or a shell script).",
 )
 @click.option("--to", type=PathArgument(path_type=Path), help="File to write; default: stdout.")
-def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Path | None, to: Path | None) -> None:
+def init(
+    task: str | None, gpus: int | None, gpu_memory: str | None, configuration: Path | None, to: Path | None
+) -> None:
     """Write a recipe: a starter for TASK and this machine, or from another trainer's configuration.
 
     In a starter, model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
@@ -489,12 +491,12 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
     if to is not None and to.exists():
         raise UsageError(f"--to {to}: already exists; choose another name")
     differences: list[str] = []
-    if theirs is not None:
+    if configuration is not None:
         from dstrain.commands.init_from import convert_file
 
         if gpus is not None or gpu_memory is not None:
             raise UsageError("--gpus and --gpu-memory: are for a starter recipe; leave them out with --from")
-        converted = convert_file(theirs, task)
+        converted = convert_file(configuration, task)
         text, hint, differences = converted.text, converted.describe(), converted.differences
     elif task is None:
         raise UsageError(
@@ -507,7 +509,7 @@ def init(task: str | None, gpus: int | None, gpu_memory: str | None, theirs: Pat
         text, hint = render_recipe_template(task, detect_hardware(gpus, gpu_memory)), "fill in data.train and data.eval"
     if to is None:
         click.echo(text, nl=False)
-        if theirs is not None:
+        if configuration is not None:
             echo(hint, err=True)
     else:
         try:

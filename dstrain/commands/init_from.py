@@ -29,7 +29,7 @@ from dstrain.config.aliases import (
     read_values,
 )
 from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_yaml
-from dstrain.config.schema import LOWER_IS_BETTER, RunConfig
+from dstrain.config.schema import RunConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import (
     Fault,
@@ -802,8 +802,6 @@ class _Converter:
         name, metric = self.take("metric_for_best_model", "eval_metric")
         if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
             self.put("eval.metric", metric, name)
-            if not metric.endswith(LOWER_IS_BETTER) and "greater_is_better" not in self.theirs:
-                self.put("eval.best", "max", name)
         elif metric:
             self.note(name, f"task {self.task} has no metric {one_line(metric)}")
         name, keep = self.take("save_total_limit")
@@ -995,11 +993,11 @@ def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     return nested
 
 
-def _find_file(name: str, beside: Path) -> Path | None:
+def _find_file(name: str, other: Path) -> Path | None:
     """Return the file of that name here, or in the folder of another file or one above it."""
     here = Path.cwd()
     folders = (
-        folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in beside.resolve().parents
+        folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in other.resolve().parents
     )
     return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)
 

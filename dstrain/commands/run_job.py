@@ -11,6 +11,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,7 +117,7 @@ class PreparedJob(Protocol):
         """DeepSpeed JSON with which the model is held."""
 
 
-class Job:
+class Job(ABC):
     """Work of a command, on one process or several."""
 
     trains: ClassVar[bool] = False
@@ -127,24 +128,24 @@ class Job:
         """True if several processes are faster than one."""
         return True
 
+    @abstractmethod
     def to_argv(self) -> list[str]:
         """Return the command and its options as arguments of a worker."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_recipe(self) -> RunConfig:
         """Return the recipe. Raises UsageError for faults that are found without torch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, world_size: int, device: Device) -> Any:
         """Return a `PreparedJob`: the work that a process does alone. Raises UsageError."""
-        raise NotImplementedError
 
-    def cache_weight_hashes(self, prepared: Any) -> None:
+    def cache_weight_hashes(self, prepared: Any) -> None:  # noqa: B027  most jobs have none
         """Cache the hashes that `run` compares: rank 0 computes them before others wait in a collective."""
 
+    @abstractmethod
     def run(self, prepared: Any, world: World) -> Any:
         """Run the job and return its result, as JSON; rank 0's is used. Collective."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

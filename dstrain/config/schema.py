@@ -436,7 +436,7 @@ class EvalConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _infer_best(cls, values: Any) -> Any:
-        """Fill in `best`, as transformers infers greater_is_better."""
+        """Fill in `best` by the metric's name; transformers infers greater_is_better likewise, from `loss` alone."""
         if not isinstance(values, dict) or "best" in values or not isinstance(values.get("metric", "loss"), str):
             return values
         return {**values, "best": "min" if values.get("metric", "loss").endswith(LOWER_IS_BETTER) else "max"}

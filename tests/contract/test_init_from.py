@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from dstrain.cli import main
 from dstrain.commands.init_from import read_command
 from dstrain.config.aliases import iter_foreign_keys
+from dstrain.config.schema import EvalConfig
 from dstrain.source_map import lookup
 from dstrain.tasks import find_task
 from tests.contract.lora_cases import save_base
@@ -443,10 +444,10 @@ def test_what_is_learnt_otherwise_is_said_and_nothing_else(
     assert (told or "") in result.stderr
 
 
-@pytest.mark.parametrize(("metric", "best"), [("eval_accuracy", "max"), ("eval_loss", None)])
-def test_the_best_checkpoint_is_that_of_the_metrics_direction(metric: str, best: str | None, folder: Path) -> None:
+@pytest.mark.parametrize(("metric", "best"), [("eval_accuracy", "max"), ("eval_loss", "min")])
+def test_the_best_checkpoint_is_that_of_the_metrics_direction(metric: str, best: str, folder: Path) -> None:
     text = f"stage: rm\nmodel_name_or_path: model\nmetric_for_best_model: {metric}\n"
-    assert convert("theirs.yaml", text)["eval"].get("best") == best
+    assert EvalConfig.model_validate(convert("theirs.yaml", text)["eval"]).best == best
     assert convert("theirs.yaml", text + "greater_is_better: false\n")["eval"]["best"] == "min"
 
 

@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,7 +96,7 @@ class ForwardPasses:
         return compute_step_stats(self.module, batches, self.world)
 
 
-class TrainEngine(ForwardPasses):
+class TrainEngine(ForwardPasses, ABC):
     """What a step and a checkpoint are with either engine."""
 
     train_module: TrainModule
@@ -106,9 +107,9 @@ class TrainEngine(ForwardPasses):
         self._optimizer_name = optim.name
 
     @property
+    @abstractmethod
     def optimizer(self) -> Any:
         """The optimizer whose state a checkpoint holds."""
-        raise NotImplementedError
 
     @property
     def unwrapped(self) -> TrainModule:

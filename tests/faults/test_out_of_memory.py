@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dstrain.launch.command import free_port
 from dstrain.launch.supervise import compute_outcome
 from dstrain.launch.worker import read_rank_records
 from dstrain.tasks import find_task
 from tests.forked import fork
-from tests.vocabulary import find_processes, read_events, write_recipe
+from tests.vocabulary import find_processes, metric_rows, read_events, write_recipe
 from tests.workers import ROOT
 
 LIMIT_MICRO_BATCH = """
@@ -64,6 +66,35 @@ def recipe(folder: Path, **changes: Any) -> None:
     values = find_task("rm").tiny(folder)
     values |= {"optim": {"name": "sgd", "lr": 1.0, "clip": 0.05}, "steps": 6, "save": {"every": 2, "keep": 9}}
     write_recipe(folder, values | changes)
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    files = sorted((run_dir / "checkpoints/step-00000006/state").glob("*.safetensors"))
+    return {f"{file.name} {name}": array for file in files for name, array in load_file(file).items()}
+
+
+@pytest.mark.slow  # resume/test_out_of_memory: what a restart begins with, and its weights
+def test_shrink_starts_again_after_a_backward_pass_without_memory(tmp_path: Path) -> None:
+    # Micro and accumulate, not total: the restart fixes their product.
+    recipe(tmp_path, batch={"micro": 2, "accumulate": 2, "on_oom": "shrink"})
+    code, said = train(tmp_path, LIMIT_MICRO_BATCH, '{"samples": 1, "where": "backward", "from_step": 4}')
+    assert code == 0, said[-3000:]
+    assert said.count("rank 1 ran out of memory; starting all ranks again with batch.micro 2 -> 1") == 1, said[-3000:]
+    run = tmp_path / "run"
+    (event,) = read_events(run, "out_of_memory")
+    assert event["rank"] == 1
+    assert event["what"].startswith("step 4, the backward pass of micro-batch 1 of 2 (2 samples, ")
+    assert [event["step"] for event in read_events(run, "resumed")] == [2]
+    assert [event["change"] for event in read_events(run, "micro_batch_reduced")] == ["batch.micro 2 -> 1"]
+    assert [row["step"] for row in metric_rows(run) if row["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    recipe(whole, batch={"total": 8, "micro": 2})
+    assert train(whole, "")[0] == 0
+    found, wanted = weights(run), weights(whole / "run")
+    assert found.keys() == wanted.keys()
+    difference = sum(float(((found[name] - wanted[name]).astype(np.float64) ** 2).sum()) for name in wanted)
+    assert np.sqrt(difference / sum(float((array.astype(np.float64) ** 2).sum()) for array in wanted.values())) <= 1e-6
 
 
 def train_as_ranks(folder: Path, limit: str) -> tuple[list[int], str]:

@@ -185,6 +185,23 @@ def test_a_run_goes_on_where_processes_share_tokens_or_not(
     close(rows, whole)
 
 
+CHAINS = {
+    "offload on, off, on": ({}, ("zero2_offload", 2), ("zero3", 1), ("zero3_offload", 3)),
+    "lion": ({"optim": {"name": "lion", "lr": 1e-3}}, ("zero1", 2), ("zero3", 3), ("zero0", 1)),
+    "sgd": ({"optim": {"name": "sgd", "lr": 0.1}}, ("zero3", 3), ("zero2_offload", 1), ("zero1", 2)),
+}
+
+
+@pytest.mark.slow  # pairs of places: test_all_state_goes_over_to_the_bit; a run: the one above
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_places_is_one_run(name: str, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    more, *places = CHAINS[name]
+    pairs, losses, unbroken = follow(places, tmp_path, workers, {"model": model, "kind": "full", **more})
+    for ours, theirs in pairs:
+        same(ours, theirs)
+    assert losses == pytest.approx(unbroken, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_weights_and_state_on_a_disk_go_over_and_back(tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     if not ctypes.util.find_library("aio"):

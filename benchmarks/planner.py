@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import write_table
 from dstrain.config.schema import RunConfig
-from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, MemoryLine
+from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, Kind, MemoryLine, When
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import named_config, shape_names
 from dstrain.planner.workload import Cluster
@@ -25,6 +25,7 @@ CASES = Path(__file__).with_name("planner_cases.json")
 LOW, HIGH = 0.92, 1.10
 """Ratios of planned to measured memory that are aimed at."""
 OUTSIDE_TORCH = ("CUDA context, cuBLAS", "NCCL")
+BUFFERS_OF_DEEPSPEED = ("reduce buckets", "bucket of the last gradients", "flat gradients of the step")
 FIGURES = {"smi": "nvidia-smi", "res": "reserved by torch", "alloc": "allocated by torch"}
 
 
@@ -68,27 +69,43 @@ def make_preset(case: dict[str, Any]) -> Preset:
 
 
 def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, ...]:
-    """Return the lines with the peer's own terms. `plan`: without tiles of MLPs and norms, which no peer has.
+    """Return the lines with the peer's own terms; docs/measurements/planner.md gives the cause of each.
 
-    Logits: `logit_bytes` for each token and vocabulary entry instead of dstrain's head: 14 for logits in bf16, a copy and
-    a softmax in fp32, and their gradients; 8 for LitGPT's loss in chunks; 0 for a chunked or fused loss. DeepSpeed's copy
-    of a sub-group in 16 bits at stage 3, which dstrain does not make. Inputs of each product in 4 bits, which bitsandbytes
-    kept up to 0.42 (autograd/_functions.py, MatMul4Bit). The share of fragmentation of the measured allocator.
+    `plan`: without tiles of MLPs and norms, which no peer has.
     """
+    shape, tokens = plan.shape, plan.workload.tokens
     own = {row.name for row in HEAD_ROWS}
     lines = [line for line in plan.lines if not (case["logit_bytes"] and line.name in own and line.when == "head")]
+
+    def add(name: str, num_bytes: float, formula: str, kind: Kind, when: When) -> None:
+        lines.append(MemoryLine(name, round(num_bytes), "gpu", kind, formula, case["source"], when))
+
     if case["logit_bytes"]:
-        size = case["logit_bytes"] * plan.workload.tokens * plan.shape.vocab
-        lines.append(MemoryLine("logits of the peer", size, "gpu", "activation", "14 N V", case["source"], "head"))
+        size = case["logit_bytes"] * tokens * shape.vocab
+        add("logits of the peer", size, f"{case['logit_bytes']} N V", "activation", "head")
+        if (norm := plan.find("gradients of the last norm")) and norm.num_bytes < size:
+            lines.remove(norm)
     if group := plan.find("gradients of a sub-group"):
-        copy = replace(group, name="sub-group in 16 bits", num_bytes=group.num_bytes // 2)
-        lines.append(copy)
+        add("sub-group in 16 bits", group.num_bytes // 2, "w S", "buffer", "step")
     if case.get("keeps_inputs_of_products"):
-        shape, tokens = plan.shape, plan.workload.tokens
-        size = 2 * tokens * shape.layers * (2 * shape.hidden + shape.intermediate)
-        lines.append(
-            MemoryLine("inputs of products", size, "gpu", "activation", "w T (2 H + I)", case["source"], "pass")
-        )
+        size = 2 * 2 * tokens * shape.layers * (3 * shape.hidden + shape.intermediate)
+        add("inputs of products", size, "2 w T (3 H + I)", "activation", "pass")
+    if case.get("repeats_keys"):
+        size = 2 * 2 * tokens * shape.layers * (shape.heads - shape.kv_heads) * shape.head_dim
+        add("repeated keys and values", size, "2 w T (A - K)", "activation", "pass")
+    if case.get("copies_tied_head") and shape.tied:
+        add("weights: head", 2 * shape.hidden * shape.vocab, "w H V", "state", "always")
+    if case.get("compiled"):
+        saved, layers = tokens * (4 * shape.hidden + 2 * shape.intermediate), shape.layers
+        by_line = {"activations of the layers": saved * layers, "one recomputed layer": saved}
+        lines = [replace(line, num_bytes=max(0, line.num_bytes - by_line.get(line.name, 0))) for line in lines]
+    if case.get("without_deepspeed"):
+        lines = [line for line in lines if line.name not in BUFFERS_OF_DEEPSPEED]
+    if case.get("states_in_16_bits"):
+        lines = [line for line in lines if line.name != "master weights"]
+        lines = [
+            replace(line, num_bytes=line.num_bytes // 2) if line.name == "optimizer states" else line for line in lines
+        ]
     tensors = replace(plan, lines=tuple(line for line in lines if line.kind != "reserve")).gpu_bytes
     share = FRAGMENTATION[case.get("expandable_segments", True)]
     return tuple(

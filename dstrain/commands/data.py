@@ -19,6 +19,7 @@ from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, format_bad_rows
 from dstrain.data.records import BadRow
+from dstrain.data.series import SERIES_TOKEN_ID
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
 from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
@@ -167,21 +168,27 @@ def _loss_mask(name: str, example: Mapping[str, Any]) -> list[bool] | None:
 def _show_tokens(
     task: TextTask, ids: Sequence[int], mask: Sequence[bool] | None, images: Sequence[str], use_color: bool
 ) -> str:
-    """Return the text of the tokens, with those that are learnt marked, and each run of image tokens in short."""
+    """Return the text of the tokens, with those that are learnt marked, and runs of image and soft tokens in short."""
     processor, tokenizer = task.model_source.vision_processor, task.tokenizer
     related = frozenset[int]() if processor is None else processor.image_related_ids
-    kinds = [(token in related, bool(mask is not None and mask[place])) for place, token in enumerate(ids)]
+    kinds = [
+        ("series" if token == SERIES_TOKEN_ID else "image" * (token in related), mask is not None and bool(mask[place]))
+        for place, token in enumerate(ids)
+    ]
     runs = [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), lambda one: one[1])]
-    num_images = sum(kind[0] for kind, _ in runs)
+    num_images = sum(kind == "image" for (kind, _), _ in runs)
     text, shown, start = "", 0, 0
-    for (is_image, is_learnt), places in runs:
+    for (kind, is_learnt), places in runs:
         # Of the whole beginning: a tokenizer may write no blank before the first token of a text.
         end = places[-1] + 1
-        part = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:start])) :]
-        if is_image:
+        before, after = ([token for token in ids[:at] if token != SERIES_TOKEN_ID] for at in (start, end))
+        part = tokenizer.decode(after)[len(tokenizer.decode(before)) :]
+        if kind == "image":
             shown += 1
             name = images[shown - 1] if num_images == len(images) else "a part of an image"
             part = f"<{name}: {len(places)} tokens>"
+        if kind == "series":
+            part = f"<series: {len(places)} soft tokens>"
         part, start = escape_controls(part), end
         if is_learnt:
             part = click.style(part, fg="green") if use_color else f"\u27e6{part}\u27e7"

@@ -191,7 +191,7 @@ def get_text_task(saved: SavedModel | LoadedModel, needs_generation: bool = True
         raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
     if needs_generation and not task.model_source.can_generate:
         raise TaskError(
-            f"task {task.recipe.task}: a reward model does not generate text; `dstrain evaluate` shows its metrics"
+            f"task {task.recipe.task}: this model scores and does not generate text; `dstrain evaluate` shows its metrics"
         )
     return task
 

@@ -43,6 +43,7 @@ from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.models.checks import ModelValidator
 from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
 from dstrain.models.params import check_freeze_and_groups
+from dstrain.models.processors import is_multimodal
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.generation import HeldOutPrompts, StoredPrompts
@@ -121,6 +122,10 @@ class TemporalModelSource(ModelSource):
         else:
             config = read_config(model)
             if not isinstance(config, TemporalConfig):
+                if is_multimodal(config):
+                    problem = f"{config.model_type} takes images; task {self.recipe.task} needs a text-only model"
+                    fix = "name a causal language model (Llama, Qwen, GPT-2 …)"
+                    raise RecipeError(Fault("model.path" if model.path else "model.config", problem, fix))
                 config = TemporalConfig(text_config=config, **own)
         if self.task.stage == "classify":
             labels = self.task.known_labels
@@ -278,6 +283,7 @@ class Temporal(SFT):
     }
     default_answer_metrics = ("pattern_accuracy",)
     default_max_new_tokens = 24
+    scores_answers = False
     is_planned = False  # the encoder beside the language model is not computed
 
     stage: Literal["align", "sft", "classify", "masked"] = "align"

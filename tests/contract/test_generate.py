@@ -105,7 +105,7 @@ def test_a_record_that_asks_nothing_is_left_out_or_refused(trained: Any, tmp_pat
     [
         ([], "give --prompt TEXT, or --data FILE"),
         (["--prompt", " "], "--prompt is empty; write a prompt"),
-        (["--prompt", "hi", "--task", "rm"], "a reward model does not generate text; `dstrain evaluate`"),
+        (["--prompt", "hi", "--task", "rm"], "this model scores and does not generate text; `dstrain evaluate`"),
         (["--prompt", "hi", "--task", str(Path(__file__).with_name("tiny.py"))], "does not generate text"),
         (["--data", "nowhere.jsonl"], "there is no such file"),
         (["--prompt", "hi", "--temperature", "-1"], "temperature"),

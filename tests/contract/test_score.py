@@ -99,6 +99,7 @@ def test_an_answer_has_the_same_score_in_every_form(trained: Any, one: Workers, 
         (["--data", "in.jsonl", "--out", "nowhere/out.jsonl"], "is not a file in a folder that exists"),
         (["--data", "in.jsonl", "--out", "."], "is not a file in a folder that exists"),
         (["--data", "in.jsonl", "--out", "-", "--task", "protein"], "has no answers to score"),
+        (["--data", "in.jsonl", "--out", "-", "--task", "temporal"], "has no answers to score"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_before_anything_starts(

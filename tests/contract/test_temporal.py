@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config.schema import RunConfig
+from dstrain.errors import RecipeError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.temporal import names_right_pattern
 from tests.contract.test_generate import GENERATE
@@ -38,9 +40,6 @@ def save_language_model(folder: Path, values: dict[str, Any]) -> None:
     """Save the language model of a tiny recipe with its head and tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
-
-    from dstrain.config.schema import RunConfig
-    from dstrain.tasks import make_task
 
     task: Any = make_task(RunConfig.model_validate(values))
     task.tokenizer.save_pretrained(folder)
@@ -121,3 +120,9 @@ def test_data_check_reads_files_of_series(tmp_path: Path) -> None:
     assert "x.ts:6: 'series' has no value, all are missing; remove the record" in found.output
     (tmp_path / "x.csv").write_text("t0,t1,caption\n1,2,rises\n2,1,falls\n")
     assert invoke("data", "check", tmp_path / "x.csv", "--task", "temporal").exit_code == 0
+
+
+def test_a_vision_language_model_is_refused(tmp_path: Path) -> None:
+    values = find_task("temporal").tiny(tmp_path) | {"model": find_task("vlm").tiny(tmp_path)["model"]}
+    with pytest.raises(RecipeError, match="llava takes images; task temporal needs a text-only model"):
+        make_task(RunConfig.model_validate(values)).checks.run()

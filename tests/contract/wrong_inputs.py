@@ -285,7 +285,7 @@ RUNS: dict[str, Wrong] = {
     "a file for a run": Wrong(["export", "train.jsonl", "--to", "out"], r"train\.jsonl: is neither a run folder .*; give"),
     "nothing for a run": Wrong(["evaluate", "nowhere", "--data", "train.jsonl"], r"Path 'nowhere' does not exist"),
     "no data": Wrong(["evaluate", "r", "--data", "nowhere.jsonl"], r"--data nowhere\.jsonl: there is no such file.*; check", {"r": run_folder}),
-    "answers of a scorer": Wrong(["generate", "r", "--prompt", "x"], r"task rm: a reward model does not generate text; ", {"r": run_folder}),
+    "answers of a scorer": Wrong(["generate", "r", "--prompt", "x"], r"task rm: this model scores and does not generate text; ", {"r": run_folder}),
     "no prompt": Wrong(["generate", "r"], r"no prompt: give --prompt TEXT", {"r": run_folder}),
     "no answer": Wrong(["generate", "r", "--prompt", "x", "--max-new-tokens", "0"], r"0 is not in the range x>=1", {"r": run_folder}),
 }  # fmt: skip

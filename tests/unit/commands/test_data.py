@@ -89,6 +89,13 @@ def test_images_are_named_with_their_size(tmp_path: Path) -> None:
     assert re.search(r"^image 1: \S+train-1-0\.png, 19 x 10$", text, re.MULTILINE)
 
 
+def test_a_series_is_shown_by_its_number_of_soft_tokens(tmp_path: Path) -> None:
+    assert re.search(r"Human:(?: )?Curve\?\n\nAssistant:⟦ (rises|falls)</s>⟧", text := shown("temporal", tmp_path)), (
+        text
+    )
+    assert len(re.findall(r"<series: \d+ soft tokens>", text)) == 2
+
+
 def test_a_bad_record_is_shown_with_its_reason(tmp_path: Path) -> None:
     write_recipe(tmp_path, find_task("sft").tiny(tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n{"prompt": "One", "completion": "two"}\n')

@@ -1,4 +1,4 @@
-"""The engine protocol, what both engines share, and an engine for inference."""
+"""What all engines share, and an engine for inference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,62 +32,25 @@ from dstrain.training.state.files import CheckpointReader, StateFile, iter_state
 from dstrain.training.state.layout import StateSlice
 
 
-class EvalEngine(Protocol):
-    """Engine without an optimizer: all that an evaluation needs."""
+class EvalEngine(ABC):
+    """Forward passes without gradients, of a module that every rank holds or shares: all that an evaluation needs."""
 
     world: World
-
-    @property
-    def unwrapped(self) -> Any:
-        """The TrainModule without DeepSpeed's engine; its submodules' weights are gathered in their forward passes."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True where each rank holds a part of the weights: every rank must make the same forward passes."""
-
-    def evaluate(self, batch: Batch) -> StepResult:
-        """Return the sums over one batch without changing the weights. Collective at stage 3."""
-
-    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """Return the extra columns of each batch for a task with step statistics. Collective."""
-
-
-class Engine(EvalEngine, Protocol):
-    """Engine with an optimizer: all that the training loop needs."""
-
-    train_module: TrainModule
-
-    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
-        """Take one optimizer step over these micro-batches of this rank. Collective.
-
-        `weight`: that of the batches of all ranks, where it is known.
-        """
-
-    def state_slices(self) -> Iterator[list[StateSlice]]:
-        """Yield this rank's part of weights and optimizer state; a group is valid until the next is requested."""
-
-    def state_files(self) -> Iterator[StateFile]:
-        """Yield this rank's part of the state as the files of a checkpoint."""
-
-    def state_metadata(self) -> dict[str, Any]:
-        """Return names, full shapes and counters, as rank 0 writes them once per checkpoint."""
-
-    def load(self, checkpoint: CheckpointReader) -> str:
-        """Load a checkpoint of any engine on any number of ranks. Collective.
-
-        Returns a sentence on the optimizer state that starts from zero; empty if all of it was loaded.
-        """
-
-
-class ForwardPasses:
-    """Forward passes without gradients, of a module that every rank holds or shares."""
-
-    world: World
+    is_sharded: bool
+    """True where each rank holds a part of the weights: every rank must make the same forward passes."""
     module: Any
-    """The TrainModule, or DeepSpeed's engine around it."""
+    """The module, or DeepSpeed's engine around it."""
+
+    @property
+    @abstractmethod
+    def unwrapped(self) -> Any:
+        """The module without DeepSpeed's engine; its submodules' weights are gathered in their forward passes."""
 
     def evaluate(self, batch: Batch) -> StepResult:
-        """Return the sums over one batch; the module must be a TrainModule. Collective at stage 3."""
+        """Return the sums over one batch without changing the weights; the module must be a TrainModule.
+
+        Collective at stage 3.
+        """
         return evaluate_batch(self.module, batch, self.world)
 
     def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
@@ -96,10 +59,8 @@ class ForwardPasses:
         return compute_step_stats(self.module, batches, self.world)
 
 
-class TrainEngine(ForwardPasses, ABC):
-    """What a step and a checkpoint are with either engine."""
-
-    train_module: TrainModule
+class Engine(EvalEngine):
+    """A module with an optimizer: a step, and what a checkpoint holds."""
 
     def __init__(self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig) -> None:
         self.train_module = train_module
@@ -110,6 +71,13 @@ class TrainEngine(ForwardPasses, ABC):
     @abstractmethod
     def optimizer(self) -> Any:
         """The optimizer whose state a checkpoint holds."""
+
+    @abstractmethod
+    def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
+        """Take one optimizer step over these micro-batches of this rank. Collective.
+
+        `weight`: that of the batches of all ranks, where it is known.
+        """
 
     @property
     def unwrapped(self) -> TrainModule:
@@ -126,15 +94,22 @@ class TrainEngine(ForwardPasses, ABC):
         return batches, total_step_weight(batches, self.world, inputs, known)
 
     def state_slices(self) -> Iterator[list[StateSlice]]:
+        """Yield this rank's part of weights and optimizer state; a group is valid until the next is requested."""
         return iter_state(self.train_module.stored_model, self.optimizer, self.world.rank)
 
     def state_files(self) -> Iterator[StateFile]:
+        """Yield this rank's part of the state as the files of a checkpoint."""
         return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
 
     def state_metadata(self) -> dict[str, Any]:
+        """Return names, full shapes and counters, as rank 0 writes them once per checkpoint."""
         return {"shapes": self.train_module.stored_model.shapes(), "optimizer": self._optimizer_name}
 
     def load(self, checkpoint: CheckpointReader) -> str:
+        """Load a checkpoint of any engine on any number of ranks. Collective.
+
+        Returns a sentence on the optimizer state that starts from zero; empty if all of it was loaded.
+        """
         model = self.train_module.stored_model
         return load_state(model, self.optimizer, checkpoint, self._optimizer_name, self.world)
 
@@ -145,7 +120,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
 
 
-class ForwardEngine(ForwardPasses):
+class ForwardEngine(EvalEngine):
     """Module that is replicated on every rank, or in ZeRO-3 shards if the DeepSpeed config says stage 3.
 
     At stage 3 the module must have been built inside `zero3_init`, and every rank must make the same forward passes.
@@ -169,7 +144,6 @@ class ForwardEngine(ForwardPasses):
 
     @property
     def unwrapped(self) -> Any:
-        """The module without DeepSpeed's engine; its submodules' weights are gathered during their forward passes."""
         return self.module.module if self.is_sharded else self.module
 
     @torch.no_grad()

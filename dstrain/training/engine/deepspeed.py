@@ -23,7 +23,7 @@ from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
 from dstrain.models.params import ParamGroup, init_deepspeed
 from dstrain.models.tiles import use_leaf_modules
-from dstrain.training.engine.base import TrainEngine
+from dstrain.training.engine.base import Engine
 from dstrain.training.engine.module import (
     OPTIMIZER_UPDATE,
     StepAccumulator,
@@ -40,7 +40,7 @@ COUNTERS = ("global_steps", "skipped_steps")
 """Counters of DeepSpeed's engine that a checkpoint holds."""
 
 
-class DeepSpeedEngine(TrainEngine):
+class DeepSpeedEngine(Engine):
     """DeepSpeed at any ZeRO stage; takes the same step as TorchEngine."""
 
     def __init__(
@@ -74,6 +74,7 @@ class DeepSpeedEngine(TrainEngine):
         config = {**ds_config, "gradient_clipping": 0.0} if self._max_grad_norm else dict(ds_config)
         self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=config)
         self.module = self.engine
+        self.is_sharded = zero["stage"] == 3
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
@@ -90,10 +91,6 @@ class DeepSpeedEngine(TrainEngine):
     @property
     def optimizer(self) -> Any:
         return self.engine.optimizer
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.engine.zero_optimization_partition_weights())
 
     def step(self, batches: Sequence[Batch], lr: float, weight: float | None = None) -> StepResult:
         batches, weight = self._prepare_step(batches, weight)

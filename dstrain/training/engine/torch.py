@@ -12,7 +12,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params import ParamGroup
-from dstrain.training.engine.base import TrainEngine
+from dstrain.training.engine.base import Engine
 from dstrain.training.engine.module import (
     OPTIMIZER_UPDATE,
     StepAccumulator,
@@ -25,7 +25,7 @@ from dstrain.training.engine.module import (
 from dstrain.training.engine.optimizers import make_optimizer
 
 
-class TorchEngine(TrainEngine):
+class TorchEngine(Engine):
     """Reference implementation of a step; tests compare DeepSpeedEngine with it."""
 
     is_sharded = False

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria
@@ -23,7 +23,7 @@ from dstrain.errors import TaskError
 from dstrain.models.attention.model_types import needs_equal_prompt_lengths
 from dstrain.models.router_loss import router_logits_disabled
 from dstrain.tasks.common.forward import vision_inputs
-from dstrain.training.engine.base import seed_step
+from dstrain.training.engine.base import EvalEngine, seed_step
 
 # Shapes: B rows (prompts), L tokens of the padded prompts.
 
@@ -46,25 +46,9 @@ class SamplingParams:
     """Answers per batch."""
 
 
-class GenerationEngine(Protocol):
-    """A transformers model and the processes that hold it: a `ForwardEngine`, or a `GenerationModel`."""
-
-    @property
-    def world(self) -> World:
-        """The processes."""
-
-    @property
-    def unwrapped(self) -> Any:
-        """The transformers model."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True where each rank holds a part of the weights."""
-
-
 @dataclass(frozen=True)
 class GenerationModel:
-    """The transformers model of a training engine, as a `GenerationEngine`."""
+    """A transformers model and the processes that hold it, such as that of a training engine."""
 
     unwrapped: Any
     world: World
@@ -72,7 +56,7 @@ class GenerationModel:
 
 
 def generate_answers(
-    engine: GenerationEngine,
+    engine: EvalEngine | GenerationModel,
     prompts: Sequence[EncodedPrompt],
     sampling: SamplingParams,
     tokenizer: Any,
@@ -96,7 +80,7 @@ def generate_answers(
 
 
 def _generate_share(
-    engine: GenerationEngine,
+    engine: EvalEngine | GenerationModel,
     prompts: Sequence[EncodedPrompt],
     sampling: SamplingParams,
     stops: set[int],
@@ -172,7 +156,7 @@ def _set_generation_config(model: Any, sampling: SamplingParams, tokenizer: Any)
 
 
 def _collate_prompts(
-    engine: GenerationEngine, prompts: Sequence[EncodedPrompt], vision_processor: VisionProcessor | None
+    engine: EvalEngine | GenerationModel, prompts: Sequence[EncodedPrompt], vision_processor: VisionProcessor | None
 ) -> Batch:
     """Return the prompts padded on the left, so that all end at the same position, and their images.
 
@@ -205,7 +189,7 @@ def _collate_prompts(
 
 @torch.no_grad()
 def _generate_batch(
-    engine: GenerationEngine, batch: Batch, stop_ids: set[int], max_new_tokens: int, streamer: Any = None
+    engine: EvalEngine | GenerationModel, batch: Batch, stop_ids: set[int], max_new_tokens: int, streamer: Any = None
 ) -> list[list[int]]:
     """Return up to `max_new_tokens` ids for each row of the batch. Collective under ZeRO-3."""
     here = batch.to(engine.world.device)

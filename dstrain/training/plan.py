@@ -336,8 +336,10 @@ def remove_stale_locks(folder: Path) -> Iterator[str]:
     end while it exists (torch/utils/file_baton.py).
     """
     with contextlib.suppress(OSError, RuntimeError):
-        found = [path for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)]
-        for lock in found and sorted(set(found) - _find_open_locks(found)):
+        found = {path: _identity(path) for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)}
+        for lock in found and sorted(found.keys() - _find_open_locks([*found])):
+            if _identity(lock) != found[lock]:  # a build that began during the search
+                continue
             mtime = lock.stat().st_mtime
             seconds_left = 0.0 if _is_on_local_disk(lock) else mtime + STALE_LOCK_SECONDS - time.time()
             if seconds_left <= 0:
@@ -351,6 +353,12 @@ def remove_stale_locks(folder: Path) -> Iterator[str]:
             timer = Timer(seconds_left, _remove_if_unchanged, (lock, mtime))
             timer.daemon = True
             timer.start()
+
+
+def _identity(lock: Path) -> tuple[int, int]:
+    """Return what tells a file from one that takes its place."""
+    stat = lock.stat()
+    return stat.st_ino, stat.st_ctime_ns
 
 
 def _remove_if_unchanged(lock: Path, mtime: float) -> None:

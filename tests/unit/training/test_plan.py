@@ -86,6 +86,19 @@ def test_a_lock_that_someone_holds_stays_however_old(lock: Path, tmp_path: Path)
     assert lock.exists()
 
 
+def test_the_lock_of_a_build_that_began_during_the_search_stays(
+    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(locks: list[Path]) -> set[Path]:
+        lock.unlink()
+        lock.touch()
+        return set()
+
+    monkeypatch.setattr("dstrain.training.plan._find_open_locks", search)
+    assert not list(remove_stale_locks(tmp_path))
+    assert lock.exists()
+
+
 def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
     lock: Path, tmp_path: Path, shared: None
 ) -> None:

@@ -323,10 +323,11 @@ def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
 
 
 STALE_LOCK_SECONDS = 15 * 60
-"""Age at which a lock is removed that another host, which shares the folder, may hold."""
+"""Age at which a lock is removed that another host or container, which shares the folder, may hold."""
 LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "apfs", "ntfs"}
-"""File systems that only this host writes to, so that /proc shows every holder of a lock.
-(Containers of one host should not share the folder.)"""
+"""File systems that only this host writes to."""
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The host's own (PROC_PID_INIT_INO of Linux): /proc shows every process there, in a container only its own."""
 
 
 def remove_stale_locks(folder: Path) -> Iterator[str]:
@@ -341,13 +342,14 @@ def remove_stale_locks(folder: Path) -> Iterator[str]:
             if _identity(lock) != found[lock]:  # a build that began during the search
                 continue
             mtime = lock.stat().st_mtime
-            seconds_left = 0.0 if _is_on_local_disk(lock) else mtime + STALE_LOCK_SECONDS - time.time()
+            is_seen = _is_on_local_disk(lock) and os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
+            seconds_left = 0.0 if is_seen else mtime + STALE_LOCK_SECONDS - time.time()
             if seconds_left <= 0:
                 lock.unlink()
                 yield f"removed {lock}: a compilation that was killed had left it, and later ones would wait for it"
                 continue
             yield (
-                f"{lock}: no process of this host holds it. Another host may be compiling; if not, remove it, "
+                f"{lock}: no process here holds it. Another host or container may be compiling; if not, remove it, "
                 f"or it is removed in {seconds_left:.0f} s"
             )
             timer = Timer(seconds_left, _remove_if_unchanged, (lock, mtime))

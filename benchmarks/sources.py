@@ -70,7 +70,11 @@ def recipes(folder: Path, mib: int, photos: int) -> dict[str, dict[str, Any]]:
     (folder / "photos.jsonl").write_text("\n".join(map(json.dumps, lines)))
     small = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 300}
     return {
-        "parquet": {"task": "sft", "model": {"config": small}, "data": {"train": str(folder / "text.parquet")}},
+        "parquet": {
+            "task": "sft",
+            "model": {"config": small},
+            "data": {"train": str(folder / "text.parquet"), "columns": {"page": None}},
+        },
         "photos": {
             "task": "vlm",
             "model": {"config": llava(side=28), "tokenizer": {"train": "bpe", "vocab_size": 300}},

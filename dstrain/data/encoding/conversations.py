@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, RenderedSample, render_sample
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
-    RenderedPrompt,
     Shifts,
     has_chat_template,
     keep_system_text,
@@ -23,18 +22,18 @@ from dstrain.data.encoding.rendering import (
     shift_spans,
 )
 from dstrain.data.encoding.tokenization import (
-    LastTurnFinder,
     SpecialTokens,
     TokenBudget,
     count_tokens_before,
     describe_limits,
+    find_last_turn,
     get_special_tokens,
     has_suffix,
     split_bos,
     tokenize,
     tokenize_with_offsets,
 )
-from dstrain.data.formats.conversations import Conversation, ParsedPrompt, PromptCompletion, Sample
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt, Sample
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt
@@ -59,24 +58,45 @@ class EncodingConfig:
 
 
 @dataclass(frozen=True)
-class _ExpandedSample:
-    """A sample as text, before and after its image placeholders were expanded."""
-
-    sample: Sample
-    text: str
-    expanded: RenderedSample
-    shifts: Shifts = ()
-
-
-@dataclass(frozen=True)
-class _SampleEncoder:
-    """Tokenizer and settings of one call of `encode_conversations`."""
+class Encoder:
+    """Tokenizer, settings and images of the samples of one call."""
 
     tokenizer: Any
-    end_tokens: tuple[str, ...]
-    special_tokens: SpecialTokens
     config: EncodingConfig
     expansion: PlaceholderExpansion | None
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        return get_special_tokens(self.tokenizer)
+
+    @cached_property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Any added token may end a turn: templates do not say which one does."""
+        return tuple(self.tokenizer.get_added_vocab())
+
+    def encode(
+        self,
+        samples: Sequence[Any],
+        render: Callable[[Encoder, int, Any], Any],
+        encode_rendered: Callable[[Encoder, list[Any]], list[dict[str, Any] | BadRecord]],
+    ) -> list[dict[str, Any] | BadRecord]:
+        """Return the example of each sample, or why it has none.
+
+        `render` may raise BadRecord; `encode_rendered` gets what it returns of all good samples. Raises DataError if
+        max_length leaves no room for text.
+        """
+        max_length, max_prompt_length = self.config.max_length, self.config.max_prompt_length
+        self.special_tokens.check_max_length(max_length)
+        rendered = [try_parse(render, self, *item) for item in enumerate(samples)]
+        examples = encode_valid(rendered, partial(encode_rendered, self))
+        if self.expansion is None:
+            return examples
+        limits = describe_limits(max_length, max_prompt_length)
+        return [self.expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+
+    def expand(self, index: int, text: str) -> tuple[str, Shifts]:
+        """Return the text of a sample with its image placeholders expanded, and the shifts. Raises BadRecord."""
+        return (text, ()) if self.expansion is None else self.expansion.expand(index, text)
 
 
 def encode_conversations(
@@ -88,17 +108,7 @@ def encode_conversations(
     `response_cut` and `last_turn_cut` are 1 if something was truncated, else 0. `expansion`: the
     images of the samples. Raises DataError if max_length leaves no room for text.
     """
-    special_tokens = get_special_tokens(tokenizer)
-    special_tokens.check_max_length(config.max_length)
-    # Any added token may end a turn: templates do not say which one does.
-    end_tokens = tuple(tokenizer.get_added_vocab())
-    encoder = _SampleEncoder(tokenizer, end_tokens, special_tokens, config, expansion)
-    rendered = [try_parse(_render, encoder, *item) for item in enumerate(samples)]
-    examples = encode_valid(rendered, lambda items: _encode_rendered(encoder, items))
-    if expansion is None:
-        return examples
-    limits = describe_limits(config.max_length, config.max_prompt_length)
-    return [expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+    return Encoder(tokenizer, config, expansion).encode(samples, _render, _encode_rendered)
 
 
 def encode_answers(
@@ -133,7 +143,17 @@ def read_answers(example: Mapping[str, Any]) -> list[str]:
     return answers
 
 
-def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSample:
+@dataclass(frozen=True)
+class _ExpandedSample:
+    """A sample as text, before and after its image placeholders were expanded."""
+
+    sample: Sample
+    text: str
+    expanded: RenderedSample
+    shifts: Shifts
+
+
+def _render(encoder: Encoder, index: int, sample: Sample) -> _ExpandedSample:
     """Render a sample. Raises BadRecord."""
     if isinstance(sample, Conversation):
         messages = keep_system_text(encoder.tokenizer, sample.messages, sample.trained_turns[-1])
@@ -141,14 +161,12 @@ def _render(encoder: _SampleEncoder, index: int, sample: Sample) -> _ExpandedSam
         sample = replace(sample, messages=messages, trained_turns=tuple(at - removed for at in sample.trained_turns))
     config = encoder.config
     rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, config.assistant_only, config.with_thinking)
-    if encoder.expansion is None:
-        return _ExpandedSample(sample, rendered.text, rendered)
-    text, shifts = encoder.expansion.expand(index, rendered.text)
+    text, shifts = encoder.expand(index, rendered.text)
     spans = shift_spans(rendered.trained_spans, shifts)
     return _ExpandedSample(sample, rendered.text, replace(rendered, text=text, trained_spans=spans), shifts)
 
 
-def _encode_rendered(encoder: _SampleEncoder, items: Sequence[_ExpandedSample]) -> list[dict[str, Any] | BadRecord]:
+def _encode_rendered(encoder: Encoder, items: list[_ExpandedSample]) -> list[dict[str, Any] | BadRecord]:
     tokenized = _tokenize_samples([item.expanded for item in items], encoder.tokenizer)
     examples = []
     for item, (ids, mask) in zip(items, tokenized, strict=True):
@@ -192,26 +210,25 @@ def _tokenize_without_offsets(rendered: RenderedSample, tokenizer: Any) -> tuple
     return ids, mask
 
 
-def _tokens_before_last_turn(encoder: _SampleEncoder, item: _ExpandedSample, ids: list[int]) -> int:
+def _tokens_before_last_turn(encoder: Encoder, item: _ExpandedSample, ids: list[int]) -> int:
     """Return how many ids come before the last user turn in front of the first trained answer."""
-    sample = item.sample
-    if isinstance(sample, PromptCompletion):
-        start = LastTurnFinder(encoder.tokenizer, sample.prompt, 0).find_last_turn(item.text)
-        if not item.text.startswith(sample.prompt):  # a template made a user turn of it
-            start = 0
-    else:
+    sample, start = item.sample, 0
+    if isinstance(sample, Conversation):
         num_prompt = sample.trained_turns[0]
-        finder = LastTurnFinder(encoder.tokenizer, sample.messages, num_prompt, False, sample.tools)
-        start = finder.find_last_turn(item.text)
-    if item.shifts:
-        start = shift_offset(start, item.shifts)
-    return count_tokens_before(encoder.tokenizer, item.expanded.text, ids, start)
+        start = find_last_turn(encoder.tokenizer, sample.messages, num_prompt, item.text, tools=sample.tools)
+    elif item.text.startswith(sample.prompt):  # else a template made a user turn of it
+        start = find_last_turn(encoder.tokenizer, sample.prompt, 0, item.text)
+    return count_tokens_before(encoder.tokenizer, item.expanded.text, ids, shift_offset(start, item.shifts))
 
 
 def _build_example(
-    encoder: _SampleEncoder, item: _ExpandedSample, all_ids: list[int], all_mask: list[int]
+    encoder: Encoder, item: _ExpandedSample, all_ids: list[int], all_mask: list[int]
 ) -> dict[str, Any] | BadRecord:
-    """Add special tokens and truncate: first the text before the first answer from the left, then the end."""
+    """Add special tokens and truncate: first the text before the first answer from the left, then the end.
+
+    The first token is not a target, because there is nothing to predict it from. Tokens after the last target are left
+    out.
+    """
     templated, config = item.expanded.used_chat_template, encoder.config
     special = encoder.special_tokens.for_template(templated, encoder.expansion is not None)
     prefix, ids = split_bos(all_ids, special)
@@ -233,24 +250,20 @@ def _build_example(
     fit = budget.truncate(prompt, answer, count_last_turn)
     if isinstance(fit, BadRecord):
         return fit
-    last = len(ids) - mask[::-1].index(1)  # there are no targets after it
+    last = _end_of_targets(mask)
     span = slice(prompt - fit.prompt_tokens, min(last, prompt + fit.remaining_tokens))
-    cuts = {**fit.cuts, "response_cut": int(span.stop < last), **item.expanded.lost}
-    return _finish_example(prefix + ids[span], [0] * len(prefix) + mask[span], cuts)
-
-
-def _finish_example(ids: list[int], loss_mask: list[int], cuts: dict[str, int]) -> dict[str, Any] | BadRecord:
-    """Return the columns, without the tokens after the last target.
-
-    The first token is not a target, because there is nothing to predict it from.
-    """
-    loss_mask = [0, *loss_mask[1:]]
+    input_ids, loss_mask = prefix + ids[span], [0, *[*[0] * len(prefix), *mask[span]][1:]]
     if 1 not in loss_mask:
         return BadRecord(
             "the text is a single token, so there is no target to train on; write a longer text or remove the record"
         )
-    last = len(ids) - loss_mask[::-1].index(1)
-    return {"input_ids": ids[:last], "loss_mask": loss_mask[:last], **cuts}
+    end = _end_of_targets(loss_mask)
+    cuts = {**fit.cuts, "response_cut": int(span.stop < last), **item.expanded.lost}
+    return {"input_ids": input_ids[:end], "loss_mask": loss_mask[:end], **cuts}
+
+
+def _end_of_targets(mask: list[int]) -> int:
+    return len(mask) - mask[::-1].index(1)
 
 
 @dataclass(frozen=True)
@@ -279,49 +292,33 @@ def encode_prompts(
     `max_length`: tokens of a prompt; a longer one loses the tokens after its BOS. `expansion`: the
     images of the prompts.
     """
-    encoder = _PromptEncoder(tokenizer, get_special_tokens(tokenizer), max_length, expansion)
-    return [try_parse(encoder.encode, *item) for item in enumerate(prompts)]
+    special_tokens = get_special_tokens(tokenizer)
 
-
-@dataclass(frozen=True)
-class _PromptEncoder:
-    """Tokenizer and limit of one call of `encode_prompts`."""
-
-    tokenizer: Any
-    special_tokens: SpecialTokens
-    max_length: int | None
-    expansion: PlaceholderExpansion | None
-
-    def encode(self, index: int, prompt: ParsedPrompt) -> EncodedPrompt:
+    def encode(index: int, prompt: ParsedPrompt) -> EncodedPrompt:
         """Return prompt `index` as text and ids. Raises BadRecord."""
-        rendered = render_prompt(self.tokenizer, prompt.prompt, (), prompt.tools)
-        if self.expansion is None:
-            text, ids = rendered.prompt, self._tokenize_and_truncate(rendered)
-        else:
-            image_token = self.expansion.vision_processor.image_token
-            text = rendered.prompt.replace(IMAGE_PLACEHOLDER, image_token)
-            expanded, _ = self.expansion.expand(index, rendered.prompt)
-            ids = self._tokenize_and_truncate(replace(rendered, prompt=expanded))
+        rendered = render_prompt(tokenizer, prompt.prompt, (), prompt.tools)
+        text = expanded = rendered.prompt
+        if expansion is not None:
+            text = text.replace(IMAGE_PLACEHOLDER, expansion.vision_processor.image_token)
+            expanded, _ = expansion.expand(index, expanded)
+        special = special_tokens.for_template(rendered.used_chat_template, expansion is not None)
+        prefix, body = split_bos(tokenize(tokenizer, [expanded])[0], special)
+        keep = len(body) if max_length is None else min(len(body), max(max_length - len(prefix), 0))
+        # From the left, as in training: the last turn and the opening of the answer remain.
+        ids = prefix + body[len(body) - keep :]
+        if expansion is not None:
             # max_length is what generation leaves for the prompt, not a key of the recipe.
-            limit = f"the room for a prompt, {self.max_length} tokens,"
-            checked = self.expansion.check_truncation(index, {"input_ids": ids}, limit)
+            limit = f"the room for a prompt, {max_length} tokens,"
+            checked = expansion.check_truncation(index, {"input_ids": ids}, limit)
             if isinstance(checked, BadRecord):
                 raise checked
         if prompt.series is not None:
-            ids = insert_soft_tokens(self.tokenizer, ids, prompt.series.num_tokens)
+            ids = insert_soft_tokens(tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
         return EncodedPrompt(text, ids, series=prompt.series, prompt=prompt.prompt)
 
-    def _tokenize_and_truncate(self, rendered: RenderedPrompt) -> list[int]:
-        ids = tokenize(self.tokenizer, [rendered.prompt])[0]
-        special = self.special_tokens.for_template(rendered.used_chat_template, self.expansion is not None)
-        prefix, body = split_bos(ids, special)
-        keep = len(body)
-        if self.max_length is not None:
-            keep = min(keep, max(self.max_length - len(prefix), 0))
-        # From the left, as in training: the last turn and the opening of the answer remain.
-        return prefix + body[len(body) - keep :]
+    return [try_parse(encode, *item) for item in enumerate(prompts)]
 
 
 def encode_image_prompts(
@@ -331,39 +328,23 @@ def encode_image_prompts(
     max_length: int | None = None,
 ) -> list[EncodedPrompt | BadRecord]:
     """Return the prompts with their images, or a BadRecord where one of the images cannot be used."""
-    loaded = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
-    return encode_valid(loaded, partial(_encode_loaded_prompts, vision_processor, max_length))
 
+    def load(
+        parsed: RecordWithImages[ParsedPrompt], folder: Path
+    ) -> tuple[ParsedPrompt, list[Path | bytes], list[str]]:
+        images = [resolve_image(value, folder) for value in parsed.images]
+        return parsed.parsed, images, [vision_processor.get_image_text(read_image(image).size) for image in images]
 
-LoadedPrompt = tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]]
-"""A prompt, its images, and the text that stands for each of them."""
+    def encode(items: list[tuple[ParsedPrompt, list[Path | bytes], list[str]]]) -> list[EncodedPrompt | BadRecord]:
+        prompts, images, texts = zip(*items, strict=True) if items else ((), (), ())
+        expansion = PlaceholderExpansion(vision_processor, texts)
+        encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
+        return [
+            one if isinstance(one, BadRecord) else replace(one, images=tuple(shown))
+            for one, shown in zip(encoded, images, strict=True)
+        ]
 
-
-def _encode_loaded_prompts(
-    vision_processor: VisionProcessor, max_length: int | None, items: list[LoadedPrompt]
-) -> list[EncodedPrompt | BadRecord]:
-    expansion = PlaceholderExpansion(vision_processor, [texts for _, _, texts in items])
-    prompts = [prompt for prompt, _, _ in items]
-    encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
-    return [
-        prompt if isinstance(prompt, BadRecord) else replace(prompt, images=images)
-        for prompt, (_, images, _) in zip(encoded, items, strict=True)
-    ]
-
-
-def _load_prompt(
-    vision_processor: VisionProcessor, parsed_prompt: RecordWithImages[ParsedPrompt], folder: Path
-) -> LoadedPrompt | BadRecord:
-    """Locate the images of a prompt and make their texts."""
-    try:
-        images = tuple(resolve_image(value, folder) for value in parsed_prompt.images)
-        return (
-            parsed_prompt.parsed,
-            images,
-            [vision_processor.get_image_text(read_image(image).size) for image in images],
-        )
-    except BadRecord as fault:
-        return fault
+    return encode_valid([try_parse(load, *one) for one in zip(parsed_prompts, folders, strict=True)], encode)
 
 
 def stop_token_ids(tokenizer: Any) -> set[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import Encoder, EncodingConfig, encode_conversations
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
     RenderedPrompt,
@@ -18,12 +18,9 @@ from dstrain.data.encoding.rendering import (
 from dstrain.data.encoding.template_check import LOST_COLUMNS
 from dstrain.data.encoding.tokenization import (
     CUT_COLUMNS,
-    LastTurnFinder,
-    SpecialTokens,
     TokenBudget,
     count_tokens_before,
-    describe_limits,
-    get_special_tokens,
+    find_last_turn,
     has_suffix,
     split_bos,
     tokenize,
@@ -31,7 +28,7 @@ from dstrain.data.encoding.tokenization import (
 from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.formats.preferences import Preference, Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference
-from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
+from dstrain.data.records import BadRecord, EncodeResult
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,7 @@ class _RenderedPair:
     preference: Preference
     rendered: RenderedPrompt
     expanded: RenderedPrompt
-    shifts: Shifts = ()
-
-
-@dataclass(frozen=True)
-class _PairEncoder:
-    """Tokenizer and limits of one call of `encode_preferences`."""
-
-    tokenizer: Any
-    special_tokens: SpecialTokens
-    max_length: int
-    max_prompt_length: int | None
-    expansion: PlaceholderExpansion | None
+    shifts: Shifts
 
 
 def encode_preferences(
@@ -69,49 +55,39 @@ def encode_preferences(
     `response_cut` and `last_turn_cut` are 1 if something was truncated, else 0. `expansion`: the
     images of the preferences. Raises DataError if max_length leaves no room for text.
     """
-    special_tokens = get_special_tokens(tokenizer)
-    special_tokens.check_max_length(max_length)
-    encoder = _PairEncoder(tokenizer, special_tokens, max_length, max_prompt_length, expansion)
-    rendered = [try_parse(_render, encoder, *item) for item in enumerate(preferences)]
-    examples = encode_valid(rendered, lambda pairs: _encode_rendered(encoder, pairs))
-    if expansion is None:
-        return examples
-    limits = describe_limits(max_length, max_prompt_length)
-    return [expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+    config = EncodingConfig(max_length=max_length, max_prompt_length=max_prompt_length)
+    return Encoder(tokenizer, config, expansion).encode(preferences, _render, _encode_rendered)
 
 
-def _render(encoder: _PairEncoder, index: int, preference: Preference) -> _RenderedPair:
+def _render(encoder: Encoder, index: int, preference: Preference) -> _RenderedPair:
     """Render prompt and answers. Raises BadRecord."""
     if isinstance(preference.prompt, list):
         prompt_messages = keep_system_text(encoder.tokenizer, preference.prompt, len(preference.prompt))
         preference = replace(preference, prompt=prompt_messages)
     answers = preference.chosen, preference.rejected
     rendered = render_prompt(encoder.tokenizer, preference.prompt, answers, preference.tools)
-    if encoder.expansion is None:
-        return _RenderedPair(preference, rendered, rendered)
-    prompt, shifts = encoder.expansion.expand(index, rendered.prompt)
+    prompt, shifts = encoder.expand(index, rendered.prompt)
     return _RenderedPair(preference, rendered, replace(rendered, prompt=prompt), shifts)
 
 
-def _encode_rendered(encoder: _PairEncoder, pairs: Sequence[_RenderedPair]) -> list[dict[str, Any] | BadRecord]:
+def _encode_rendered(encoder: Encoder, pairs: list[_RenderedPair]) -> list[dict[str, Any] | BadRecord]:
     ids = iter(tokenize(encoder.tokenizer, [text for pair in pairs for text in pair.expanded.texts]))
     return [_build_example(encoder, pair, next(ids), [next(ids), next(ids)]) for pair in pairs]
 
 
-def _tokens_before_last_turn(encoder: _PairEncoder, pair: _RenderedPair, chosen_ids: list[int]) -> int:
+def _tokens_before_last_turn(encoder: Encoder, pair: _RenderedPair, chosen_ids: list[int]) -> int:
     """Return how many ids of the chosen row come before the last user turn of the prompt."""
     prompt, rendered = pair.preference.prompt, pair.rendered
     if isinstance(prompt, str) and rendered.used_chat_template:  # the prompt is a single user turn
         return 0
-    finder = LastTurnFinder(encoder.tokenizer, prompt, len(prompt), True, pair.preference.tools)
-    start = finder.find_last_turn(rendered.texts[0])
-    if pair.shifts:
-        start = shift_offset(start, pair.shifts)
-    return count_tokens_before(encoder.tokenizer, pair.expanded.texts[1], chosen_ids, start)
+    text, tools = rendered.texts[0], pair.preference.tools
+    start = find_last_turn(encoder.tokenizer, prompt, len(prompt), text, add_generation_prompt=True, tools=tools)
+    expanded = pair.expanded.texts[1]
+    return count_tokens_before(encoder.tokenizer, expanded, chosen_ids, shift_offset(start, pair.shifts))
 
 
 def _build_example(
-    encoder: _PairEncoder, pair: _RenderedPair, prompt_ids: list[int], rows: list[list[int]]
+    encoder: Encoder, pair: _RenderedPair, prompt_ids: list[int], rows: list[list[int]]
 ) -> dict[str, Any] | BadRecord:
     """Split, frame and truncate the ids; the truncated prompt is the same in both rows.
 
@@ -133,7 +109,7 @@ def _build_example(
         answers, ending = [answer + ending for answer in answers], []
     # One truncated prompt for both rows, so that they differ in the answer only.
     longest = max(map(len, answers))
-    budget = TokenBudget(encoder.max_length, encoder.max_prompt_length, len(prefix), len(ending))
+    budget = TokenBudget(encoder.config.max_length, encoder.config.max_prompt_length, len(prefix), len(ending))
 
     def count_last_turn() -> int:
         return min(begin - _tokens_before_last_turn(encoder, pair, rows[0]), len(prompt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -197,56 +198,43 @@ class TokenBudget:
         )
 
 
-@dataclass(frozen=True)
-class LastTurnFinder:
-    """Locates the last user turn of a prompt in the text that was rendered from it."""
+def find_last_turn(
+    tokenizer: Any,
+    prompt: Prompt,
+    num_prompt_messages: int,
+    text: str,
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> int:
+    """Return where the last user turn of the prompt starts in the text that was rendered from it; 0 if unknown.
 
-    tokenizer: Any
-    prompt: Prompt
-    """A text that was rendered as it is, or the messages of the text."""
-    num_prompt_messages: int
-    """Number of messages before the answer."""
-    add_generation_prompt: bool = False
-    """True if the text ends with what opens the assistant's next answer."""
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def find_last_turn(self, text: str) -> int:
-        """Return where the last user turn of the text starts; 0 if unknown, so that all is kept."""
-        if isinstance(self.prompt, str):
-            return max(self.prompt.rfind(HUMAN_PREFIX), 0)
-        users = [turn for turn in range(self.num_prompt_messages) if self.prompt[turn]["role"] == "user"]
-        if not users or not users[-1]:
-            return 0
-        last = users[-1]
-        try:
-            before = self._render_fn(self.prompt[:last])
-        except BadRecord:  # a template that requires a user's turn
-            before = None
-        if before is not None and text.startswith(before):
+    `prompt`: a text that was rendered as it is, or the messages of the text, of which `num_prompt_messages` come before
+    the answer. `add_generation_prompt`: the text ends with what opens the assistant's next answer.
+    """
+    if isinstance(prompt, str):
+        return max(prompt.rfind(HUMAN_PREFIX), 0)
+    users = [turn for turn in range(num_prompt_messages) if prompt[turn]["role"] == "user"]
+    if not users or not users[-1]:
+        return 0
+    last, render = users[-1], partial(render_conversation, tokenizer, tools=list(tools) or None)
+    with suppress(BadRecord):  # of a template that requires a user's turn
+        if text.startswith(before := render(prompt[:last])):
             return len(before)
-        # Some templates write the system text inside the first user turn.
-        return 0 if self.prompt[last - 1]["role"] == "system" else self._find_by_sentinel(last, text)
-
-    def _find_by_sentinel(self, index: int, text: str) -> int:
-        """Return where turn `index` starts: after the end of the turn before it, found by a sentinel.
-
-        For templates that render a turn differently if others follow.
-        """
-        marked = with_sentinel(self.prompt[index - 1])  # type: ignore[arg-type]  # a list of messages here
-        before, after = self.prompt[: index - 1], self.prompt[index:]
-        try:
-            full = self._render_fn([*before, marked, *after], add_generation_prompt=self.add_generation_prompt)
-            _, _, tail = full.partition(ANSWER_SENTINEL)
-            _, _, ending = self._render_fn([*before, marked]).partition(ANSWER_SENTINEL)
-        except BadRecord:
-            return 0
-        if not tail or not text.endswith(tail):
-            return 0
-        return len(text) - len(tail) + (len(ending) if tail.startswith(ending) else 0)
-
-    @property
-    def _render_fn(self) -> Callable[..., str]:
-        return partial(render_conversation, self.tokenizer, tools=list(self.tools) or None)
+    # Some templates write the system text inside the first user turn.
+    if prompt[last - 1]["role"] == "system":
+        return 0
+    # Some render a turn differently if others follow: the turn starts where the one before it ends.
+    marked, earlier = with_sentinel(prompt[last - 1]), prompt[: last - 1]
+    try:
+        full = render([*earlier, marked, *prompt[last:]], add_generation_prompt=add_generation_prompt)
+        ending = render([*earlier, marked]).partition(ANSWER_SENTINEL)[2]
+    except BadRecord:
+        return 0
+    tail = full.partition(ANSWER_SENTINEL)[2]
+    if not tail or not text.endswith(tail):
+        return 0
+    return len(text) - len(tail) + (len(ending) if tail.startswith(ending) else 0)
 
 
 def describe_limits(max_length: int, max_prompt_length: int | None) -> str:

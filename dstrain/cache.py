@@ -70,9 +70,9 @@ def hash_key(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def entry_path(kind: str, key: Mapping[str, Any], root: Path | None = None) -> Path:
-    """Return the folder of an entry, whether or not it exists. `root`: None for `cache_root`."""
-    return (root or cache_root()) / kind / hash_key(key)
+def entry_path(kind: str, key: Mapping[str, Any]) -> Path:
+    """Return the folder of an entry, whether or not it exists."""
+    return cache_root() / kind / hash_key(key)
 
 
 def get_or_build(
@@ -82,7 +82,6 @@ def get_or_build(
     load: Callable[[Path], T],
     *,
     find_change: Callable[[T], str | None] = lambda value: None,
-    root: Path | None = None,
     echo: Callable[[str], None] = log_stderr,
     log_interval: float = 30.0,
 ) -> T:
@@ -93,7 +92,7 @@ def get_or_build(
     the others wait for its lock, and print who holds it every `log_interval` seconds. Never a collective: a build may
     take longer than the process group's timeout. Raises DataError where the cache cannot be read or written.
     """
-    folder = entry_path(kind, key, root)
+    folder = entry_path(kind, key)
     found = _load(folder, key, load, find_change, echo)
     if found is not None:
         return found[0]

@@ -26,7 +26,6 @@ from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
 from dstrain.data.sources.base import ConcatSource, DerivedSource, Source
-from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import (
     GROUP,
     AlignedStore,
@@ -92,14 +91,8 @@ class RecordEncode:
         return encode_valid([try_parse(parse_record, self.parse, record) for _, record in rows], self.encode)
 
 
-@dataclass(frozen=True)
-class LoadedRecord:
-    """A parsed record with its images located and their texts known."""
-
-    record: RecordWithImages[Any]
-    entries: tuple[ImageEntry, ...]
-    image_texts: list[str]
-    """The image tokens of each image, as text."""
+LoadedRecord = tuple[Any, list[ImageEntry], list[str]]
+"""A parsed record, its images, and the image tokens of each as text."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +114,25 @@ class ImageRecordEncoder:
         self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed
     ) -> tuple[Encode, Callable[[Path], None]]:
         """Return an `Encode` whose examples have a column `images`, positions in an image index, and its writer."""
-        load = partial(self._load_record, source, parse)
         # One pool for all chunks: each thread copies the processor, which is slow.
         pool = ThreadPoolExecutor(self.threads)
 
+        def load(row: tuple[int, dict[str, Any]]) -> LoadedRecord:
+            """Parse a record and look up its images. Thread-safe. Raises BadRecord."""
+            index, record = row
+            parsed = parse_record(partial(read_with_images, read=parse), record)
+            folder = source.get_base_dir(index)
+            entries = [self.index_writer.get_entry(value, folder) for value in parsed.images]
+            return parsed.parsed, entries, [self.vision_processor.get_image_text(entry.size) for entry in entries]
+
+        def encode_loaded(items: list[LoadedRecord]) -> list[EncodeResult]:
+            images = PlaceholderExpansion(self.vision_processor, [texts for _, _, texts in items])
+            examples = encode([parsed for parsed, _, _ in items], images)
+            # In the order of records, so that positions do not depend on the threads.
+            return [self._add_positions(one, entries) for one, (_, entries, _) in zip(examples, items, strict=True)]
+
         def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
-            return encode_valid(list(pool.map(load, rows)), partial(self._encode_loaded, encode))
+            return encode_valid(list(pool.map(partial(try_parse, load), rows)), encode_loaded)
 
         def write_index(folder: Path) -> None:
             pool.shutdown()
@@ -134,31 +140,12 @@ class ImageRecordEncoder:
 
         return encode_rows, write_index
 
-    def _encode_loaded(self, encode: EncodeParsed, items: list[LoadedRecord]) -> list[EncodeResult]:
-        images = PlaceholderExpansion(self.vision_processor, [item.image_texts for item in items])
-        examples = encode([item.record.parsed for item in items], images)
-        return [self._add_image_positions(example, item.entries) for example, item in zip(examples, items, strict=True)]
-
-    def _load_record(
-        self, source: Source, parse: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
-    ) -> LoadedRecord | BadRecord:
-        """Parse a record and look up its images. Thread-safe."""
-        index, record = row
-        try:
-            parsed = parse_record(partial(read_with_images, read=parse), record)
-            folder = source.get_base_dir(index)
-            entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
-            texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
-            return LoadedRecord(parsed, entries, texts)
-        except BadRecord as fault:
-            return fault
-
-    def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
-        """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
+    def _add_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
+        """Return an example, or those of a record, with the column `images`."""
         if isinstance(example, BadRecord):
             return example
-        if isinstance(example, list):  # the examples of one record
-            return [self._add_image_positions(one, entries) for one in example]
+        if isinstance(example, list):
+            return [self._add_positions(one, entries) for one in example]
         return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
 
 
@@ -204,7 +191,6 @@ def prepare(
     encode: Encode,
     key: Mapping[str, Any],
     policy: PreparePolicy,
-    folder: Path | None = None,
     settings: ExampleSettings = PLAIN_COLUMNS,
     write_extra: Callable[[Path], object] | None = None,
 ) -> TokenStore:
@@ -225,7 +211,7 @@ def prepare(
         return iter_encoded(source, encode, report, CHUNK_SIZE, policy.processes, settings)
 
     try:
-        store = load_or_build_store(folder, full, build, write_extra or (lambda folder: None))
+        store = load_or_build_store(full, build, write_extra or (lambda folder: None))
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault
@@ -496,24 +482,15 @@ class ValidationReport:
         return self.read - len({row.location for row in self.bad})
 
 
-def check_file(
-    path: str | Path, columns: Mapping[str, str] | None, parse: Callable[[dict[str, Any]], Any], threads: int = 1
-) -> ValidationReport:
-    """Parse every record, and check every image of a `RecordWithImages`.
-
-    `parse` raises BadRecord for a bad record. A record whose image is null gets a note: it is used as text only.
-    """
-    return check_source(open_source(path, columns), parse, threads)
-
-
 def check_source(
     source: Source,
     parse: Callable[[dict[str, Any]], Any],
     threads: int = 1,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ValidationReport:
-    """Check the records of a source as `check_file` does those of a file.
+    """Parse every record, and check every image of a `RecordWithImages`.
 
+    `parse` raises BadRecord for a bad record. A record whose image is null gets a note: it is used as text only.
     `show_progress(done, total)` is called for each record.
     """
     found = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])

@@ -266,13 +266,12 @@ Build = Callable[[BuildReport], Iterable[Sequence[Example]]]
 
 
 def load_or_build_store(
-    root: Path | None,
     key: Mapping[str, Any],
     build: Build,
     write_extra: Callable[[Path], object] = lambda folder: None,
     **options: Any,
 ) -> TokenStore:
-    """Return the store under this key, built first where it is not in the cache `root`, or its images have changed.
+    """Return the store under this key, built first where it is not in the cache, or its images have changed.
 
     `write_extra` writes other files into the store's folder, once all examples are written; `options` are those of
     `get_or_build`.
@@ -283,7 +282,6 @@ def load_or_build_store(
         partial(_write_store, build=build, write_extra=write_extra),
         TokenStore,
         find_change=lambda store: None if store.image_index is None else store.image_index.find_change(),
-        root=root,
         **options,
     )
 

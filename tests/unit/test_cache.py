@@ -78,7 +78,7 @@ def get(key: dict[str, Any] = KEY, content: str = "content", **options: Any) -> 
 
 def tokens(folder: Path, which: int) -> Any:
     rows = [{"ids": [*range(at + which)], "score": at / 2, "sample": at} for at in range(300)]
-    store = load_or_build_store(None, {"which": which}, lambda report: [rows])
+    store = load_or_build_store({"which": which}, lambda report: [rows])
     return [(row["ids"].tolist(), row["score"], row["sample"]) for row in store]
 
 
@@ -355,7 +355,8 @@ def build(place):
     while time.monotonic() < until and not (folder / "go on").exists():
         time.sleep(0.01)
     (place / "b").write_text("b")
-value = get_or_build("tokens", {"what": "race"}, build, lambda place: sorted(os.listdir(place)), root=folder)
+os.environ["DSTRAIN_CACHE"] = str(folder)
+value = get_or_build("tokens", {"what": "race"}, build, lambda place: sorted(os.listdir(place)))
 print(value, "torch" in sys.modules)
 """
 FILES = "['MANIFEST.json', 'a', 'b'] False\n"
@@ -373,7 +374,8 @@ def test_of_processes_that_race_one_builds(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("tokens/*.lock")]
 
 
-def test_a_process_that_waits_names_the_builder(tmp_path: Path) -> None:
+def test_a_process_that_waits_names_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path))
     builder, lines = child(tmp_path, 60.0), list[str]()
     wait_until((tmp_path / "built").exists)
 
@@ -383,7 +385,7 @@ def test_a_process_that_waits_names_the_builder(tmp_path: Path) -> None:
             (tmp_path / "go on").touch()
 
     key = {"what": "race"}
-    found = get_or_build("tokens", key, read, lambda place: sorted(os.listdir(place)), root=tmp_path, echo=echo, log_interval=0.2)  # fmt: skip
+    found = get_or_build("tokens", key, read, lambda place: sorted(os.listdir(place)), echo=echo, log_interval=0.2)
     builder.communicate(timeout=60)
     assert found == ["MANIFEST.json", "a", "b"]
     assert any(f"process {builder.pid} on " in line for line in lines)
@@ -475,10 +477,15 @@ def test_an_entry_without_a_lock_removes_what_a_killed_process_left(root: Path) 
     assert [path.name for path in place.parent.iterdir()] == [place.name]
 
 
-def test_an_entry_that_another_process_finished_first_is_taken(root: Path, tmp_path: Path) -> None:
+def test_an_entry_that_another_process_finished_first_is_taken(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow(folder: Path) -> None:
-        get(content="first", root=tmp_path / "elsewhere")
-        entry_path("tokens", KEY, tmp_path / "elsewhere").rename(entry_path("tokens", KEY))
+        monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "elsewhere"))
+        get(content="first")
+        finished = entry_path("tokens", KEY)
+        monkeypatch.setenv("DSTRAIN_CACHE", str(root))
+        finished.rename(entry_path("tokens", KEY))
         (folder / "text").write_text("second")
 
     assert get_or_build("tokens", KEY, slow, read) == "first"
@@ -523,7 +530,7 @@ def test_a_lock_is_released_where_closing_it_fails(monkeypatch: pytest.MonkeyPat
 
 def test_a_store_whose_folder_is_removed_is_read_to_its_end(tmp_path: Path) -> None:
     rows = [{"ids": [*range(at)], "sample": at} for at in range(300)]
-    store = load_or_build_store(None, KEY, lambda report: [rows])
+    store = load_or_build_store(KEY, lambda report: [rows])
     shutil.rmtree(cache_root())
     assert [row["ids"].tolist() for row in store] == [row["ids"] for row in rows]
     assert store.find_change() is None
@@ -611,7 +618,7 @@ def test_a_file_that_changed_while_it_was_read_is_not_remembered(
 
 def test_a_store_that_is_cut_short_in_use_is_named(tmp_path: Path) -> None:
     rows = [{"ids": [at] * 40, "sample": at} for at in range(300)]
-    store = load_or_build_store(None, KEY, lambda report: [rows])
+    store = load_or_build_store(KEY, lambda report: [rows])
     os.truncate(store.folder / "ids.ends.npy", 200)
 
     class Dataset:

@@ -267,12 +267,11 @@ def load_or_train_tokenizer(
     texts_name: str,
     vocab_size: int,
     alphabet: Alphabet = "bytes",
-    root: Path | None = None,
 ) -> Any:
     """Return a byte-level BPE of the source's texts, from the cache if it was trained before.
 
-    `texts_name`: what `extract_texts` is in the key; `alphabet`: as in model.tokenizer; `root`: of the cache. Raises
-    DataError if vocab_size is too small.
+    `texts_name`: what `extract_texts` is in the key; `alphabet`: as in model.tokenizer. Raises DataError
+    if vocab_size is too small.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -289,9 +288,7 @@ def load_or_train_tokenizer(
         except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
             raise OSError(str(fault)) from fault
 
-    return get_or_build(
-        "tokenizers", key, build, lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder)), root=root
-    )
+    return get_or_build("tokenizers", key, build, lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder)))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = "bytes") -> PreTrainedTokenizerFast:

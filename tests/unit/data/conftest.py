@@ -22,6 +22,11 @@ def real_data() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def own_cache(fresh_cache: Path) -> None:
+    """Each test has a cache of its own: keys of stores are the same in several of them."""
+
+
 @pytest.fixture
 def write_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes records, or raw bytes, as the lines of a .jsonl file in the working folder."""

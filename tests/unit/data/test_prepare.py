@@ -39,7 +39,7 @@ def store(folder: Path, count: int, bad: tuple[int, ...] = ()) -> TokenStore:
     def build(report: BuildReport):  # type: ignore[no-untyped-def]
         yield [{"ids": [index] * (index % 3 + 1), "sample": index} for index in range(count) if index not in bad]
 
-    return load_or_build_store(folder, {"count": count, "bad": list(bad)}, build)
+    return load_or_build_store({"count": count, "bad": list(bad)}, build)
 
 
 def split_examples(
@@ -94,7 +94,7 @@ def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> 
         for i in range(5)
     ]
     store = load_or_build_store(
-        tmp_path, {"what": "lengths", "token_columns": {"names": ["chosen", "rejected"]}}, lambda report: [chunk]
+        {"what": "lengths", "token_columns": {"names": ["chosen", "rejected"]}}, lambda report: [chunk]
     )
     examples = TokenizedDataset(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
     assert examples.sequence_lengths is not None
@@ -123,7 +123,7 @@ def grouped(folder: Path, groups: dict[int, list[int]], answers: int = 1) -> Tok
     """Return a store of records 0, 1, ..., each with so many examples; `groups`: group -> its records."""
     of = {record: group for group, records in groups.items() for record in records}
     rows = [{"ids": [record], "sample": record, GROUP: of[record]} for record in sorted(of) for _ in range(answers)]
-    return load_or_build_store(folder, {"groups": sorted(of.items()), "answers": answers}, lambda report: [rows])
+    return load_or_build_store({"groups": sorted(of.items()), "answers": answers}, lambda report: [rows])
 
 
 def records(examples: TokenizedDataset | None) -> set[int]:
@@ -133,7 +133,7 @@ def records(examples: TokenizedDataset | None) -> set[int]:
 
 def test_the_examples_of_a_record_are_on_one_side(tmp_path: Path) -> None:
     rows = [{"ids": [at], "sample": at // 3} for at in range(90)]
-    store = load_or_build_store(tmp_path, {"what": "answers"}, lambda report: [rows])
+    store = load_or_build_store({"what": "answers"}, lambda report: [rows])
     train, test = split_examples(store, (30,), (1.0,), 0.2, seed=4)
     assert not records(train) & records(test)
     assert (len(records(test)), len(test or ()), train.sizes) == (6, 18, (72,))
@@ -175,9 +175,7 @@ def test_half_of_three_records_leaves_one_to_train_on(tmp_path: Path, seed: int)
 def test_a_token_store_is_a_dataset_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "a"}\n{"text": "b"}\n')
-    store = prepare(
-        open_source(file), lambda rows: [{"ids": [1]} for _ in rows], {}, PreparePolicy(task="own"), tmp_path / "cache"
-    )
+    store = prepare(open_source(file), lambda rows: [{"ids": [1]} for _ in rows], {}, PreparePolicy(task="own"))
     dataset = as_dataset(store)
     assert (dataset.sizes, dataset.weights, dataset.report) == ((2,), None, None)
     assert dataset.summarize() == {"samples": 2}

@@ -76,12 +76,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "conversations", "labelled"])
-def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
+def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(written(tmp_path))
     found = []
     for name, processes in (("one", 1), ("three", 3)):
+        monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / name))
         policy = PreparePolicy(task="rm", on_error="skip", processes=processes)
-        store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name, COUNTED)
+        store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, COUNTED)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
     assert found[0][1].bad[0].location.endswith("train.jsonl:10")
@@ -186,7 +187,7 @@ def slow(rows):
         file.write("x")
     time.sleep(60)
 policy = prepare.PreparePolicy(task="rm", processes=3)
-prepare.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
+prepare.prepare(open_source(sys.argv[1]), slow, {}, policy)
 """
 
 
@@ -208,7 +209,9 @@ def test_processes_end_with_their_parent(sign: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [None, lambda record: record["n"] // 3])
-def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp_path: Path, group: Any) -> None:
+def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Any
+) -> None:
     (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(40)))
 
     def encode(rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
@@ -217,9 +220,10 @@ def test_floats_integers_and_empty_lists_are_the_same_from_several_processes(tmp
 
     stores = []
     for name, processes in (("one", 1), ("three", 3)):
+        monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / name))
         policy = PreparePolicy(task="own", processes=processes)
         settings = ExampleSettings(get_group=group)
-        stores.append(prepare.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / name, settings))
+        stores.append(prepare.prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, settings))
     one, three = ({f.name: f.read_bytes() for f in store.folder.glob("*.npy")} for store in stores)
     assert one == three
     assert ("sample.group.npy" in one) == (group is not None)
@@ -232,7 +236,7 @@ def test_an_error_of_the_encoder_names_its_line_from_another_process_too(tmp_pat
     (tmp_path / "r.jsonl").write_text('{"n": 1}\n' * 40)
     policy = PreparePolicy(task="own.py", processes=3)
     with pytest.raises(ZeroDivisionError) as caught:
-        prepare.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy, tmp_path / "cache")
+        prepare.prepare(open_source(tmp_path / "r.jsonl"), broken, {}, policy)
     line = broken.__code__.co_firstlineno + 1
     assert describe_unexpected(caught.value).endswith(f", tests/unit/data/test_process_pool.py:{line})")
 
@@ -244,5 +248,6 @@ def test_a_refused_value_is_named_from_another_process_too(tmp_path: Path) -> No
         prepare.prepare(
             open_source(tmp_path / "r.jsonl"),
             lambda rows: [{"x": "a" if record["n"] == 30 else 1} for _, record in rows],
-            {}, policy, tmp_path / "cache",
-        )  # fmt: skip
+            {},
+            policy,
+        )

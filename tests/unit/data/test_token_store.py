@@ -15,7 +15,7 @@ from dstrain.data.prepare import (
     ExampleSettings,
     PreparePolicy,
     check_bad_records,
-    check_file,
+    check_source,
     format_bad_rows,
     iter_encoded,
     prepare,
@@ -44,7 +44,7 @@ def build(report: BuildReport):
 
 
 def test_a_store_gives_back_what_was_built(tmp_path):
-    for store in (load_or_build_store(tmp_path, KEY, build), load_or_build_store(tmp_path, KEY, build)):
+    for store in (load_or_build_store(KEY, build), load_or_build_store(KEY, build)):
         assert len(store) == 7
         for got, row in zip(store, rows(7), strict=True):
             assert got["ids"].tolist() == row["ids"]
@@ -58,7 +58,7 @@ def test_a_store_gives_back_what_was_built(tmp_path):
 
 
 def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
-    store = load_or_build_store(tmp_path, KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
+    store = load_or_build_store(KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
     with pytest.raises(ValueError, match="read-only"):
         store[0]["ids"][0] = 5
 
@@ -66,7 +66,7 @@ def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
 def test_an_empty_store_is_a_store(tmp_path):
     built = []
     for _ in range(2):
-        assert len(load_or_build_store(tmp_path, KEY, lambda report: built.append(1) or [])) == 0
+        assert len(load_or_build_store(KEY, lambda report: built.append(1) or [])) == 0
     assert built == [1]
 
 
@@ -142,8 +142,8 @@ def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
         return encode(pairs)
 
     with pytest.raises(DataError, match=r"1 of 2 records \(50.0%\) cannot be used, above the 1% limit"):
-        prepare(source, counting, {}, PreparePolicy(task="rm"), tmp_path / "cache")
-    assert len(prepare(source, counting, {}, PreparePolicy(task="rm", on_error="skip"), tmp_path / "cache")) == 1
+        prepare(source, counting, {}, PreparePolicy(task="rm"))
+    assert len(prepare(source, counting, {}, PreparePolicy(task="rm", on_error="skip"))) == 1
     assert built == [1]
 
 
@@ -152,7 +152,7 @@ def test_a_check_lists_every_bad_record_in_the_files_order(write_lines):
     path = write_lines(
         [good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}]
     )
-    assert [row.location for row in check_file(path, None, read_preference).bad] == [
+    assert [row.location for row in check_source(open_source(path), read_preference).bad] == [
         f"train.jsonl:{n}" for n in (2, 3, 5)
     ]
 
@@ -169,7 +169,7 @@ def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
 
 def stored_columns(folder: Path, *examples: dict) -> list[dict]:
     chunk = [example | {"sample": at} for at, example in enumerate(examples)]
-    return [*load_or_build_store(folder, {"n": repr(examples)}, lambda report: [chunk[:1], chunk[1:]])]
+    return [*load_or_build_store({"n": repr(examples)}, lambda report: [chunk[:1], chunk[1:]])]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_examples_with_other_columns_are_refused(tmp_path):
 def own_columns(tmp_path: Path, encode) -> list[dict]:
     (tmp_path / "r.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(6)))
     policy = PreparePolicy(task="own.py")
-    return [*prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy, tmp_path / "cache")]
+    return [*prepare(open_source(tmp_path / "r.jsonl"), encode, {}, policy)]
 
 
 def test_a_refused_value_names_task_column_and_place(tmp_path):
@@ -270,10 +270,10 @@ def test_a_column_that_ends_in_cut_is_a_column(tmp_path):
 def test_only_named_columns_hold_tokens(tmp_path):
     rows = [{"ids": [1] * at, "letters": [7] * 90, "sample": at} for at in range(5)]
     key = {"token_columns": {"names": ["ids"]}}
-    store = load_or_build_store(tmp_path, key, lambda report: [rows])
+    store = load_or_build_store(key, lambda report: [rows])
     assert store.max_lengths(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert (store.summarize(np.arange(5))["tokens"], store.summarize(np.arange(5))["longest"]) == (10, 4)
-    plain = load_or_build_store(tmp_path, {"n": 1}, lambda report: [rows])
+    plain = load_or_build_store({"n": 1}, lambda report: [rows])
     assert plain.sequence_lengths is None
     assert "tokens" not in plain.summarize(np.arange(5))
 

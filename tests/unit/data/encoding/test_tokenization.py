@@ -271,13 +271,13 @@ def test_tokenizers_of_two_alphabets_are_kept_apart(tmp_path: Path) -> None:
     def texts(record: dict[str, Any]) -> list[str]:
         return [record["text"]]
 
-    whole = load_or_train_tokenizer(source, texts, "texts", 270, root=tmp_path)
-    small = load_or_train_tokenizer(source, texts, "texts", 270, "data", tmp_path)
+    whole = load_or_train_tokenizer(source, texts, "texts", 270)
+    small = load_or_train_tokenizer(source, texts, "texts", 270, "data")
     assert len(whole) > 256 > len(small)
-    assert load_or_train_tokenizer(source, texts, "texts", 270, "data", tmp_path).get_vocab() == small.get_vocab()
+    assert load_or_train_tokenizer(source, texts, "texts", 270, "data").get_vocab() == small.get_vocab()
     for size, alphabet, wanted in ((257, "bytes", "at least 258"), (15, "data", "a trained tokenizer has at least 16")):
         with pytest.raises(DataError, match=wanted):
-            load_or_train_tokenizer(source, texts, "texts", size, alphabet, tmp_path)
+            load_or_train_tokenizer(source, texts, "texts", size, alphabet)
 
 
 def one_record(tmp_path: Path) -> ConcatSource:
@@ -289,7 +289,9 @@ def texts(record: dict[str, Any]) -> list[str]:
     return [record["text"]]
 
 
-def test_a_full_cache_is_named_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_is_named_and_nothing_is_left_there(
+    fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokenizers library raises a bare Exception."""
 
     def full(tokenizer: Any, folder: str) -> None:
@@ -298,5 +300,5 @@ def test_a_full_cache_is_named_and_nothing_is_left_there(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
     with pytest.raises(DataError, match=r"cannot be written into the cache: .*No space left.*set DSTRAIN_CACHE"):
-        load_or_train_tokenizer(one_record(tmp_path), texts, "texts", 270, root=tmp_path / "cache")
-    assert not [*(tmp_path / "cache/tokenizers").iterdir()]
+        load_or_train_tokenizer(one_record(tmp_path), texts, "texts", 270)
+    assert not [*(fresh_cache / "tokenizers").iterdir()]

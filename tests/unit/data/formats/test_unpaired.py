@@ -124,7 +124,7 @@ def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True,
     key = {"mismatched": mismatched, "max_length": max_length}
     source = open_source(folder / "train.jsonl")
     policy, settings = PreparePolicy(task="kto", on_error="skip"), ExampleSettings(counted=CUT_COLUMNS)
-    return prepare(source, RecordEncode(read_unpaired, encode), key, policy, folder / "cache", settings)
+    return prepare(source, RecordEncode(read_unpaired, encode), key, policy, settings)
 
 
 def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:

@@ -232,14 +232,14 @@ NAMES = [["0.png"], [], ["1.png", "0.png"]]
 
 def test_a_store_gives_the_images_of_an_example(tmp_path, images):
     for _ in range(2):
-        store = load_or_build_store(tmp_path, {"n": 1}, *build(tmp_path, images, NAMES))
+        store = load_or_build_store({"n": 1}, *build(tmp_path, images, NAMES))
         assert len(store.image_index) == 2
         found = [[shown.load() for shown in store[index]["images"]] for index in range(3)]
         assert [len(group) for group in found] == [1, 0, 2]
         assert same(found[2][0], picture(1))
         assert same(found[2][1], picture(0))
         assert store.column_lengths("images").tolist() == [1, 0, 2]
-    plain = load_or_build_store(tmp_path, {"n": 2}, lambda report: [[{"images": [3], "sample": 0}]])
+    plain = load_or_build_store({"n": 2}, lambda report: [[{"images": [3], "sample": 0}]])
     assert plain.image_index is None
     assert plain[0]["images"].tolist() == [3]
 
@@ -247,12 +247,12 @@ def test_a_store_gives_the_images_of_an_example(tmp_path, images):
 @pytest.mark.parametrize("harm", ["nothing", "list", "image"])
 def test_a_store_whose_images_changed_is_built_again(tmp_path, images, harm):
     built, lines = [], []
-    store = load_or_build_store(tmp_path, {"n": 1}, *build(tmp_path, images, NAMES, built))
+    store = load_or_build_store({"n": 1}, *build(tmp_path, images, NAMES, built))
     if harm == "list":
         os.truncate(store.folder / "images.json", 30)
     elif harm == "image":
         picture(50).save(images / "0.png")
-    store = load_or_build_store(tmp_path, {"n": 1}, *build(tmp_path, images, NAMES, built), echo=lines.append)
+    store = load_or_build_store({"n": 1}, *build(tmp_path, images, NAMES, built), echo=lines.append)
     assert len(built) == (1 if harm == "nothing" else 2)
     assert same(store[0]["images"][0].load(), picture(50 if harm == "image" else 0))
     told = {"nothing": [], "list": ["images.json is not what was written"], "image": ["0.png has changed"]}[harm]
@@ -273,7 +273,7 @@ def test_prepare_leaves_an_encoders_files_in_the_store(write_lines, tmp_path, im
         return found
 
     policy = PreparePolicy(task="vlm", on_error="skip")
-    store = prepare(source, encode, {}, policy, tmp_path / "cache", write_extra=writer.write)
+    store = prepare(source, encode, {}, policy, write_extra=writer.write)
     assert (len(store), len(store.image_index)) == (1, 1)
     assert store.report.bad[0].location == "train.jsonl:2"
     assert "bad.png is not an image" in store.report.bad[0].reason

@@ -71,11 +71,10 @@ def load_init(model: torch.nn.Module, path: str) -> InitReport:
     `base_model_prefix` is added or removed where that matches more weights. Values are cast to the model's dtype.
     Raises RecipeError where nothing matches or a shape differs. Collective under ZeRO-3.
     """
-    match = _match_weights(model, path)
-    for name, tensor in match.targets.items():  # every tensor on every rank: assign is collective
-        stored = match.tensors.get(name)
-        assign(tensor, None if stored is None else stored.read)
-    return match.report
+    targets, found, report = _match_weights(model, path)
+    for name, tensor in targets.items():  # every tensor on every rank: assign is collective
+        assign(tensor, found[name].read if name in found else None)
+    return report
 
 
 def check_init(model: torch.nn.Module, path: str) -> None:
@@ -83,19 +82,13 @@ def check_init(model: torch.nn.Module, path: str) -> None:
     _match_weights(model, path)
 
 
-@dataclass(frozen=True)
-class _WeightMatch:
-    """Tensors of the model and of the file, by the model's keys."""
+def _match_weights(
+    model: torch.nn.Module, path: str
+) -> tuple[dict[str, torch.Tensor], dict[str, LazyTensor], InitReport]:
+    """Return the model's weights and saved buffers, each under its first key, and the file's tensors by the same keys.
 
-    targets: Mapping[str, torch.Tensor]
-    """Weights and saved buffers of the model, each under its first key."""
-    tensors: Mapping[str, LazyTensor]
-    """Tensors of the file, by the same keys."""
-    report: InitReport
-
-
-def _match_weights(model: torch.nn.Module, path: str) -> _WeightMatch:
-    """Match the file's tensors to the model's. Changes nothing; reads only values of tied tensors."""
+    Changes nothing; reads only values of tied tensors.
+    """
     import torch
 
     stored = open_tensors(find_init_files(path))
@@ -124,7 +117,7 @@ def _match_weights(model: torch.nn.Module, path: str) -> _WeightMatch:
         removed_prefix=removed,
         added_prefix=added,
     )
-    return _WeightMatch(targets, found, report)
+    return targets, found, report
 
 
 def _group_by_target(key_map: Mapping[str, str], canonical_keys: Mapping[str, str], path: str) -> dict[str, list[str]]:

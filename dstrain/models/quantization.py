@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -57,14 +57,9 @@ def check_bitsandbytes(key: str) -> None:
 
 
 def preload_bitsandbytes() -> None:
-    """Import bitsandbytes, if it is installed, before peft does: see `_without_hub_kernels`."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return
-    try:
-        with _without_hub_kernels():
-            import bitsandbytes  # noqa: F401
-    except Exception:  # peft tries again, and reports it
-        return
+    """Import bitsandbytes, if it can be, before peft does, which tries again: see `_without_hub_kernels`."""
+    with suppress(RecipeError):
+        import_bitsandbytes(QUANTIZE_KEY)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dstrain.errors import UsageError
 from dstrain.models.folder import TEMPORAL_TYPE
-from dstrain.models.params import assign
+from dstrain.models.params import assign, full_shape
 from dstrain.models.weights import disable_transformers_logging
 
 
@@ -352,7 +352,7 @@ def init_missing(model: PreTrainedModel, missing: set[str], rng_state: torch.Ten
     for name, parameter in model.named_parameters():
         if name not in missing:
             continue
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = full_shape(parameter)
         kind = model.get_submodule(name.rpartition(".")[0])
         # On the CPU in fp32: the same draws for any device, dtype and stage.
         if name.endswith("bias"):

@@ -39,9 +39,10 @@ def count_pages(path: Path) -> int:
     return int(call_pdfium(partial(_count_pages, path), path, "opening it"))
 
 
-def write_texts(path: Path, target: Path) -> None:
-    """Write the text layer of every page as a JSON list of strings. Raises BadRecord."""
-    call_pdfium(partial(_write_texts, path, target), path, "reading its text")
+def read_texts(path: Path) -> list[str]:
+    """Return the text layer of every page. Raises BadRecord."""
+    texts: list[str] = call_pdfium(partial(_read_texts, path), path, "reading its text")
+    return texts
 
 
 def render_page(path: Path, target: Path, page: int, dpi: int) -> None:
@@ -88,7 +89,7 @@ def _count_pages(path: Path) -> int:
     return len(_open(path))
 
 
-def _write_texts(path: Path, target: Path) -> None:
+def _read_texts(path: Path) -> list[str]:
     import pypdfium2
 
     document, texts, left = _open(path), list[str](), MAX_DOCUMENT_CHARS
@@ -100,7 +101,7 @@ def _write_texts(path: Path, target: Path) -> None:
             text = ""  # reported when the page is rendered
         left = max(left - len(text), 0)
         texts.append(text)
-    atomic_write(target, json.dumps(texts))
+    return texts
 
 
 def _render_page(path: Path, target: Path, page: int, dpi: int) -> None:
@@ -285,9 +286,10 @@ class DocumentCache:
             problem = f"{display_path(path)} cannot be read ({fault.strerror or fault})"
             raise BadRecord(f"{problem}; check the path and its permissions") from fault
 
-    def load_json(self, name: str, write: Write) -> Any:
-        """Return the value of a JSON file, which `write` writes first where it is not cached. Raises BadRecord."""
-        return json.loads(self.get_file(name, write).read_text(encoding="utf-8"))
+    def load_json(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """Return what `read(document)` does, from a JSON file of the cache. Raises BadRecord."""
+        file = self.get_file(name, lambda document, target: atomic_write(target, json.dumps(read(document))))
+        return json.loads(file.read_text(encoding="utf-8"))
 
     def get_file(self, name: str, write: Write) -> Path:
         if (self.document, name) in _faults:
@@ -351,7 +353,7 @@ class PdfDocument(Document):
     def __init__(self, path: Path, name: str, dpi: int) -> None:
         """Count the pages. Raises BadRecord if the file cannot be opened or has none."""
         self._cache = DocumentCache.of_file(path, f"pypdfium2-{installed_version('pypdfium2')}")
-        count = self._cache.load_json("pages.json", _write_page_count)
+        count = self._cache.load_json("pages.json", count_pages)
         pages = [
             CachedPage(self._cache, f"{dpi}dpi/{page:05}.png", partial(render_page, page=page, dpi=dpi))
             for page in range(1, count + 1)
@@ -359,7 +361,7 @@ class PdfDocument(Document):
         super().__init__(name, pages)
 
     def read_texts(self) -> list[str]:
-        return [str(text) for text in self._cache.load_json("text.json", write_texts)]
+        return list(self._cache.load_json("text.json", read_texts))
 
 
 class TiffDocument(Document):
@@ -377,10 +379,6 @@ class TiffDocument(Document):
         """Return the parts of the text beside the file; a form feed separates them, as OCR programs write it."""
         texts = read_sidecar(self._path).split("\f")[: self.num_pages]
         return texts + [""] * (self.num_pages - len(texts))
-
-
-def _write_page_count(path: Path, target: Path) -> None:
-    atomic_write(target, str(count_pages(path)))
 
 
 def _write_frame(path: Path, target: Path, page: int) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -417,7 +416,8 @@ class DocumentSource(WrappedSource):
         is_unanswerable = self.options.with_answers and not query.answers
         answers = self._unanswerable() if is_unanswerable else query.answers
         document, selection = self._select(query, index)
-        self._labels[index] = _make_labels(selection.rule, selection.dropped > 0, is_unanswerable)
+        found = {selection.rule: True, "dropped": selection.dropped > 0, "unanswerable": is_unanswerable}
+        self._labels[index] = tuple(label for label, applies in found.items() if applies)
         made = {
             "question": query.question,
             "answers": list(answers),
@@ -501,8 +501,3 @@ _NOTES = {
     "dropped": "it has more evidence pages than max_pages: only the first {max_pages} are used",
     "unanswerable": "it has no answer: '{unanswerable_answer}' is trained on",
 }
-
-
-@cache
-def _make_labels(rule: Rule, is_cut: bool, is_unanswerable: bool) -> tuple[str, ...]:
-    return (rule, *["dropped"] * is_cut, *["unanswerable"] * is_unanswerable)

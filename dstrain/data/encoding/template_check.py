@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from dstrain.data.formats.columns import iter_strings
 from dstrain.data.formats.conversations import Conversation, get_message_field
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
 from dstrain.data.records import BadRecord
@@ -30,6 +31,8 @@ _THOUGHTS_FIX = (
 )
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
 _MAX_CACHED_CHECKS = 10_000
+_MARK = re.compile("\ue010[^\ue011]*\ue011")
+"""What `_mark` returns."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def check_template(
 
 def _check_shape(sample: Conversation, locate: Locate, context: Collection[int]) -> TemplateCheck:
     marked = replace(sample, messages=[_mark_message(turn, one) for turn, one in enumerate(sample.messages)])
-    marks = [sorted({*_iter_marks(message)}) for message in marked.messages]
+    marks = [sorted({*_MARK.findall("\n".join(iter_strings(message)))}) for message in marked.messages]
     try:
         text, spans = locate(marked)
     except BadRecord:
@@ -171,17 +174,6 @@ def _mark_leaves(value: Any, turn: int, numbers: Iterator[int]) -> Any:
     if isinstance(value, list):
         return [_mark_leaves(item, turn, numbers) for item in value]
     return _mark(turn, "call", next(numbers))
-
-
-def _iter_marks(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from re.findall("\ue010[^\ue011]*\ue011", value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _iter_marks(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _iter_marks(item)
 
 
 def _find_dropped(marked: Conversation, marks: Sequence[Sequence[str]], text: str) -> Iterator[str]:

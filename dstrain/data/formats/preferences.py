@@ -97,9 +97,7 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
         rest = found.without("input", "preferred_output", "non_preferred_output")
         return rest.derive({**rest, **pair, "prompt": value["messages"], "tools": value.get("tools")}, origins)
     if has(found, "chosen_response", "rejected_response"):
-        origins = {"chosen": "chosen_response", "rejected": "rejected_response"}
-        pair = {key: dict.get(found, column) for key, column in origins.items()}
-        return found.derive({**found.without(*origins.values()), **pair}, origins)
+        return _rename(found, {"chosen": "chosen_response", "rejected": "rejected_response"})
     if isinstance(text := dict.get(found, "text"), str) and text.lstrip().startswith("{"):
         value = maybe_parse_json(text)
         if isinstance(value, Mapping) and {"chosen", "rejected"} <= value.keys():
@@ -127,8 +125,13 @@ def _from_responses(record: Record, keys: tuple[str, str], better_key: str, name
     for name, at in zip(SAFETY_KEYS, order, strict=True):
         if f"is_{keys[at]}_safe" in record:
             origins[name] = f"is_{keys[at]}_safe"
+    return _rename(record, origins)
+
+
+def _rename(record: Record, origins: Mapping[str, str]) -> Record:
+    """Return the record with other keys: new -> old. Renaming a column is not reading it."""
     values = {name: dict.get(record, key) for name, key in origins.items()}
-    return record.derive({**{key: value for key, value in record.items() if key not in keys}, **values}, origins)
+    return record.derive({**record.without(*origins.values()), **values}, origins)
 
 
 def _from_overall_preference(record: Record) -> Record:
@@ -142,8 +145,7 @@ def _from_overall_preference(record: Record) -> Record:
         origins = {"chosen": "response2", "rejected": "response1"}
     if has(record, "context"):
         origins["prompt"] = "context"
-    values = {name: dict.get(record, key) for name, key in origins.items()}
-    return record.derive({**record.without(*origins.values()), **values}, origins)
+    return _rename(record, origins)
 
 
 def _from_rejected_answer(record: Record) -> Record:

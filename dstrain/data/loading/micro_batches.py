@@ -104,7 +104,7 @@ def split_evenly(num_samples: int, num_micro_batches: int, costs: SampleCosts | 
     if not costs.is_packed:
         return np.array_split(order, num_micro_batches)
     least, larger = divmod(num_samples, num_micro_batches)
-    chunks = _balance(costs.tokens[order], _Bins(num_micro_batches, least, larger))
+    chunks = _balance(costs.tokens[order], num_micro_batches, least, larger)
     assert chunks is not None, "without a limit of tokens"
     return _largest_first([order[chunk] for chunk in chunks], costs)
 
@@ -173,7 +173,7 @@ def _split_packed(costs: SampleCosts, limits: MicroBatchLimits, world_size: int)
     assert limit is not None
 
     def attempt(passes: int) -> list[np.ndarray] | None:
-        return _balance(tokens, _Bins(passes * world_size, most, 0, limit))
+        return _balance(tokens, passes * world_size, most, 0, limit)
 
     # Two samples above half of the limit never share a micro-batch; one above the limit counts as one that fills it.
     filled, halves = int(tokens.clip(max=limit).sum()) / limit, int((2 * tokens > limit).sum())
@@ -184,39 +184,30 @@ def _split_packed(costs: SampleCosts, limits: MicroBatchLimits, world_size: int)
     return [order[chunk] for chunk in chunks]
 
 
-@dataclass(frozen=True)
-class _Bins:
-    """Micro-batches to fill."""
-
-    count: int
-    most_samples: int
-    num_larger: int = 0
-    """Bins that take one sample more."""
-    tokens: int | None = None
-
-
-def _balance(tokens: np.ndarray, bins: _Bins) -> list[np.ndarray] | None:
+def _balance(
+    tokens: np.ndarray, num_bins: int, most_samples: int, num_larger: int = 0, limit: int | None = None
+) -> list[np.ndarray] | None:
     """Return the indices of each bin, or None where they do not fit: each goes to the bin with the fewest tokens.
 
-    `tokens`: (N,), largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: longest processing time
+    `num_larger` bins take one sample more than `most_samples`; `limit`: tokens of a bin. `tokens`: (N,), largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: longest processing time
     first). Of bins with equally many tokens the first is taken.
     """
     chosen = np.empty(len(tokens), dtype=np.int64)  # the bin of each index
-    totals, counts = np.zeros((2, bins.count), dtype=np.int64)
-    larger, start = bins.num_larger, 0
+    totals, counts = np.zeros((2, num_bins), dtype=np.int64)
+    larger, start = num_larger, 0
     while start < len(tokens):
-        free = np.flatnonzero(counts < bins.most_samples + (larger > 0))
+        free = np.flatnonzero(counts < most_samples + (larger > 0))
         # One sample for each bin, as long as no bin that just got one has the fewest tokens again.
         emptiest = free[np.argsort(totals[free], kind="stable")][: len(tokens) - start]
         if not len(emptiest):
             return None
         before = totals[emptiest]
         after = before + tokens[start : start + len(emptiest)]
-        becomes_larger = counts[emptiest] >= bins.most_samples
+        becomes_larger = counts[emptiest] >= most_samples
         ends = (np.minimum.accumulate(after)[:-1] <= before[1:]) | (becomes_larger.cumsum()[1:] > larger)
         stop = 1 + int(ends.argmax()) if ends.any() else len(emptiest)
         emptiest, before, after = emptiest[:stop], before[:stop], after[:stop]
-        if bins.tokens is not None and ((before > 0) & (after > bins.tokens)).any():
+        if limit is not None and ((before > 0) & (after > limit)).any():
             return None
         chosen[start : start + stop], totals[emptiest] = emptiest, after
         counts[emptiest] += 1

@@ -203,22 +203,22 @@ def _to_tensors(**arrays: np.ndarray) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array.astype(np.int64, copy=False)) for name, array in arrays.items()}
 
 
-def pad(sequences: Sequences, value: int, multiple_of: int = 1) -> torch.Tensor:
-    """Return the sequences as (B, L) int64, padded on the right with the value; L is rounded up to the multiple."""
+def pad(sequences: Sequences, value: int) -> torch.Tensor:
+    """Return the sequences as (B, L) int64, padded on the right with the value."""
     import torch
 
-    table = np.full((len(sequences), padded_length(sequences, multiple_of)), value, dtype=np.int64)
+    table = np.full((len(sequences), padded_length(sequences)), value, dtype=np.int64)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
     return torch.from_numpy(table)  # (B, L)
 
 
-def attention_mask(sequences: Sequences, multiple_of: int = 1) -> torch.Tensor:
+def attention_mask(sequences: Sequences) -> torch.Tensor:
     """Return (B, L) int64, 1 for the tokens of `pad` and 0 for its padding."""
     import torch
 
     lengths = np.array([len(sequence) for sequence in sequences])
-    table = np.arange(padded_length(sequences, multiple_of)) < lengths[:, None]
+    table = np.arange(padded_length(sequences)) < lengths[:, None]
     return torch.from_numpy(table.astype(np.int64))  # (B, L)
 
 
@@ -262,7 +262,6 @@ def place_targets(values: Sequence[np.ndarray], loss_mask: torch.Tensor) -> torc
     return whole
 
 
-def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:
-    """Return the length of the longest sequence, rounded up to the multiple, L."""
-    longest = max(len(sequence) for sequence in sequences)
-    return -(-longest // multiple_of) * multiple_of
+def padded_length(sequences: Sequences) -> int:
+    """Return the length of the longest sequence, L."""
+    return max(len(sequence) for sequence in sequences)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy as shallow_copy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,8 +166,6 @@ class ImageIndexWriter:
         self._entries: dict[str, ImageEntry | str] = {}
         """Absolute path, or hash of the bytes -> entry, or reason of a BadRecord."""
         self._locks: dict[str, threading.Lock] = {}
-        self._copies: dict[Path, dict[str, str]] = {}
-        """Folder of copies -> beginning of the image's hash -> name of its copy, as they were at first use."""
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
         self._rejected: dict[str, WatchedFile] = {}
@@ -238,14 +237,10 @@ class ImageIndexWriter:
 
     def _find_copy(self, sha256: str) -> tuple[Path | None, bytes]:
         """Return the copy of an earlier preparation and its bytes; (None, b"") if there is none that is as written."""
-        folder = self._cache_dir / sha256[:2]
-        with self._lock:
-            if (names := self._copies.get(folder)) is None:
-                found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-                names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
-        name = names.get(sha256[:32])
-        png = read_if_unchanged(folder / name, Path(name).stem.partition("-")[2], is_copy=True) if name else None
-        return (None, b"") if png is None else (folder / str(name), png)
+        for copy in (self._cache_dir / sha256[:2]).glob(f"{sha256[:32]}-*.png"):
+            if (png := read_if_unchanged(copy, copy.stem.partition("-")[2], is_copy=True)) is not None:
+                return copy, png
+        return None, b""
 
     def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:
         """Write the PNG atomically; return its path and its bytes."""
@@ -275,41 +270,32 @@ def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
     `image`, so that decoding and scaling are done once, when data is prepared. None if there is no
     such image. Raises the processor's errors for `image`.
     """
-    recording, recorded = _make_recording_copy(image_processor)
+    from PIL.Image import fromarray
+
+    recording, recorded = shallow_copy(image_processor), dict[str, np.ndarray]()
+    for name in dir(type(image_processor)):
+        if name.startswith("return_") and getattr(recording, name, None) is False:
+            setattr(recording, name, True)  # such as rows and columns of tiles, which must be equal too
+
+    def record(name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if name not in recorded and (pixels := _to_pixels(result)) is not None:
+            recorded[name] = pixels
+        return result
+
+    for name in _RESIZE_METHODS:
+        if callable(method := getattr(recording, name, None)):
+            setattr(recording, name, partial(record, name, method))
     expected = recording(image)
     # The smallest equivalent image saves most disk space and decoding time.
     for pixels in sorted(recorded.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
         # An image of one row or column would be refused when the copy is read.
         if pixels.shape[0] * pixels.shape[1] < image.width * image.height and min(pixels.shape[:2]) > 1:
-            downscaled = _to_image(pixels)
-            if _has_same_output(recording, downscaled, expected):
-                return downscaled
+            downscaled = fromarray(np.ascontiguousarray(pixels))
+            with contextlib.suppress(Exception):  # the image is too small for it, or of a shape that it rejects
+                if _is_equal(recording(downscaled), expected):
+                    return downscaled
     return None
-
-
-def _make_recording_copy(image_processor: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return a copy with all optional outputs, and a dict for the first result of each resize method.
-
-    A call of the copy fills the dict: method -> (H, W, 3) uint8.
-    """
-    recording, recorded = shallow_copy(image_processor), dict[str, np.ndarray]()
-    for name in dir(type(image_processor)):
-        if name.startswith("return_") and getattr(recording, name, None) is False:
-            setattr(recording, name, True)  # such as rows and columns of tiles, which must be equal too
-    for name in _RESIZE_METHODS:
-        if callable(getattr(image_processor, name, None)):
-            setattr(recording, name, _record_output(getattr(recording, name), name, recorded))
-    return recording, recorded
-
-
-def _record_output(method: Callable[..., Any], name: str, outputs: dict[str, np.ndarray]) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if name not in outputs and (pixels := _to_pixels(result)) is not None:
-            outputs[name] = pixels
-        return result
-
-    return wrapper
 
 
 def _to_pixels(output: Any) -> np.ndarray | None:
@@ -323,19 +309,6 @@ def _to_pixels(output: Any) -> np.ndarray | None:
         # Some processors put channels first.
         pixels = pixels.transpose(1, 2, 0)
     return pixels.copy() if pixels.shape[2] == 3 else None
-
-
-def _to_image(pixels: np.ndarray) -> Image:
-    from PIL.Image import fromarray
-
-    return fromarray(np.ascontiguousarray(pixels))
-
-
-def _has_same_output(processor: Any, image: Image, expected: Any) -> bool:
-    try:
-        return _is_equal(processor(image), expected)
-    except Exception:  # the image is too small for it, or of a shape that it rejects
-        return False
 
 
 def _is_equal(actual: Any, expected: Any) -> bool:

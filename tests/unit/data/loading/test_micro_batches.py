@@ -16,7 +16,6 @@ from dstrain.data.loading.micro_batches import (
     MicroBatchLimits,
     SampleCosts,
     _balance,
-    _Bins,
     make_cost_function,
     make_limits,
     of_rank,
@@ -104,46 +103,48 @@ def test_packed_micro_batches_without_a_limit_differ_by_one_sample(lengths, worl
     assert max(sizes) - min(sizes) <= 1
 
 
-def balance_with_heap(tokens: list[int], bins: _Bins) -> list[list[int]] | None:
+def balance_with_heap(
+    tokens: list[int], count: int, most: int, larger: int = 0, limit: int | None = None
+) -> list[list[int]] | None:
     """The division that checkpoints of earlier versions were trained with: one sample after another."""
-    found: list[list[int]] = [[] for _ in range(bins.count)]
-    heap, larger = [(0, at) for at in range(bins.count)], bins.num_larger
+    found: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, at) for at in range(count)]
     for index, size in enumerate(tokens):
-        while heap and len(found[heap[0][1]]) >= bins.most_samples:
+        while heap and len(found[heap[0][1]]) >= most:
             if larger:
                 larger -= 1
                 break
             heapq.heappop(heap)
-        if not heap or (bins.tokens is not None and heap[0][0] and heap[0][0] + size > bins.tokens):
+        if not heap or (limit is not None and heap[0][0] and heap[0][0] + size > limit):
             return None
         total, at = heapq.heappop(heap)
         found[at].append(index)
-        if len(found[at]) <= bins.most_samples:
+        if len(found[at]) <= most:
             heapq.heappush(heap, (total + size, at))
     return found
 
 
-def check_division(lengths: np.ndarray, bins: _Bins) -> None:
+def check_division(lengths: np.ndarray, *bins: int) -> None:
     tokens = np.sort(lengths)[::-1]
-    found, wanted = _balance(tokens, bins), balance_with_heap(tokens.tolist(), bins)
+    found, wanted = _balance(tokens, *bins), balance_with_heap(tokens.tolist(), *bins)
     assert (found if found is None else [chunk.tolist() for chunk in found]) == wanted
 
 
 @given(LENGTHS, st.integers(1, 20))
 def test_each_sample_goes_to_the_bin_with_the_fewest_tokens(lengths, count):
-    check_division(lengths, _Bins(count, *divmod(len(lengths), count)))
+    check_division(lengths, count, *divmod(len(lengths), count))
 
 
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 8), st.integers(1, 2000))
 def test_each_sample_goes_to_the_bin_with_the_fewest_tokens_up_to_the_limit(lengths, count, most, tokens):
-    check_division(lengths, _Bins(count, most, 0, tokens))
+    check_division(lengths, count, most, 0, tokens)
 
 
 @pytest.mark.parametrize("count", [64, 512])
 def test_a_step_of_many_ranks_is_divided_as_one_of_few(count):
     lengths = hh_lengths(8 * count)
-    check_division(lengths, _Bins(count, 8))
-    check_division(lengths, _Bins(count, 9, 0, 4096))
+    check_division(lengths, count, 8)
+    check_division(lengths, count, 9, 0, 4096)
 
 
 def test_packed_micro_batches_have_the_same_tokens_where_padded_ones_have_the_same_lengths():

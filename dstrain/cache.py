@@ -21,6 +21,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -41,7 +42,7 @@ MANIFEST = "MANIFEST.json"
 RACY_WINDOW_NS = 2_000_000_000
 """A file that changed shortly before it was read may change again within one tick of its file
 system's clock, with the same mtime; results of such files are not cached."""
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, LOG_SECONDS = 0.05, 30.0
 _NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EACCES)
 """Errors of a file system without locks, and of a lock that another user made."""
 
@@ -82,37 +83,34 @@ def get_or_build(
     load: Callable[[Path], T],
     *,
     find_change: Callable[[T], str | None] = lambda value: None,
-    echo: Callable[[str], None] = log_stderr,
-    log_interval: float = 30.0,
 ) -> T:
     """Return `load(folder)` of the entry under this key; where it is missing, or not what was written, build it first.
 
     `build(folder)` writes the entry's files into an empty folder. `find_change` returns why a value that was loaded is
     out of date, as a clause, such as a file outside the cache that has changed; None if it is not. One process builds;
-    the others wait for its lock, and print who holds it every `log_interval` seconds. Never a collective: a build may
+    the others wait for its lock, and print who holds it every LOG_SECONDS. Never a collective: a build may
     take longer than the process group's timeout. Raises DataError where the cache cannot be read or written.
     """
     folder = entry_path(kind, key)
-    found = _load(folder, key, load, find_change, echo)
-    if found is not None:
+    load_current = partial(_load, folder, key, load, find_change)
+    if (found := load_current()) is not None:
         return found[0]
     with _explain_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _build_lock(folder, echo, log_interval) as was_interrupted:
+        with _build_lock(folder) as was_interrupted:
             if was_interrupted:  # not at each build: the folder may hold a hundred thousand entries
                 remove_stale_partials(folder)
             # Again under the lock: another process may have built it meanwhile.
-            found = _load(folder, key, load, find_change)
-            if found is not None:
+            if (found := load_current(is_quiet=True)) is not None:
                 return found[0]
-            _build(folder, key, build, lambda: _load(folder, key, load, find_change) is not None)
+            _build(folder, key, build, lambda: load_current(is_quiet=True) is not None)
             _mark_checked(folder)
             return load(folder)
 
 
 def load_entry(kind: str, key: Mapping[str, Any], load: Callable[[Path], T]) -> T | None:
     """Return `load(folder)` of the entry under this key; None where it is missing, or not what was written."""
-    found = _load(entry_path(kind, key), key, load, lambda value: None, log_stderr)
+    found = _load(entry_path(kind, key), key, load, lambda value: None)
     return None if found is None else found[0]
 
 
@@ -194,7 +192,7 @@ def _load(
     key: Mapping[str, Any],
     load: Callable[[Path], T],
     find_change: Callable[[T], str | None],
-    echo: Callable[[str], None] = lambda line: None,
+    is_quiet: bool = False,
 ) -> tuple[T] | None:
     """Return the value of an entry that is as it was written and up to date, else None."""
     if not os.path.lexists(folder):
@@ -212,7 +210,8 @@ def _load(
         raise DataError(f"{problem}; {fix}") from fault
     except (OSError, ValueError, KeyError, TypeError) as fault:
         reason = f"it cannot be loaded ({one_line(str(fault))})"
-    echo(f"{folder} in the cache is built again: {reason}")
+    if not is_quiet:
+        log_stderr(f"{folder} in the cache is built again: {reason}")
     return None
 
 
@@ -224,10 +223,10 @@ def _build(
     A lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(folder, lambda partial, final: _publish(partial, final, is_current)) as partial:
-        partial.mkdir()
-        build(partial)
-        _write_manifest(partial, key)
+    with atomic_folder(folder, lambda own, final: _publish(own, final, is_current)) as own:
+        own.mkdir()
+        build(own)
+        _write_manifest(own, key)
     sync_folder(folder.parent)
 
 
@@ -244,12 +243,12 @@ def _write_manifest(folder: Path, key: Mapping[str, Any]) -> None:
     atomic_write(folder / MANIFEST, json.dumps({"key": key, "files": files}), sync=True)
 
 
-def _publish(partial: Path, folder: Path, is_current: Callable[[], bool]) -> None:
+def _publish(own: Path, folder: Path, is_current: Callable[[], bool]) -> None:
     """Give the entry its name, or leave a current one that another process has built; remove a damaged one."""
     while True:
         try:
             # Atomic, and never replaces a folder with content.
-            os.rename(partial, folder)
+            os.rename(own, folder)
             return
         except OSError as fault:
             if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -264,13 +263,13 @@ def _publish(partial: Path, folder: Path, is_current: Callable[[], bool]) -> Non
 
 
 @contextlib.contextmanager
-def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) -> Iterator[bool]:
+def _build_lock(folder: Path) -> Iterator[bool]:
     """Hold the entry's lock inside; without a lock where the file system has none (see `_build`).
 
     Yields True where an earlier builder may have been killed: it left the lock's file, or there are no locks.
     """
     path = f"{folder}.lock"
-    last_echo = time.monotonic()
+    last_log = time.monotonic()
     while True:
         descriptor = -1
         try:
@@ -282,9 +281,9 @@ def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) 
             os.close(descriptor)
             continue
         except BlockingIOError:
-            if time.monotonic() - last_echo >= log_interval:
-                echo(f"waiting for the cache entry {folder}, {_describe_builder(descriptor)}")
-                last_echo = time.monotonic()
+            if time.monotonic() - last_log >= LOG_SECONDS:
+                log_stderr(f"waiting for the cache entry {folder}, {_describe_builder(descriptor)}")
+                last_log = time.monotonic()
             os.close(descriptor)
             time.sleep(_POLL_SECONDS)
         except OSError as fault:
@@ -293,7 +292,7 @@ def _build_lock(folder: Path, echo: Callable[[str], None], log_interval: float) 
             if fault.errno not in _NO_LOCK_ERRNOS:
                 raise
             problem = f"{path} cannot be locked ({fault.strerror})"
-            echo(f"{problem}: processes that start at the same time each build {folder.name}")
+            log_stderr(f"{problem}: processes that start at the same time each build {folder.name}")
             yield True
             return
     try:

@@ -269,12 +269,10 @@ def load_or_build_store(
     key: Mapping[str, Any],
     build: Build,
     write_extra: Callable[[Path], object] = lambda folder: None,
-    **options: Any,
 ) -> TokenStore:
     """Return the store under this key, built first where it is not in the cache, or its images have changed.
 
-    `write_extra` writes other files into the store's folder, once all examples are written; `options` are those of
-    `get_or_build`.
+    `write_extra` writes other files into the store's folder, once all examples are written.
     """
     return get_or_build(
         "tokens",
@@ -282,7 +280,6 @@ def load_or_build_store(
         partial(_write_store, build=build, write_extra=write_extra),
         TokenStore,
         find_change=lambda store: None if store.image_index is None else store.image_index.find_change(),
-        **options,
     )
 
 

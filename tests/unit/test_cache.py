@@ -64,6 +64,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the cache has told."""
+    found: list[str] = []
+    monkeypatch.setattr("dstrain.cache.log_stderr", found.append)
+    return found
+
+
 def read(folder: Path) -> str:
     return (folder / "text").read_text()
 
@@ -267,14 +275,13 @@ def test_a_damaged_entry_never_gives_other_values(
         shutil.copytree(tmp_path / "whole", cache_root(), symlinks=True)
 
 
-def test_what_is_built_again_is_named_once() -> None:
-    lines: list[str] = []
+def test_what_is_built_again_is_named_once(lines: list[str]) -> None:
     get()
     (entry_path("tokens", KEY) / "text").write_text("CONTENT")
-    assert [get(echo=lines.append), get(echo=lines.append)] == ["content", "content"]
+    assert [get(), get()] == ["content", "content"]
     assert lines == [f"{entry_path('tokens', KEY)} in the cache is built again: text is not what was written"]
     (entry_path("tokens", KEY) / "MANIFEST.json").unlink()
-    get(echo=lines.append)
+    get()
     assert lines[1].endswith(": MANIFEST.json is missing")
 
 
@@ -308,11 +315,10 @@ def test_an_unchanged_file_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(hashed) == 1
 
 
-def test_a_value_that_is_out_of_date_is_built_again() -> None:
-    lines: list[str] = []
+def test_a_value_that_is_out_of_date_is_built_again(lines: list[str]) -> None:
     get(content="old")
     stale = {"find_change": lambda value: "x.png has changed" if value == "old" else None}
-    assert [get(content="new", echo=lines.append, **stale), get(**stale)] == ["new", "new"]
+    assert [get(content="new", **stale), get(**stale)] == ["new", "new"]
     assert lines == [f"{entry_path('tokens', KEY)} in the cache is built again: x.png has changed"]
 
 
@@ -385,7 +391,9 @@ def test_a_process_that_waits_names_the_builder(tmp_path: Path, monkeypatch: pyt
             (tmp_path / "go on").touch()
 
     key = {"what": "race"}
-    found = get_or_build("tokens", key, read, lambda place: sorted(os.listdir(place)), echo=echo, log_interval=0.2)
+    monkeypatch.setattr("dstrain.cache.log_stderr", echo)
+    monkeypatch.setattr("dstrain.cache.LOG_SECONDS", 0.2)
+    found = get_or_build("tokens", key, read, lambda place: sorted(os.listdir(place)))
     builder.communicate(timeout=60)
     assert found == ["MANIFEST.json", "a", "b"]
     assert any(f"process {builder.pid} on " in line for line in lines)
@@ -416,13 +424,12 @@ def test_without_a_common_lock_each_builds_and_all_take_the_first(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_locks_is_no_fault(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_file_system_without_locks_is_no_fault(lines: list[str], monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    lines: list[str] = []
-    assert [get(echo=lines.append), get(echo=lines.append)] == ["content", "content"]
+    assert [get(), get()] == ["content", "content"]
     assert len(lines) == 1
     assert "cannot be locked" in lines[0]
 
@@ -451,7 +458,7 @@ def refuse_to_open(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
 def test_a_lock_that_another_user_holds_open_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file cannot be opened: a rename decides whose entry counts."""
     refuse_to_open(monkeypatch, ".lock")
-    assert get(echo=lambda line: None) == "content"
+    assert get() == "content"
 
 
 def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(root: Path) -> None:

@@ -89,17 +89,10 @@ def _run_in_child(func: Callable[[], Any], limits: ResourceLimits) -> Subprocess
         return SubprocessResult("time")
     if code == OUT_OF_MEMORY_CODE:
         return SubprocessResult("memory")
-    found = _parse_result(sent) if code in (0, None) else None
-    return found or SubprocessResult("lost")
-
-
-def _parse_result(payload: bytes) -> SubprocessResult | None:
-    """Return the result that `_serialize_result` wrote; None if it is incomplete."""
-    try:
-        status, value = json.loads(payload)
-    except (ValueError, TypeError):
-        return None
-    return SubprocessResult(status, value)
+    if code in (0, None):
+        with suppress(ValueError):  # it is incomplete
+            return SubprocessResult(*json.loads(sent))
+    return SubprocessResult("lost")
 
 
 def _wait_for_child(child: int, reader: int, wall_seconds: float | None) -> tuple[int | None, bytes]:

@@ -243,7 +243,7 @@ def iter_encoded(
         pieces = (_encode_range(source, encode, settings, *span) for span in spans)
     columns: dict[str, ColumnReport] = {}
     for piece in pieces:
-        report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
+        report.bad += piece.bad
         for name, cut in piece.cuts.items():
             report.cuts[name] = report.cuts.get(name, 0) + cut
         merge_reports(columns, piece.columns)
@@ -256,8 +256,7 @@ def iter_encoded(
 
 def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, start: int, stop: int) -> EncodedChunk:
     indices = range(start, stop)
-    found = [try_parse(source.__getitem__, index) for index in indices]
-    records = [one if isinstance(one, BadRecord) else as_record(one) for one in found]
+    records = [try_parse(lambda at: as_record(source[at]), index) for index in indices]
     rows: list[tuple[int, dict[str, Any]] | BadRecord] = [
         one if isinstance(one, BadRecord) else (index, one) for index, one in zip(indices, records, strict=True)
     ]
@@ -266,7 +265,7 @@ def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, sta
         examples, group = result if isinstance(result, list) else [result], dict[str, int]()
         for example in examples:
             if isinstance(example, BadRecord):
-                piece.bad.append((index, example.reason))
+                piece.bad.append(BadRow(source.location(index), example.reason))
                 continue
             if "sample" in example:
                 raise ColumnError("sample", index, "has the name of the record's index; give the column another name")
@@ -393,11 +392,10 @@ def load_into_memory(source: ConcatSource, policy: PreparePolicy) -> SequenceDat
     for size in source.sizes:
         before = len(records)
         for index in range(start, start + size):
-            record = try_parse(source.__getitem__, index)
-            if isinstance(record, BadRecord):
-                report.bad.append(BadRow(source.location(index), record.reason))
-            else:
-                records.append(dict(record))
+            try:
+                records.append(dict(source[index]))
+            except BadRecord as fault:
+                report.bad.append(BadRow(source.location(index), fault.reason))
         sizes.append(len(records) - before)
         start += size
     report.kept = len(records)
@@ -500,11 +498,12 @@ def check_source(
     with ThreadPoolExecutor(threads) as pool:
         for index in range(len(source)):
             show_progress(index, len(source))
-            found_record, where = try_parse(source.__getitem__, index), source.location(index)
-            record = found_record if isinstance(found_record, BadRecord) else as_record(found_record)
-            item = record if isinstance(record, BadRecord) else try_parse(parse_record, parse, record)
-            if isinstance(item, BadRecord) or isinstance(record, BadRecord):
-                found.bad.append(BadRow(where, item.reason))
+            where = source.location(index)
+            try:
+                record = as_record(source[index])
+                item = parse_record(parse, record)
+            except BadRecord as refused:
+                found.bad.append(BadRow(where, refused.reason))
                 continue
             if isinstance(source, DocumentSource):
                 found.warnings += [BadRow(where, note) for note in source.get_notes(index)]

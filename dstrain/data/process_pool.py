@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from dstrain.data.formats.columns import ColumnReport
-from dstrain.data.records import Example
+from dstrain.data.records import BadRow, Example
 from dstrain.data.token_store import to_stored
 from dstrain.errors import DstrainError, RunError, find_user_frame
 from dstrain.process_setup import set_parent_death_signal
@@ -30,8 +30,7 @@ class EncodedChunk:
     """The encoded examples and the faults of consecutive records."""
 
     examples: list[Example] = field(default_factory=list)
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    """Index of a record, and its fault."""
+    bad: list[BadRow] = field(default_factory=list)
     cuts: dict[str, int] = field(default_factory=dict)
     """Name of a cut -> examples that were cut that way."""
     columns: dict[str, ColumnReport] = field(default_factory=dict)

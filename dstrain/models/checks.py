@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from dstrain.config.schema import RunConfig
-
 
 LFS_POINTER = b"version https://git-lfs.github.com"
 VISION_KEYS = (
@@ -65,7 +63,8 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
     rejected when transformers loads it.
     """
     model = config.model
-    if faults := revision_faults(model):
+    faults = revision_faults(model)
+    if faults:
         return faults
     if model.path is None:
         return (
@@ -73,61 +72,51 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
             if model.config is None
             else _check_config(config, model.config, "model.config", can_generate, needs_vision)
         )
-    name = model.path
     try:
-        adapter = read_adapter(name)
+        adapter = read_adapter(model.path)
+        base = model.path if adapter is None else adapter.base_model
+        if (values := _read_config(base, "model.path")) is not None:
+            faults += _check_config(config, values, "model.path", can_generate, needs_vision)
+            faults += check_hub_code(values, base, "model.path", model.trust_remote_code)
+            faults += _check_tokenizer(model)
+            check_weight_files(model, open_pickles=False)
     except RecipeError as error:
-        return list(error.faults)
-    base = name if adapter is None else adapter.base_model
-    values = _read_config(base, "model.path")
-    faults = values if isinstance(values, list) else []
-    if isinstance(values, dict):
-        faults = _check_config(config, values, "model.path", can_generate, needs_vision)
-        faults += check_hub_code(values, base, "model.path", model.trust_remote_code)
-        faults += _check_tokenizer(model)
-        faults += _check_weights(model)
+        faults += error.faults
     return faults
 
 
 def check_frozen_model(name: str, key: str, trust_remote_code: bool) -> list[Fault]:
     """Return the faults of the model that another recipe key names, found in its config.json."""
-    values = _read_config(name, key)
-    return values if isinstance(values, list) else check_hub_code(values, name, key, trust_remote_code)
-
-
-def _check_weights(model: ModelConfig) -> list[Fault]:
-    """Return the faults of missing or damaged weight files, by their headers."""
     try:
-        check_weight_files(model, open_pickles=False)
+        return check_hub_code(_read_config(name, key), name, key, trust_remote_code)
     except RecipeError as error:
         return list(error.faults)
-    return []
 
 
-def _read_config(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
-    """Return the config.json of a local folder; faults where it cannot be read; None for a Hub id."""
+def _read_config(name: str, key: str) -> dict[str, Any] | None:
+    """Return the config.json of a local folder; None for a Hub id. Raises RecipeError where it cannot be read."""
     folder = Path(name).expanduser()
     if not os.path.isdir(folder):
         if not is_local_path(name) and not os.path.exists(folder):
             return None
-        return [missing_folder_fault(name, key)]
+        raise RecipeError(missing_folder_fault(name, key))
     file = folder / "config.json"
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        return [_missing_config_fault(folder, name, key)]
+        raise RecipeError(_missing_config_fault(folder, name, key)) from None
     except OSError as error:
-        return [
-            Fault(key, f"{file} cannot be read ({error.strerror})", "correct its permissions, or give another folder")
-        ]
+        fix = "correct its permissions, or give another folder"
+        raise RecipeError(Fault(key, f"{file} cannot be read ({error.strerror})", fix)) from error
     if data.startswith(LFS_POINTER):
-        return [_lfs_pointer_fault(file, key)]
+        raise RecipeError(_lfs_pointer_fault(file, key))
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return [Fault(key, f"{file} is not valid JSON ({error})", "correct it, or download it again")]
+        problem = f"{file} is not valid JSON ({error})"
+        raise RecipeError(Fault(key, problem, "correct it, or download it again")) from error
     if not isinstance(values, dict):
-        return [Fault(key, f"{file} holds no JSON object", "correct it, or download it again")]
+        raise RecipeError(Fault(key, f"{file} holds no JSON object", "correct it, or download it again"))
     return values
 
 

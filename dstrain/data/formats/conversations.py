@@ -170,25 +170,21 @@ def _messages_or_text(value: Any, key: str, role: str) -> list[Message]:
     return [_make_message(role, value)] if isinstance(value, str) else read_messages(value, key)
 
 
-def _instruction_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
+def _answer_reader(
+    read_question: Callable[[Mapping[str, Any]], list[Message]], key: str
+) -> Callable[[Mapping[str, Any]], Sample]:
+    """Return a reader of the messages of a question, and of the answer under `key`."""
+
     def read(record: Mapping[str, Any]) -> Sample:
-        answer = _make_message("assistant", read_text(record[key], key))
-        messages = prepend_system([*read_instruction(record), answer], record)
+        question = read_question(record)
+        messages = prepend_system([*question, _make_message("assistant", read_text(record[key], key))], record)
         return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
 
 
-def _question_reader(key: str, answer_key: str) -> Callable[[Mapping[str, Any]], Sample]:
-    def read(record: Mapping[str, Any]) -> Sample:
-        turns = [
-            _make_message("user", read_text(record[key], key)),
-            _make_message("assistant", read_text(record[answer_key], answer_key)),
-        ]
-        messages = prepend_system([*read_history(record), *turns], record)
-        return _make_conversation(messages, answer_key, tools=read_tools(record))
-
-    return read
+def _question_reader(key: str) -> Callable[[Mapping[str, Any]], list[Message]]:
+    return lambda record: [*read_history(record), _make_message("user", read_text(record[key], key))]
 
 
 def _from_text(record: Mapping[str, Any]) -> Sample:
@@ -204,18 +200,18 @@ FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
     **{(key,): _messages_reader(key) for key in MESSAGES_KEYS},
     # Before `prompt`, which may be a rendering of both, with the answer in it.
     **{
-        ("instruction", answer): _instruction_reader(answer)
+        ("instruction", answer): _answer_reader(read_instruction, answer)
         for answer in ("output", "response", "completion", "answer")
     },
     **{("prompt", answer): _completion_reader(answer) for answer in ("completion", "response", "answer", "output")},
     **{
-        (question, answer): _question_reader(question, answer)
+        (question, answer): _answer_reader(_question_reader(question), answer)
         for question in QUESTION_KEYS
         for answer in ("answer", "response", "completion", "output")
     },
-    ("problem", "solution"): _question_reader("problem", "solution"),
-    ("inputs", "targets"): _question_reader("inputs", "targets"),
-    ("input", "output"): _instruction_reader("output"),
+    ("problem", "solution"): _answer_reader(_question_reader("problem"), "solution"),
+    ("inputs", "targets"): _answer_reader(_question_reader("inputs"), "targets"),
+    ("input", "output"): _answer_reader(read_instruction, "output"),
     ("text",): _from_text,
 }
 """Keys that identify a form -> its reader; the first form with all its keys present is used."""

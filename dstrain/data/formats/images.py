@@ -26,10 +26,11 @@ from dstrain.data.formats.messages import (
     Message,
     get_turn_pair,
     is_null_image,
+    iter_parts,
     json_type_name,
     read_images,
 )
-from dstrain.data.formats.preferences import Preference, Response, to_chosen_rejected
+from dstrain.data.formats.preferences import Preference, to_chosen_rejected
 from dstrain.data.records import BadRecord, Record, as_record, has, nan_to_null
 from dstrain.data.sources.base import Source, WrappedSource
 
@@ -202,11 +203,9 @@ def _image_order(placeholders: list[str], count: int) -> list[int]:
 
 def _prompt_texts(parsed: Any) -> list[str]:
     """Return the texts that may contain images."""
-    if isinstance(parsed, PromptCompletion):
-        return [parsed.prompt]
     if isinstance(parsed, Conversation):
         return [turn["content"] for turn in parsed.messages if turn["role"] != "assistant"]
-    return [parsed.prompt] if isinstance(parsed.prompt, str) else [turn["content"] for turn in parsed.prompt]
+    return [*iter_parts(parsed.prompt)]
 
 
 def _answer_texts(parsed: Any) -> list[str]:
@@ -214,8 +213,7 @@ def _answer_texts(parsed: Any) -> list[str]:
         return [parsed.answer]
     if isinstance(parsed, Conversation):
         return [turn["content"] for turn in parsed.messages if turn["role"] == "assistant"]
-    answers: list[Response] = [parsed.chosen, parsed.rejected] if isinstance(parsed, Preference) else []
-    return [text for one in answers for text in ([one] if isinstance(one, str) else [turn["content"] for turn in one])]
+    return [*iter_parts(parsed.chosen, parsed.rejected)] if isinstance(parsed, Preference) else []
 
 
 def _prepend_images(parsed: Any, count: int) -> Any:
@@ -227,7 +225,7 @@ def _prepend_images(parsed: Any, count: int) -> Any:
         before, done = "" if done else IMAGE_PLACEHOLDER * count, True
         return before + ("\n" if before and text and not text.startswith("\n") else "") + text
 
-    if isinstance(parsed, PromptCompletion) or isinstance(getattr(parsed, "prompt", None), str):
+    if isinstance(getattr(parsed, "prompt", None), str):
         return replace(parsed, prompt=prepend_once(parsed.prompt))
     changed = _map_messages(
         parsed, lambda turn: {**turn, "content": prepend_once(turn["content"])} if turn["role"] == "user" else turn
@@ -239,7 +237,7 @@ def _prepend_images(parsed: Any, count: int) -> Any:
 
 def _map_prompt_texts(parsed: Any, transform: Callable[[str], str]) -> Any:
     """Return the parsed record with every text that may contain images transformed."""
-    if isinstance(parsed, PromptCompletion) or isinstance(getattr(parsed, "prompt", None), str):
+    if isinstance(getattr(parsed, "prompt", None), str):
         return replace(parsed, prompt=transform(parsed.prompt))
     return _map_messages(parsed, lambda turn: {**turn, "content": transform(turn["content"])})
 

@@ -66,6 +66,10 @@ class BaseSource:
     def get_base_dir(self, index: int) -> Path:
         return self.base_dir
 
+    def location(self, index: int) -> str:
+        """Return `train.parquet[12]`, with the row, from 0."""
+        return f"{self.name}[{index}]"
+
     def _set_digest(self, content_digest: str, column_names: set[str]) -> None:
         """Set the digest. Raises DataError for renamed columns that no record has."""
         # Sorted, because the order of the renaming does not matter to the records.

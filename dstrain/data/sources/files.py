@@ -225,14 +225,18 @@ class RowsSource(BaseSource):
         return self._rename_columns(self._rows[index][1])
 
     def location(self, index: int) -> str:
-        return f"{self.name}:{self._rows[index][0]}"
+        return self._place(self._rows[index][0])
+
+    def _place(self, number: int) -> str:
+        """Return where a row is, for messages: `train.csv:12`."""
+        return f"{self.name}:{number}"
 
     def _add_row(self, number: int, read: Callable[..., dict[str, Any]], *args: Any) -> None:
         """Add the record `read(*args)`, or, where it raises ValueError, a bad row."""
         try:
             self._rows.append((number, read(*args)))
         except ValueError as fault:
-            self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
+            self.bad_rows.append(BadRow(self._place(number), one_line(str(fault))))
 
     def _decode(self, content: bytes) -> str:
         """Return the text of the file. Raises DataError."""
@@ -252,10 +256,7 @@ class JsonListSource(RowsSource):
             content = file.read()
         rows, check_surrogates = self._parse(content)
         for index, row in enumerate(rows):
-            try:
-                self._rows.append((index, check_record(row, check_surrogates)))
-            except ValueError as fault:
-                self.bad_rows.append(BadRow(f"{self.name}[{index}]", str(fault)))
+            self._add_row(index, check_record, row, check_surrogates)
         names = {name for _, row in self._rows for name in row}
         self._set_digest(hashlib.sha256(content).hexdigest(), names)
 
@@ -273,9 +274,9 @@ class JsonListSource(RowsSource):
             raise DataError(f"{self.name} has no records; its list is empty")
         return rows, has_surrogate_escape(text)
 
-    def location(self, index: int) -> str:
+    def _place(self, number: int) -> str:
         """Return `train.json[12]`, with the index in the list, from 0."""
-        return f"{self.name}[{self._rows[index][0]}]"
+        return f"{self.name}[{number}]"
 
 
 SOURCE_TYPES: dict[str, Callable[[Path, Columns], Source]] = {

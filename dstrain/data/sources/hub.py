@@ -94,10 +94,6 @@ class HubSource(BaseSource):
             raise IndexError(index)
         return self._rename_columns(drop_added_nulls(self._table[index].to_pylist()[0]))
 
-    def location(self, index: int) -> str:
-        """Return `org/name:test[12]`, with the row, from 0."""
-        return f"{self.name}[{index}]"
-
 
 @cache
 def _load_split(hub_split: HubSplit) -> Any:

@@ -113,7 +113,3 @@ class ParquetSource(BaseSource):
                 if index < self._next_position[1]:
                     return start, batch
         raise ValueError("the file was changed while it was in use")
-
-    def location(self, index: int) -> str:
-        """Return `train.parquet[12]`, with the row, from 0."""
-        return f"{self.name}[{index}]"

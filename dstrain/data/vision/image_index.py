@@ -166,6 +166,8 @@ class ImageIndexWriter:
         self._entries: dict[str, ImageEntry | str] = {}
         """Absolute path, or hash of the bytes -> entry, or reason of a BadRecord."""
         self._locks: dict[str, threading.Lock] = {}
+        self._copies: dict[Path, dict[str, str]] = {}
+        """Folder of copies -> beginning of the image's hash -> name of its copy, as they were at first use."""
         self._lock = threading.Lock()
         self._positions: dict[ImageEntry, int] = {}
         self._rejected: dict[str, WatchedFile] = {}
@@ -237,10 +239,14 @@ class ImageIndexWriter:
 
     def _find_copy(self, sha256: str) -> tuple[Path | None, bytes]:
         """Return the copy of an earlier preparation and its bytes; (None, b"") if there is none that is as written."""
-        for copy in (self._cache_dir / sha256[:2]).glob(f"{sha256[:32]}-*.png"):
-            if (png := read_if_unchanged(copy, copy.stem.partition("-")[2], is_copy=True)) is not None:
-                return copy, png
-        return None, b""
+        folder = self._cache_dir / sha256[:2]
+        with self._lock:
+            if (names := self._copies.get(folder)) is None:
+                found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+                names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
+        name = names.get(sha256[:32])
+        png = read_if_unchanged(folder / name, Path(name).stem.partition("-")[2], is_copy=True) if name else None
+        return (None, b"") if png is None else (folder / str(name), png)
 
     def _write_copy(self, image: Image, sha256: str) -> tuple[Path, bytes]:
         """Write the PNG atomically; return its path and its bytes."""

@@ -121,19 +121,10 @@ def sync_folder(folder: Path) -> None:
 
 def _is_stale(partial: Path, host: str, pid: str) -> bool:
     if host == _hash_host_id():
-        # A pid means something only on its own host.
-        return not _is_alive(int(pid))
+        import psutil
+
+        return not psutil.pid_exists(int(pid))  # a pid means something only on its own host
     return time.time() - _last_modified(partial) > STALE_PARTIAL_SECONDS
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
 
 
 def _last_modified(path: Path) -> float:

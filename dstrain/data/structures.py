@@ -6,7 +6,7 @@ import codecs
 import gzip
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -215,15 +215,11 @@ def _choose_conformer(residues: Sequence[Any]) -> tuple[Any, dict[str, Sequence[
         labels = list(dict.fromkeys(atom.altloc for atom in backbone if atom.altloc != "\0"))
         for label in labels or ["\0"]:
             # A labelled atom replaces one without a label.
-            chosen = {atom.name: atom for atom in _label_last(backbone, label)}
+            chosen = {atom.name: atom for altloc in ("\0", label) for atom in backbone if atom.altloc == altloc}
             occupancy = sum(atom.occ for atom in chosen.values()) / max(len(chosen), 1)
             if occupancy > best:
                 best, found = occupancy, (residue, {name: atom.pos.tolist() for name, atom in chosen.items()})
     return found
-
-
-def _label_last(atoms: Iterable[Any], label: str) -> list[Any]:
-    return sorted((atom for atom in atoms if atom.altloc in ("\0", label)), key=lambda atom: atom.altloc != "\0")
 
 
 def _residue_type(name: str) -> int:
@@ -276,15 +272,12 @@ def check_pdb_coordinates(content: bytes) -> None:
             return
         if kind[:4] in (b"ATOM", b"HETA") and len(line) >= _LINE_LENGTH:
             for start in _COORDINATE_COLUMNS:
-                _check_number(line[start : start + 8], number)
-
-
-def _check_number(text: bytes, number: int) -> None:
-    try:
-        float(text)
-    except ValueError:
-        written = text.decode("ascii", "replace").strip()
-        raise BadRecord(f"line {number}: the coordinate '{written}' is not a number; correct it") from None
+                text = line[start : start + 8]
+                try:
+                    float(text)
+                except ValueError:
+                    written = text.decode("ascii", "replace").strip()
+                    raise BadRecord(f"line {number}: the coordinate '{written}' is not a number; correct it") from None
 
 
 # Shapes: N sequences.

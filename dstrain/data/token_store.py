@@ -402,22 +402,17 @@ class ColumnWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._samples = ColumnFile(folder / "sample.npy", "<i8")
-        self._groups: ColumnFile | None = None
-        self._scalars: dict[str, ColumnFile] = {}
+        self._scalars = {"sample": ColumnFile(folder / "sample.npy", "<i8")}
         self._ragged: dict[str, tuple[ColumnFile | None, ColumnFile]] = {}
         """Values, whose file is made for the first value, and the end of each row."""
 
     def append(self, chunk: Sequence[Example]) -> None:
         if not chunk:
             return
-        if not self._samples.count:
+        if not self._scalars["sample"].count:
             self._create_columns(chunk[0])
         names = (*self._scalars, *self._ragged)
-        check_columns(chunk, {"sample", *([GROUP] if self._groups else []), *names})
-        self._samples.append(np.array([example["sample"] for example in chunk]))
-        if self._groups is not None:
-            self._groups.append(np.array([example[GROUP] for example in chunk], dtype=np.int64))
+        check_columns(chunk, names)
         for name in names:
             values = read_column(name, chunk)
             for example, value in zip(chunk, values, strict=True):
@@ -425,15 +420,11 @@ class ColumnWriter:
                     now, before = ("a list", "numbers") if name in self._scalars else ("a number", "lists")
                     problem = f"is {now}, and the examples before it have {before}; give every example the same"
                     raise ColumnError(name, example["sample"], problem)
-            if name in self._scalars:
-                self._append_numbers(name, chunk, values)
+            if (column := self._scalars.get(name)) is not None:
+                self._check_kinds(name, column, chunk, [isinstance(value, float) for value in values])
+                column.append(np.array(values, dtype=column.dtype))
             else:
                 self._append_lists(name, chunk, values)
-
-    def _append_numbers(self, name: str, chunk: Sequence[Example], values: list[int | float]) -> None:
-        column = self._scalars[name]
-        self._check_kinds(name, column, chunk, [isinstance(value, float) for value in values])
-        column.append(np.array(values, dtype=column.dtype))
 
     def _append_lists(self, name: str, chunk: Sequence[Example], rows: list[np.ndarray]) -> None:
         values, ends = self._ragged[name]
@@ -454,18 +445,15 @@ class ColumnWriter:
             raise ColumnError(name, chunk[are_floats.index(True)]["sample"], problem)
 
     def _create_columns(self, example: Example) -> None:
-        for name in example:
-            if name == GROUP:
-                self._groups = ColumnFile(self._folder / f"{GROUP}.npy", "<i8")
-            elif name != "sample":
-                if not (isinstance(name, str) and name.isidentifier()):
-                    problem = "is the name of a file in the cache too; use letters, digits and underscores"
-                    raise ColumnError(name, example["sample"], problem)
-                value = read_column(name, [example])[0]
-                if isinstance(value, np.ndarray):
-                    self._ragged[name] = None, ColumnFile(self._folder / f"{name}.ends.npy", "<i8")
-                else:
-                    self._scalars[name] = ColumnFile(self._folder / f"{name}.npy", _SCALAR_TYPES[type(value)])
+        for name in [name for name in example if name != "sample"]:
+            if name != GROUP and not (isinstance(name, str) and name.isidentifier()):
+                problem = "is the name of a file in the cache too; use letters, digits and underscores"
+                raise ColumnError(name, example["sample"], problem)
+            value = read_column(name, [example])[0]
+            if isinstance(value, np.ndarray):
+                self._ragged[name] = None, ColumnFile(self._folder / f"{name}.ends.npy", "<i8")
+            else:
+                self._scalars[name] = ColumnFile(self._folder / f"{name}.npy", _SCALAR_TYPES[type(value)])
 
     def _open_values(self, name: str, kind: type) -> ColumnFile:
         return ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[kind])
@@ -473,13 +461,12 @@ class ColumnWriter:
     def close(self) -> dict[str, Any]:
         """Close all files. Returns the count, and the columns with their types."""
         ragged = {name: (values or self._open_values(name, int), ends) for name, (values, ends) in self._ragged.items()}
-        groups = [] if self._groups is None else [self._groups]
-        pairs = [column for pair in ragged.values() for column in pair]
-        for column in (self._samples, *groups, *self._scalars.values(), *pairs):
+        for column in (*self._scalars.values(), *(column for pair in ragged.values() for column in pair)):
             column.close()
+        scalars = {name: column.dtype.str for name, column in self._scalars.items() if name not in ("sample", GROUP)}
         return {
-            "count": self._samples.count,
-            "scalars": {name: column.dtype.str for name, column in self._scalars.items()},
+            "count": self._scalars["sample"].count,
+            "scalars": scalars,
             "ragged": {name: values.dtype.str for name, (values, _) in ragged.items()},
-            "has_groups": bool(groups),
+            "has_groups": GROUP in self._scalars,
         }

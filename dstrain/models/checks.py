@@ -356,21 +356,21 @@ class ModelValidator:
     def check(self, meta_model: PreTrainedModel) -> None:
         """Raise RecipeError where the model does not fit. `meta_model`: the model on the meta device."""
         config, adapter = meta_model.config, read_adapter(self._model.path)
-        if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
-            key = "model.path" if self._model.path else "model.config"
-            raise RecipeError(bidirectional_fault(key, config.model_type))
-        problem = f"{config.model_type} models see the tokens that they have to predict"
+        key, type_key = ("model.path",) * 2 if self._model.path else ("model.config", "model.config.model_type")
         fix = "use a causal language model (Llama, Qwen, GPT-2 …)"
-        if self.can_generate and config.model_type in NON_CAUSAL_TYPES:
-            raise RecipeError(Fault("model.path" if self._model.path else "model.config.model_type", problem, fix))
-        # Of models with images, such as PaliGemma, the prompt alone attends to later tokens.
-        if self.can_generate and not hasattr(config, "vision_config") and attends_both_ways(config):
-            problem += " with use_bidirectional_attention, or is_causal: false"
-            raise RecipeError(Fault("model.path" if self._model.path else "model.config", problem, fix))
-        if not self.can_generate and config.model_type in _EOS_HEAD_TYPES:
-            key = "model.path" if self._model.path else "model.config.model_type"
+        if self.can_generate:
+            if is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
+                raise RecipeError(bidirectional_fault(key, config.model_type))
+            problem = f"{config.model_type} models see the tokens that they have to predict"
+            if config.model_type in NON_CAUSAL_TYPES:
+                raise RecipeError(Fault(type_key, problem, fix))
+            # Of models with images, such as PaliGemma, the prompt alone attends to later tokens.
+            if not hasattr(config, "vision_config") and attends_both_ways(config):
+                problem += " with use_bidirectional_attention, or is_causal: false"
+                raise RecipeError(Fault(key, problem, fix))
+        elif config.model_type in _EOS_HEAD_TYPES:
             problem = f"the score of a {config.model_type} model needs rows with equally many EOS tokens"
-            raise RecipeError(Fault(key, problem, "use a causal language model (Llama, Qwen, GPT-2 …)"))
+            raise RecipeError(Fault(type_key, problem, fix))
         from dstrain.models.router_loss import check_router_loss
 
         check_router_loss(meta_model, self._model.router_aux_loss_coef)

@@ -142,11 +142,6 @@ def test_a_disk_that_fails_to_flush_is_an_error(tmp_path: Path, monkeypatch: pyt
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "kill", raising(PermissionError()))
-    assert files._is_alive(1)
-
-
 def test_a_partial_folder_is_removed_with_its_content(tmp_path: Path) -> None:
     place = tmp_path / "out"
     foreign = place.with_name(f"out.{'0' * 12}-1-01234567.partial")

@@ -320,7 +320,9 @@ def select_pages(
 
     Raises BadRecord for an evidence page that the document does not have.
     """
-    check_evidence(document, query)
+    if query.evidence_pages and (last := query.evidence_pages[-1]) > document.num_pages:
+        has = f"{document.num_pages} page{'s' * (document.num_pages != 1)}"
+        raise BadRecord(f"'evidence_pages' has page {last}, and {document.name} has {has} (counted from 1); correct it")
     if query.evidence_pages and use_evidence:
         kept = query.evidence_pages[:max_pages]
         return PageSelection(kept, "evidence", len(query.evidence_pages) - len(kept))
@@ -341,13 +343,6 @@ def retrieve_pages(document: Document, question: str, max_pages: int) -> PageSel
     others = (page for page in range(1, count + 1) if page not in set(ranked))
     chosen = [*ranked, *others][:max_pages]
     return PageSelection(tuple(sorted(chosen)), "retrieved" if ranked else "no_match")
-
-
-def check_evidence(document: Document, query: DocumentQuestion) -> None:
-    """Raise BadRecord for an evidence page that the document does not have."""
-    if query.evidence_pages and (last := query.evidence_pages[-1]) > document.num_pages:
-        has = f"{document.num_pages} page{'s' * (document.num_pages != 1)}"
-        raise BadRecord(f"'evidence_pages' has page {last}, and {document.name} has {has} (counted from 1); correct it")
 
 
 @dataclass

@@ -23,7 +23,7 @@ def real_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(fresh_cache: Path) -> None:
+def cache_of_each_test(fresh_cache: Path) -> None:
     """Each test has a cache of its own: keys of stores are the same in several of them."""
 
 

@@ -43,7 +43,7 @@ def build(report: BuildReport):
     yield rows(2, 5)
 
 
-def test_a_store_gives_back_what_was_built(tmp_path):
+def test_a_store_gives_back_what_was_built():
     for store in (load_or_build_store(KEY, build), load_or_build_store(KEY, build)):
         assert len(store) == 7
         for got, row in zip(store, rows(7), strict=True):
@@ -57,13 +57,13 @@ def test_a_store_gives_back_what_was_built(tmp_path):
         store[7]
 
 
-def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
+def test_columns_are_mapped_not_loaded_and_cannot_be_changed():
     store = load_or_build_store(KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
     with pytest.raises(ValueError, match="read-only"):
         store[0]["ids"][0] = 5
 
 
-def test_an_empty_store_is_a_store(tmp_path):
+def test_an_empty_store_is_a_store():
     built = []
     for _ in range(2):
         assert len(load_or_build_store(KEY, lambda report: built.append(1) or [])) == 0
@@ -134,7 +134,7 @@ def test_bad_records_are_shown_by_kind():
     assert len(format_bad_rows(many)) == 10 * 11 + 1
 
 
-def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
+def test_another_verdict_needs_no_new_tokens(write_lines):
     source, built = open_source(write_lines([{"n": 0}, {"n": 1}])), []
 
     def counting(pairs):
@@ -167,7 +167,7 @@ def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
     assert tokenizer_fingerprint(other) != first
 
 
-def stored_columns(folder: Path, *examples: dict) -> list[dict]:
+def stored_columns(*examples: dict) -> list[dict]:
     chunk = [example | {"sample": at} for at, example in enumerate(examples)]
     return [*load_or_build_store({"n": repr(examples)}, lambda report: [chunk[:1], chunk[1:]])]
 
@@ -180,26 +180,26 @@ def stored_columns(folder: Path, *examples: dict) -> list[dict]:
         ([np.float64(0.1), np.int64(3)], np.float32),
     ],
 )  # fmt: skip
-def test_a_list_comes_back_as_the_numbers_that_it_holds(tmp_path, value, kind):
-    for row in stored_columns(tmp_path, {"values": []}, {"values": value}, {"values": []}, {"values": value})[1::2]:
+def test_a_list_comes_back_as_the_numbers_that_it_holds(value, kind):
+    for row in stored_columns({"values": []}, {"values": value}, {"values": []}, {"values": value})[1::2]:
         assert row["values"].dtype == kind
         np.testing.assert_array_equal(row["values"], np.asarray(value, kind))
 
 
 @pytest.mark.parametrize("value", [3, 0.25, True, np.int64(7), np.float32(0.5), 2**53 + 1, -(2**63), float("inf")])
-def test_a_number_comes_back_as_it_was(tmp_path, value):
-    for row in stored_columns(tmp_path, {"label": value}, {"label": value}):
+def test_a_number_comes_back_as_it_was(value):
+    for row in stored_columns({"label": value}, {"label": value}):
         assert row["label"] == value
         assert type(row["label"]) is (float if isinstance(value, float | np.floating) else int)
 
 
-def test_integers_in_a_column_of_floats_are_floats(tmp_path):
-    _, second = stored_columns(tmp_path, {"x": 0.5, "ys": [0.5]}, {"x": 2, "ys": [1, 0]})
+def test_integers_in_a_column_of_floats_are_floats():
+    _, second = stored_columns({"x": 0.5, "ys": [0.5]}, {"x": 2, "ys": [1, 0]})
     assert (second["x"], second["ys"].tolist(), second["ys"].dtype) == (2.0, [1.0, 0.0], np.float32)
 
 
-def test_a_column_of_empty_lists_is_one(tmp_path):
-    assert [row["ids"].tolist() for row in stored_columns(tmp_path, {"ids": []}, {"ids": []})] == [[], []]
+def test_a_column_of_empty_lists_is_one():
+    assert [row["ids"].tolist() for row in stored_columns({"ids": []}, {"ids": []})] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_a_column_of_empty_lists_is_one(tmp_path):
         ([1j], [], "record 0 is a list of complex"),
     ],
 )  # fmt: skip
-def test_a_value_that_would_change_is_refused_with_its_column_and_record(tmp_path, first, second, problem):
+def test_a_value_that_would_change_is_refused_with_its_column_and_record(first, second, problem):
     with pytest.raises(TaskError, match=f"^column 'values' of {problem}"):
-        stored_columns(tmp_path, {"values": first}, {"values": second})
+        stored_columns({"values": first}, {"values": second})
 
 
-def test_examples_with_other_columns_are_refused(tmp_path):
+def test_examples_with_other_columns_are_refused():
     with pytest.raises(TaskError, match="column 'b' of record 1 is missing, and the examples before it have it; give"):
-        stored_columns(tmp_path, {"a": 1, "b": 2}, {"a": 1})
+        stored_columns({"a": 1, "b": 2}, {"a": 1})
     with pytest.raises(TaskError, match="column 'b' of record 1 is new; give every example the same columns"):
-        stored_columns(tmp_path, {"a": 1}, {"a": 1, "b": 2})
+        stored_columns({"a": 1}, {"a": 1, "b": 2})
     with pytest.raises(TaskError, match=r"column 'ids\.ends' of record 0 is the name of a file in the cache too"):
-        stored_columns(tmp_path, {"ids": [1], "ids.ends": 2})
+        stored_columns({"ids": [1], "ids.ends": 2})
 
 
 def own_columns(tmp_path: Path, encode) -> list[dict]:
@@ -267,7 +267,7 @@ def test_a_column_that_ends_in_cut_is_a_column(tmp_path):
     assert own_columns(tmp_path, lambda rows: [{"hair_cut": record["n"]} for _, record in rows])[5]["hair_cut"] == 5
 
 
-def test_only_named_columns_hold_tokens(tmp_path):
+def test_only_named_columns_hold_tokens():
     rows = [{"ids": [1] * at, "letters": [7] * 90, "sample": at} for at in range(5)]
     key = {"token_columns": {"names": ["ids"]}}
     store = load_or_build_store(key, lambda report: [rows])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.hostfile import Host
+from dstrain.launch.multihost.hostfile import Host, select_hosts
 from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 from dstrain.process_setup import count_available_cores
@@ -118,12 +118,13 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
     """
     if options.num_gpus is not None and options.num_gpus < 1:
         raise UsageError(f"--num-gpus {options.num_gpus} starts no process; give 1 or more")
-    if (options.include or options.exclude) and options.num_gpus is not None:
-        raise UsageError("--num-gpus cannot be combined with --include or --exclude, which select the GPUs; remove it")
-    if options.include and options.exclude:
-        raise UsageError("--include and --exclude are both set; give only one of them")
-    if options.include or options.exclude:
-        return _filter_devices(options, gpu_count)
+    if text := options.include or options.exclude:  # as in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored
+        if not gpu_count or text.partition(":")[0] != "localhost":
+            name, fix = "--include" if options.include else "--exclude", "write it like localhost:0,2 (see nvidia-smi -L)"
+            raise UsageError(f"{name} '{text}' does not name GPUs of this machine, which has {gpu_count}; {fix}")
+        all_gpus = Host("localhost", tuple(range(gpu_count)), "this machine")
+        (chosen,) = select_hosts([all_gpus], options.include, options.exclude, None, options.num_gpus)
+        return [*map(str, chosen.slots)]
     listed = env.get("CUDA_VISIBLE_DEVICES")
     devices = visible_devices(listed, gpu_count)
     if gpu_count and not devices:
@@ -139,28 +140,6 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
             "ask for fewer, or add GPUs to CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         )
     return devices[: options.num_gpus]
-
-
-def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
-    """Return the GPUs that --include or --exclude select.
-
-    As in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored.
-    """
-    name, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
-    host, _, slots = text.partition(":")
-    numbers = slots.split(",") if slots else [str(index) for index in range(gpu_count)]
-    if host != "localhost" or not all(number.isdecimal() for number in numbers):
-        raise UsageError(f"{name} '{text}' does not name GPUs of this machine; write it like localhost:0,2")
-    absent = sorted({int(number) for number in numbers if int(number) >= gpu_count})
-    if absent or not gpu_count:
-        raise UsageError(
-            f"{name} '{text}' names GPU {absent[0] if absent else 0}, but there are {gpu_count} here; see nvidia-smi -L"
-        )
-    named = {int(number) for number in numbers}
-    selected = named if options.include else set(range(gpu_count)) - named
-    if not selected:
-        raise UsageError(f"{name} '{text}' leaves no GPU to run on; leave at least one")
-    return [str(index) for index in sorted(selected)]
 
 
 def cpu_overload_warning(launch: Launch) -> str:
@@ -216,26 +195,21 @@ def check_loopback() -> None:
 
 
 def check_port(port: int) -> None:
-    """Raise UsageError, with the process that holds it, if the port is taken."""
-    if fault := find_port_fault(port):
-        raise UsageError(fault)
-
-
-def find_port_fault(port: int) -> str:
-    """Return why no process can listen on the port, and the fix; '' if one can."""
+    """Raise UsageError, with the process that holds it, if no process can listen on the port."""
     if not 0 < port < 65536:
-        return f"--master-port {port} is not a port; give one from 1024 to 65535, or leave it out"
+        raise UsageError(f"--master-port {port} is not a port; give one from 1024 to 65535, or leave it out")
     with socket.socket() as probe:
         # Without it, a port whose connection has just ended (TIME_WAIT) would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except PermissionError:
-            return f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
+            fix = "give one from 1024 to 65535"
+            raise UsageError(f"--master-port {port} may not be used by this user; {fix}") from None
         except OSError:
             problem = f"is taken{describe_port_owner(port)}"
-            return f"--master-port {port} {problem}; leave the option out for a free port, or end that process"
-    return ""
+            fix = "leave the option out for a free port, or end that process"
+            raise UsageError(f"--master-port {port} {problem}; {fix}") from None
 
 
 def describe_port_owner(port: int) -> str:

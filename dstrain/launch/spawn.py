@@ -18,7 +18,7 @@ import psutil
 from dstrain.distributed.store import LISTENER_ENV, listen_at
 from dstrain.errors import UsageError
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
-from dstrain.launch.command import Launch, find_port_fault
+from dstrain.launch.command import Launch, check_port
 from dstrain.launch.processes import descendants, kill_descendants
 from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
 from dstrain.process_setup import set_parent_death_signal
@@ -189,8 +189,8 @@ class LocalWorkerGroup(WorkerGroup):
 
 def open_listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens for the ranks. Raises UsageError, with the process that holds the port."""
-    if port and (fault := find_port_fault(port)):
-        raise UsageError(fault)
+    if port:
+        check_port(port)
     try:
         return listen_at(address, port)
     except OSError as error:

@@ -106,7 +106,7 @@ def _from_slurm(env: Mapping[str, str]) -> Worker:
     tasks = _count_slurm_tasks(env)
     # Not a fixed port: two jobs may share a node, and their ranks would connect to each other.
     seed = 101 * _read_int(env, "SLURM_JOB_ID", "0") + _read_int(env, "SLURM_STEP_ID")
-    found = {"MASTER_ADDR": expand_nodelist(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
+    found = {"MASTER_ADDR": first_host(nodes) if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
     counts = expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
     node = _read_int(env, "SLURM_NODEID", "0")
     rank, local_rank = _read_int(env, "SLURM_PROCID"), _read_int(env, "SLURM_LOCALID")
@@ -148,31 +148,14 @@ def _port_from_seed(seed: int) -> int:
     return 15000 + seed % 15000
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """Expand Slurm's list of nodes: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib, node7-ib, login."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
-        hosts += _expand_node(part)
-    if not hosts:
-        raise UsageError(f"'{text}' names no host; write it like node[01-03],login")
-    return hosts
-
-
-def _expand_node(part: str) -> list[str]:
-    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
-    if match is None:
-        return [part]
-    before, ranges, after = match.groups()
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise UsageError(
-                f"'{item}' in the host list '{part}' is not a number or range; write it like node[01-03,7]"
-            )
-        # The numbers keep their leading zeros: node[01-03].
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return [before + number + rest for number in numbers for rest in _expand_node(after)]
+def first_host(nodelist: str) -> str:
+    """Return the first host of Slurm's list of nodes: `node[01-03,7]-ib,login` -> node01-ib."""
+    found = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+(?=,|$)", nodelist)
+    # A number keeps its leading zeros.
+    name = re.sub(r"\[(\d+)[-,\d]*\]", r"\1", found[0]) if found else ""
+    if not name or "[" in name:
+        raise UsageError(f"'{nodelist}' names no host; write it like node[01-03],login")
+    return name
 
 
 def expand_task_counts(text: str) -> list[int]:

@@ -65,8 +65,8 @@ def test_exclude_leaves_the_others(monkeypatch):
         ({"num_gpus": 1, "include": "localhost:0"}, {}, "cannot be combined with"),
         ({"exclude": "localhost:0", "include": "localhost:0"}, {}, "are both set"),
         ({"include": "host1:0"}, {}, "does not name GPUs of this machine"),
-        ({"include": "localhost:0,9"}, {}, "names GPU 9, but there are 4"),
-        ({"exclude": "localhost"}, {}, "leaves no GPU"),
+        ({"include": "localhost:0,9"}, {}, "localhost has no slot 9; this machine gives it 0 to 3"),
+        ({"exclude": "localhost"}, {}, "leaves no slot"),
         ({}, {"CUDA_VISIBLE_DEVICES": "7"}, "names none of the 4 GPUs"),
     ],
 )

@@ -120,7 +120,10 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
         raise UsageError(f"--num-gpus {options.num_gpus} starts no process; give 1 or more")
     if text := options.include or options.exclude:  # as in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored
         if not gpu_count or text.partition(":")[0] != "localhost":
-            name, fix = "--include" if options.include else "--exclude", "write it like localhost:0,2 (see nvidia-smi -L)"
+            name, fix = (
+                "--include" if options.include else "--exclude",
+                "write it like localhost:0,2 (see nvidia-smi -L)",
+            )
             raise UsageError(f"{name} '{text}' does not name GPUs of this machine, which has {gpu_count}; {fix}")
         all_gpus = Host("localhost", tuple(range(gpu_count)), "this machine")
         (chosen,) = select_hosts([all_gpus], options.include, options.exclude, None, options.num_gpus)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from dstrain.errors import ResumeError, RunFolderLockedError, fix_for_os_error, one_line
-from dstrain.files import get_host_id
+from dstrain.files import MAX_JSON_BYTES, get_host_id, read_limited
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 from dstrain.process_setup import log_stderr
@@ -36,7 +36,6 @@ STALE_LISTING_SECONDS = 90.0
 (acdirmax in nfs(5))."""
 RELEASED_HEARTBEAT = "released----"
 """Heartbeat of a released lease, as long as the others: a heartbeat is overwritten in place."""
-MAX_LEASE_BYTES = 64 * 1024
 _LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
 _STALE_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.25
@@ -74,7 +73,8 @@ def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
         if not number:
             return 0, None
         try:
-            return number, _read_lease_file(lease_path(folder, number))
+            # Opened on each call: NFS then asks its server for the current content (close-to-open consistency).
+            return number, read_limited(lease_path(folder, number), MAX_JSON_BYTES)
         except OSError as fault:  # removed meanwhile: a higher number exists now
             if fault.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
@@ -93,14 +93,6 @@ def _parse_lease_number(name: str) -> int:
     """Return the number in a file name; 0 if it is not the name of a lease."""
     found = _LEASE_NAME.fullmatch(name)
     return int(found[1]) if found else 0
-
-
-def _read_lease_file(file: Path) -> bytes:
-    """Return a file's content; never follow a link, nor wait for the writer of a pipe."""
-    # Opened on each call: NFS then asks its server for the current content (close-to-open
-    # consistency).
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        return opened.read(MAX_LEASE_BYTES)
 
 
 def parse_holder(content: bytes | None) -> LeaseHolder | None:
@@ -158,7 +150,7 @@ class Lease:
             else:
                 raise ResumeError(f"--run-dir {self.run_dir}: several launches start in it at once; start again")
         except OSError as error:
-            problem = f"its lease in {self._folder} cannot be written ({error.strerror})"
+            problem = f"its lease in {self._folder} cannot be written ({error.strerror or error})"
             fix = fix_for_os_error(error, "choose another folder")
             raise ResumeError(f"--run-dir {self.run_dir}: {problem}; {fix}") from error
         self._thread = threading.Thread(target=self._run_heartbeat, name="lease", daemon=True)

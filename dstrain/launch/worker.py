@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -54,7 +55,7 @@ MAX_RECORD_BYTES = 1 << 20
 MAX_ERROR_CHARS = 80_000
 """Characters of an error that are recorded: as JSON, each takes at most 12 bytes."""
 
-_close_log_copy: Callable[[], None] | None = None
+_log_copier: subprocess.Popen[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -271,10 +272,16 @@ def redirect_output(path: Path, copy_to_terminal: bool) -> None:
 
 def finish_log_copy() -> None:
     """Wait up to 2 s until the terminal has all output so far. Registered with atexit."""
-    global _close_log_copy
-    if _close_log_copy is not None:
-        close, _close_log_copy = _close_log_copy, None
-        close()
+    global _log_copier
+    copier, _log_copier = _log_copier, None
+    if copier is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # A byte asks it to finish; closing the pipe would not, while a forked data worker has it open too.
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        copier.communicate(b".", timeout=2)
 
 
 def start_log_copy(path: Path, offset: int) -> None:
@@ -282,21 +289,8 @@ def start_log_copy(path: Path, offset: int) -> None:
 
     It has its own session, so that signals to the worker's process group do not end it.
     """
-    import atexit
-
-    global _close_log_copy
+    global _log_copier
     # -E -S: it needs no packages, and starts faster without them.
     command = [sys.executable, "-E", "-S", str(Path(__file__).with_name("tee_log.py")), str(path), str(offset)]
-    copier = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def close() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        # A byte asks it to finish; closing the pipe would not, while a forked data worker has it
-        # open too.
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            copier.communicate(b".", timeout=2)
-
-    _close_log_copy = close
+    _log_copier = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(finish_log_copy)

@@ -8,8 +8,7 @@ import logging
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from dstrain.report.allocation_errors import AllocationFailure, find_allocation_
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
 from dstrain.training.engine.module import OPTIMIZER_UPDATE
-from dstrain.training.health.watchdog import RESTART_HINT, stacks_path
+from dstrain.training.health.watchdog import RESTART_HINT, open_stacks_file
 from dstrain.training.list_parameters import list_base_parameters
 from dstrain.training.start import describe_reduction, write_reduced_batch
 from dstrain.units import format_bytes
@@ -170,12 +169,15 @@ class MemoryMonitor:
             return ""
         return describe_reduction(self.batch, reduced)
 
-    def _compose(self, where: str, is_on_device: bool, change: str = "", reason: str = "") -> OutOfMemoryError:
+    def _compose(self, where: str, is_on_device: bool, change: str, reason: str) -> OutOfMemoryError:
+        """Return the error: a title, lines about memory, numbered fixes, and what happens next."""
         device = self.world.device
         place = f" ({device})" if device.type == "cuda" else ""
         title = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
+        memory = [reason] if reason else []
         if is_on_device:
-            memory = describe_device_memory(device, self.forecast)
+            memory += [] if self.forecast is None else _iter_predicted(self.forecast)
+            memory += _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
             fixes = [] if self.forecast is None else [*self.forecast.fixes]
             if not fixes:
                 found = list_fixes(self.config, self.preset, self.batch, self.world.size)
@@ -183,18 +185,19 @@ class MemoryMonitor:
             if self.config.batch.on_oom == "stop" and self.batch.half(self.world.size) is not None:
                 fixes.append("batch.on_oom stop -> shrink starts again with half the micro-batch")
         else:
-            memory = describe_host_memory()
+            memory += _iter_host_counters()
             fixes = list_host_fixes(self.config, self.preset, device.type == "cpu")
         last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
-        return OutOfMemoryError(format_message(title, [reason, *memory] if reason else memory, fixes, last), change)
+        numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
+        what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
+        return OutOfMemoryError("\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last]), change)
 
     def _write_stack(self, error: Exception) -> None:
         """Append the traceback to the file of this rank's stacks: the message has no room for it."""
-        path = stacks_path(self.run_dir, self.world.rank)
         with contextlib.suppress(OSError, MemoryError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            if (file := open_stacks_file(self.run_dir, self.world.rank)) is not None:
                 traceback.print_exception(error, file=file)
+                file.close()
 
 
 BYTES_OF_TRAINING = 16
@@ -227,25 +230,6 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def format_message(title: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:
-    """Return the message: the title, lines about memory, numbered fixes, and what happens next."""
-    numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
-    what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
-    return "\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last_line])
-
-
-def describe_device_memory(device: torch.device, forecast: MemoryForecast | None) -> list[str]:
-    """Return the memory of a rank by line, predicted by the plan and measured; for a CPU, that of its process."""
-    predicted = [] if forecast is None else [*_iter_predicted(forecast)]
-    measured = _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
-    return [*predicted, *measured]
-
-
-def describe_host_memory() -> list[str]:
-    """Return the host memory of this process and of its host by line."""
-    return [*_iter_host_counters()]
-
-
 def _iter_predicted(forecast: MemoryForecast) -> Iterator[str]:
     lines = [(name, num_bytes) for name, place, num_bytes in forecast.lines if place == "gpu"]
     width = max((len(name) for name, _ in lines), default=0)
@@ -260,14 +244,14 @@ def _iter_gpu_counters(device: torch.device) -> Iterator[str]:
         f"measured: tensors {format_bytes(allocated)}, at most {format_bytes(torch.cuda.max_memory_allocated(device))}; "
         f"reserved by torch {format_bytes(reserved)}, of which {format_bytes(reserved - allocated)} in gaps"
     )
-    with suppress(RuntimeError):  # some virtual GPUs do not tell
+    with contextlib.suppress(RuntimeError):  # some virtual GPUs do not tell
         free, total = torch.cuda.mem_get_info(device)
         others = max(total - free - reserved, 0)
         yield f"GPU: {format_bytes(total)}, free {format_bytes(free)}, used outside torch {format_bytes(others)}"
 
 
 def _iter_host_counters() -> Iterator[str]:
-    with suppress(OSError, psutil.Error):
+    with contextlib.suppress(OSError, psutil.Error):
         info = psutil.Process().memory_info()
         yield f"measured: process {format_bytes(info.rss)} resident, {format_bytes(info.vms)} of addresses"
         host = psutil.virtual_memory()

@@ -201,7 +201,7 @@ class Run:
 
     def _log_stop(self, signal_name: str | None, progress: Progress) -> bool:
         if signal_name is not None and progress.step < self.total_steps:
-            seconds = self.monitors.grace.expected_stop_seconds()
+            seconds = self.monitors.grace.save_seconds
             self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)
         return signal_name is not None
 

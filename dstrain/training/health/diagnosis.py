@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dstrain.distributed.collective_log import parse_ranks
-from dstrain.errors import first_names
+from dstrain.errors import EXIT_FAILED, first_names
 
 FINAL_KINDS = ("lost", "failed", "stopped", "done")
 """Kinds of a rank's last status: it is about to exit and writes no other."""
@@ -65,15 +65,23 @@ class RankStatus:
     """Evidence that the kernel of its host killed one of the ended ranks because memory was full."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Ranks to look at, the reason, and the status of all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why the run ends or stands still, as the first rank that knew has published it."""
 
-    ranks: tuple[int, ...]
-    message: str
+    rank: int
+    """Rank that published it."""
+    error: str
+    """Message of that rank's error; of a lost peer, what `diagnose` found."""
+    exit_code: int = EXIT_FAILED
     stop_signal: str = ""
-    """Name of the signal that stopped one of them before the first step."""
+    """Name of the signal that stopped the rank before the first step."""
+    is_peer_lost: bool = False
+    """True if the rank lost another one, which `error` names; False if it failed itself."""
     table: str = ""
+    """Status of all ranks, where they were asked."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to look at, where they were asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +99,8 @@ class StatusReport:
     """Message of the error that led to the request; empty if no error was raised yet."""
 
 
-def diagnose(report: StatusReport) -> Diagnosis:
-    """Return the rank that failed, else those that did not answer, else those behind the others."""
+def diagnose(report: StatusReport, rank: int) -> Failure:
+    """Return the failure that this rank publishes: of a rank that failed, else of those without an answer, else behind."""
     statuses, logs = report.statuses, _get_group_logs(report.statuses)
     group, wait = _find_longest_wait(logs)
     # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all groups.
@@ -108,7 +116,10 @@ def diagnose(report: StatusReport) -> Diagnosis:
     fields = {**vars(status), "phase": status.phase or "no step", "reason": report.reason} | waits | fields
     message = f"{format_ranks_by_host(ranks, statuses)} {_MESSAGES[cause].format(**fields)}".lstrip()
     stop_signal = status.text if cause == "stopped" else ""
-    return Diagnosis(tuple(ranks), message, stop_signal, format_status_table(report, ranks))
+    table = format_status_table(report, ranks)
+    return Failure(
+        rank=rank, error=message, stop_signal=stop_signal, is_peer_lost=True, table=table, ranks=tuple(ranks)
+    )
 
 
 def _find_own_end(statuses: Mapping[int, RankStatus]) -> Cause | None:

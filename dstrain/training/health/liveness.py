@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from dstrain.distributed.store import sign, unknown_peer_message, verify
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, PeerFailureError, RunError, UsageError, escape_controls
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.processes import process_state
-from dstrain.training.health.diagnosis import FINAL_KINDS, Diagnosis, Kind, RankStatus, StatusReport, diagnose
+from dstrain.training.health.diagnosis import FINAL_KINDS, Failure, Kind, RankStatus, StatusReport, diagnose
 from dstrain.training.health.signals import StoppedBySignal
 
 # Keys of the store, after `dstrain/`:
@@ -52,23 +52,6 @@ class Member:
 
     host: str
     pid: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why the run ends, as the first rank that knew has published it."""
-
-    rank: int
-    """Rank that published it."""
-    error: str
-    """Message of that rank's error; of a lost peer, what `diagnose` found."""
-    exit_code: int = EXIT_FAILED
-    stop_signal: str = ""
-    """Name of the signal that stopped the rank before the first step."""
-    is_peer_lost: bool = False
-    """True if the rank lost another one, which `error` names; False if it failed itself."""
-    table: str = ""
-    """Status of all ranks, where they were asked."""
 
 
 class Liveness:
@@ -163,13 +146,13 @@ class Liveness:
         agreed = call_with_timeout(lambda: self._agree_on_failure(reason, limit), None, limit)
         return agreed or self.failure or self._diagnose_alone(reason)
 
-    def diagnose_stall(self, timeout: float) -> Diagnosis | None:
+    def diagnose_stall(self, timeout: float) -> Failure | None:
         """Return which ranks hold up the others; None if another rank reports it. Never raises and never hangs.
 
         Rank 0 does, or the first rank that finds it silent.
         """
 
-        def ask() -> Diagnosis | None:
+        def ask() -> Failure | None:
             if self.rank != 0:
                 before = self.read_heartbeats([0])
                 time.sleep(2 * self.interval)
@@ -177,7 +160,7 @@ class Liveness:
                     return None
                 if self._store.add(store_key(f"stall/{self.log.phase}"), 1) != 1:
                     return None
-            return diagnose(self._collect_statuses("", timeout))
+            return diagnose(self._collect_statuses("", timeout), self.rank)
 
         return call_with_timeout(ask, None, timeout + STATUS_TIMEOUT_SECONDS)
 
@@ -202,13 +185,8 @@ class Liveness:
             return found
         if self._store.add(store_key("diagnosis/claims"), 1) == 1:
             report = self._collect_statuses(reason, STATUS_TIMEOUT_SECONDS)
-            found_now = diagnose(report)
-            lost = Failure(
-                rank=self.rank, error=found_now.message, stop_signal=found_now.stop_signal,
-                is_peer_lost=True, table=found_now.table,
-            )  # fmt: skip
             readers = [rank for rank in report.answered_ranks if report.statuses[rank].kind not in FINAL_KINDS]
-            self.report_failure(lost, num_readers=len(readers) or 1)
+            self.report_failure(diagnose(report, self.rank), num_readers=len(readers) or 1)
             return self.failure
         deadline = time.monotonic() + limit
         while (found := self.read_failure()) is None and time.monotonic() < deadline:
@@ -226,13 +204,11 @@ class Liveness:
         statuses = {rank: RankStatus(rank=rank, host=member.host) for rank, member in enumerate(self.members)}
         statuses[self.rank] = self._make_status()
         answered = frozenset(statuses.keys() - states.keys())
-        found = diagnose(
-            StatusReport(
-                statuses=statuses, answered_ranks=answered, process_states=states, reason=reason,
-                kill_reason=self._find_kill_reason(states),
-            )
+        report = StatusReport(
+            statuses=statuses, answered_ranks=answered, process_states=states, reason=reason,
+            kill_reason=self._find_kill_reason(states),
         )  # fmt: skip
-        return Failure(rank=self.rank, error=found.message, is_peer_lost=True)
+        return replace(diagnose(report, self.rank), table="")  # of the others it would show guesses
 
     def _collect_statuses(self, reason: str, timeout: float) -> StatusReport:
         """Request the status of all ranks, and wait for those that may still answer."""
@@ -302,7 +278,8 @@ def parse_failure(content: bytes) -> Failure:
         with foreign_values():
             texts = {name: escape_controls(found[name]) for name in ("error", "stop_signal", "table")}
             code = EXIT_USAGE if found["exit_code"] == EXIT_USAGE else EXIT_FAILED
-            return Failure(rank=int(found["rank"]), exit_code=code, is_peer_lost=bool(found["is_peer_lost"]), **texts)
+            ranks, is_peer_lost = tuple(map(int, found["ranks"])), bool(found["is_peer_lost"])
+            return Failure(rank=int(found["rank"]), exit_code=code, is_peer_lost=is_peer_lost, ranks=ranks, **texts)
     except RunError as error:
         return Failure(rank=-1, error=str(error), is_peer_lost=True)
 

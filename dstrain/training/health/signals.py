@@ -59,8 +59,8 @@ class SignalHandler:
 
     def sync_signal(self, world: World) -> str | None:
         """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
-        *flags, _ = self.signal_flags()
-        return self._agree_on_signal(world.sum(flags))
+        *stops, _ = self.signal_flags()
+        return self.agree([*world.sum(stops), 0.0])[0]
 
     def signal_flags(self) -> list[float]:
         """Return 1 for each of STOP_SIGNALS that this rank got, and last for SAVE_SIGNAL; else 0."""
@@ -74,13 +74,9 @@ class SignalHandler:
         *stops, saves = counts
         if saves:
             self.is_save_requested = False
-        return self._agree_on_signal(stops), saves > 0
-
-    def _agree_on_signal(self, counts: Sequence[float]) -> str | None:
-        agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]
-        if agreed:
-            self.agreed_signal = agreed[0]
-        return agreed[0] if agreed else None
+        found = next((number.name for number, ranks in zip(STOP_SIGNALS, stops, strict=True) if ranks), None)
+        self.agreed_signal = found or self.agreed_signal
+        return found, saves > 0
 
     def begin_training(self) -> None:
         """Record signals from here on, instead of raising. Raises StoppedBySignal if one came before."""
@@ -159,7 +155,8 @@ class GracePeriod:
         """`seconds` is `launch.grace_seconds`, None to check nothing; `has_terminal` is true on rank 0."""
         self._seconds, self._log_event, self._has_terminal = seconds, log_event, has_terminal
         self._step_seconds: deque[float] = deque(maxlen=STEP_TIME_WINDOW)
-        self._save_seconds: float | None = None
+        self.save_seconds: float | None = None
+        """Seconds that a stop takes after the end of a step; None before the first save."""
         self._step_start = 0.0
         self._has_warned = False
 
@@ -173,7 +170,7 @@ class GracePeriod:
 
     def record_save(self, seconds: float) -> None:
         """Record the duration of a save in seconds; warn once if a stop would exceed the grace period."""
-        self._save_seconds = seconds
+        self.save_seconds = seconds
         if self._seconds is None or self._has_warned or seconds + self._median_step_seconds() <= self._seconds:
             return
         self._has_warned = True
@@ -186,10 +183,6 @@ class GracePeriod:
         self._log_event("warning", what=what)
         if self._has_terminal:
             log_stdout(what)
-
-    def expected_stop_seconds(self) -> float | None:
-        """Return the seconds a stop takes after the end of a step; None before the first save."""
-        return self._save_seconds
 
     def _median_step_seconds(self) -> float:
         return median(self._step_seconds) if self._step_seconds else 0.0

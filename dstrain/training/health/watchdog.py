@@ -18,7 +18,8 @@ from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
-from dstrain.training.health.liveness import STATUS_TIMEOUT_SECONDS, Failure, Liveness
+from dstrain.training.health.diagnosis import Failure
+from dstrain.training.health.liveness import STATUS_TIMEOUT_SECONDS, Liveness
 from dstrain.training.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
@@ -45,7 +46,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._poll_until_stopped, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self._stacks_file = _open_stacks_file(self._run_dir, self._liveness.rank)
+        self._stacks_file = open_stacks_file(self._run_dir, self._liveness.rank)
         self._reset_faulthandler()
         self._thread.start()
         return self
@@ -100,7 +101,7 @@ class Watchdog:
             return
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
         with contextlib.suppress(OSError, ValueError):
-            log_stdout(f"stalled: {doing}: {diagnosis.message}; {ends}\n{diagnosis.table}")
+            log_stdout(f"stalled: {doing}: {diagnosis.error}; {ends}\n{diagnosis.table}")
         # Rank 0 writes events.jsonl otherwise; here it does not answer, or it is this rank.
         journal = RunLog(self._run_dir, rank=0)
         about = {
@@ -108,7 +109,7 @@ class Watchdog:
             "doing": doing,
             "seconds": round(idle_seconds, 1),
             "ranks": diagnosis.ranks,
-            "what": diagnosis.message,
+            "what": diagnosis.error,
         }
         journal.log_event("stalled", **about)
         journal.close()
@@ -118,7 +119,7 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / "stacks" / f"rank-{rank:05d}.txt"
 
 
-def _open_stacks_file(run_dir: Path, rank: int) -> IO[str] | None:
+def open_stacks_file(run_dir: Path, rank: int) -> IO[str] | None:
     """Open the file for stacks, before a failure could prevent it; None if that fails."""
     path = stacks_path(run_dir, rank)
     try:
@@ -205,7 +206,7 @@ def _log_error(error: Exception, phase: str, liveness: Liveness, run_dir: Path |
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
         log_stderr(f"rank {liveness.rank}: {type(cause).__name__}: {cause}")
-        if run_dir and (stacks := _open_stacks_file(run_dir, liveness.rank)) is not None:
+        if run_dir and (stacks := open_stacks_file(run_dir, liveness.rank)) is not None:
             last = _format_last_collectives(liveness.log)
             stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)

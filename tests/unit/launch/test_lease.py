@@ -80,10 +80,8 @@ def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> 
 def test_a_pipe_in_the_place_of_a_lease_does_not_block(tmp_path: Path) -> None:
     (tmp_path / ".workers").mkdir()
     os.mkfifo(tmp_path / ".workers/lease-00000001.json")
-    taken = threading.Thread(target=lambda: Lease(tmp_path).acquire(timeout=0.1), daemon=True)
-    taken.start()
-    taken.join(10)
-    assert not taken.is_alive()
+    with pytest.raises(ResumeError, match="is not a regular file"):
+        Lease(tmp_path).acquire()
 
 
 def test_a_lease_that_could_not_be_written_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +192,6 @@ def test_names_that_are_no_leases_are_passed_over(tmp_path: Path) -> None:
     assert read_latest_lease(tmp_path / ".workers") == (0, None)
     (tmp_path / ".workers/lease-100000000.json").write_bytes(b"{}")
     assert read_latest_lease(tmp_path / ".workers") == (100_000_000, b"{}")
-    (tmp_path / ".workers/lease-100000001.json").symlink_to("nowhere")
-    with pytest.raises(OSError, match="symbolic"):
-        read_latest_lease(tmp_path / ".workers")
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["free", "left by a launch that ended"])

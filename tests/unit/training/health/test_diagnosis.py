@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dstrain.training.health.diagnosis import (
-    Diagnosis,
+    Failure,
     RankStatus,
     StatusReport,
     diagnose,
@@ -33,7 +33,7 @@ def make_status(
     )  # type: ignore[arg-type]
 
 
-def judged(statuses: list[RankStatus], missing: dict[int, str] | None = None, why: str = "") -> Diagnosis:
+def judged(statuses: list[RankStatus], missing: dict[int, str] | None = None, why: str = "") -> Failure:
     absent = missing or {}
     answered = frozenset(status.rank for status in statuses if status.rank not in absent)
     return diagnose(
@@ -42,7 +42,8 @@ def judged(statuses: list[RankStatus], missing: dict[int, str] | None = None, wh
             answered_ranks=answered,
             process_states=absent,
             reason=why,
-        )
+        ),
+        0,
     )
 
 
@@ -66,9 +67,9 @@ WAITS = line(45, 44)
 def test_who_does_not_answer_is_named(missing: dict[int, str], why: str, says: str) -> None:
     statuses = [make_status(rank, world=WAITS) if rank not in missing else make_status(rank) for rank in range(4)]
     verdict = judged(statuses, missing, why)
-    assert verdict.message.startswith(says)
+    assert verdict.error.startswith(says)
     assert verdict.ranks == tuple(missing)
-    assert f"logs/rank-{min(missing):05d}.log" in verdict.message
+    assert f"logs/rank-{min(missing):05d}.log" in verdict.error
 
 
 def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> None:
@@ -77,7 +78,7 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
         [make_status(0, "lost", world=WAITS), make_status(1, world=WAITS), behind, make_status(3, world=WAITS)]
     )
     assert verdict.ranks == (2,)
-    assert verdict.message == (
+    assert verdict.error == (
         "rank 2 on host2 did not enter all_reduce no. 45 that 3 of 4 ranks waited in for 20 s: it is in step 13, where "
         "nothing moved for 21 s; see logs/stacks/rank-00002.txt"
     )
@@ -100,7 +101,7 @@ def test_on_a_gpu_nobody_stays_in_a_collective_and_the_others_are_far_ahead() ->
             make_status(3, world=ahead),
         ]
     )
-    assert verdict.message.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
+    assert verdict.error.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
 
 
 def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
@@ -112,7 +113,7 @@ def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
             make_status(3, world=line(1, 0)),
         ]
     )
-    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
+    assert verdict.error.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
 
 
 def test_only_members_of_a_group_are_compared() -> None:
@@ -144,7 +145,7 @@ def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
         make_status(3),
     ]
     verdict = judged(statuses, {3: ""}, "Connection closed by peer")
-    assert verdict.message == "rank 1 on host2 failed: ValueError: no; see logs/rank-00001.log"
+    assert verdict.error == "rank 1 on host2 failed: ValueError: no; see logs/rank-00001.log"
 
 
 def test_ranks_that_go_different_ways_are_told_apart() -> None:
@@ -158,7 +159,7 @@ def test_ranks_that_go_different_ways_are_told_apart() -> None:
         ]
     )
     assert verdict.ranks == (1,)
-    assert verdict.message == (
+    assert verdict.error == (
         "rank 1 on host2 entered barrier as collective no. 45, where others entered all_reduce; see logs/stacks"
     )
 
@@ -174,19 +175,19 @@ def test_a_rank_that_is_behind_in_one_group_comes_before_names_that_differ_in_an
     verdict = judged(
         [make_status(rank, a=line(5, 5, names[rank], ranks=2), b=line(counts[rank], ranks=2)) for rank in range(2)]
     )
-    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 8 that 1 of 2 ranks waited in")
+    assert verdict.error.startswith("rank 1 on host2 did not enter all_reduce no. 8 that 1 of 2 ranks waited in")
 
 
 def test_where_all_are_alike_the_network_is_to_blame() -> None:
     verdict = judged([make_status(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
-    assert verdict.message.startswith(
+    assert verdict.error.startswith(
         "all ranks answer, but cannot reach each other (Connection timed out): 4 of 4 ranks waited 20 s in all_reduce"
     )
-    assert verdict.message.endswith("look at the network between the hosts")
+    assert verdict.error.endswith("look at the network between the hosts")
 
 
 def test_where_nothing_is_known_the_sentence_says_so() -> None:
-    assert judged([make_status(0)]).message == "no rank moved for 20 s, and none is behind; see logs/stacks"
+    assert judged([make_status(0)]).error == "no rank moved for 20 s, and none is behind; see logs/stacks"
 
 
 def test_many_ranks_are_named_in_short() -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from dstrain.distributed.store import sign
 from dstrain.errors import EXIT_FAILED
 from dstrain.training.health import liveness
+from dstrain.training.health.diagnosis import Failure
 from dstrain.training.health.liveness import (
-    Failure,
     Liveness,
     Member,
     call_with_timeout,

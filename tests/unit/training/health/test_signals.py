@@ -157,7 +157,7 @@ def told(seconds: float | None, step: float, saves: list[float]) -> list[dict[st
             grace.end_step()
     for save in saves:
         grace.record_save(save)
-        assert grace.expected_stop_seconds() == save
+        assert grace.save_seconds == save
     return events
 
 
@@ -179,4 +179,4 @@ def test_where_the_grace_is_not_known_nothing_is_said() -> None:
 
 
 def test_before_the_first_save_nobody_knows() -> None:
-    assert GracePeriod(30.0).expected_stop_seconds() is None
+    assert GracePeriod(30.0).save_seconds is None

@@ -22,7 +22,7 @@ from dstrain.process_setup import log_if_slow
 from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
 from dstrain.training.start import read_recorded_recipe
-from dstrain.training.state.manifest import read_checkpoint_info
+from dstrain.training.state.manifest import inspect_checkpoint
 
 CARD_FILE = "README.md"
 MAX_CARD_BYTES = 1 << 20
@@ -136,7 +136,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
     from huggingface_hub import ModelCardData
 
     task = loaded.task
-    checkpoint = None if loaded.checkpoint is None else read_checkpoint_info(loaded.checkpoint, None)
+    checkpoint = None if loaded.checkpoint is None else inspect_checkpoint(loaded.checkpoint)
     info = {} if checkpoint is None else checkpoint.run_info
     recipe = task.recipe if checkpoint is None else read_recorded_recipe(checkpoint)
     auto_class = _find_auto_class(task)

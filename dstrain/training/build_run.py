@@ -57,7 +57,7 @@ from dstrain.training.plan import (
 from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.training.profiler import StepProfiler
 from dstrain.training.rendezvous import Rendezvous
-from dstrain.training.run import Run, StepMonitors, train
+from dstrain.training.run import Run, train
 from dstrain.training.run_dir import (
     archive_previous_run,
     get_library_versions,
@@ -66,7 +66,6 @@ from dstrain.training.run_dir import (
 )
 from dstrain.training.saver import (
     CheckpointSaver,
-    DiskForecast,
     check_disk_space,
     compute_max_checkpoints,
     ensure_disk_space,
@@ -186,7 +185,9 @@ def build_run(
     return Run(
         engine=engine,
         loader=build_loader(plan, world),
-        evaluation=_build_evaluation(plan),
+        evaluation=None
+        if plan.eval_dataset is None
+        else Evaluation(plan.task, plan.eval_dataset, plan.batch.generation_micro, config.eval.metric),
         early_stopping=early_stopping,
         saver=saver,
         start_checkpoint=start,
@@ -194,7 +195,10 @@ def build_run(
         sinks=sinks,
         display=display,
         meter=Meter(world, plan.task.finish_metrics),
-        monitors=_build_monitors(plan, engine, run_log, saver.grace),
+        profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, run_log.log_event),
+        grace=saver.grace,
+        trainability=TrainabilityCheck(engine, engine.train_module, run_log.log_event),
+        nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], run_log.log_event),
         signal_handler=signal_handler or SignalHandler(),
         schedule=build_schedule(plan),
         memory=memory or make_memory_monitor(plan, world),
@@ -215,28 +219,12 @@ def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:
     )  # fmt: skip
 
 
-def _build_evaluation(plan: RunPlan) -> Evaluation | None:
-    if plan.eval_dataset is None:
-        return None
-    return Evaluation(plan.task, plan.eval_dataset, plan.batch.generation_micro, plan.config.eval.metric)
-
-
 def _build_early_stopping(plan: RunPlan, start: CheckpointInfo | None) -> EarlyStopping:
     wanted = plan.config.eval
     early_stopping = EarlyStopping(metric=wanted.metric, mode=wanted.best, patience=wanted.patience)
     if start is not None:
         early_stopping.load_state_dict(start.run_info.get("early_stopping", {}))
     return early_stopping
-
-
-def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, grace: GracePeriod) -> StepMonitors:
-    config, log_event = plan.config, run_log.log_event
-    return StepMonitors(
-        profiler=StepProfiler(config.profile, plan.run_dir / "profile", engine, plan.steps, log_event),
-        grace=grace,
-        trainability=TrainabilityCheck(engine, engine.train_module, log_event),
-        nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], log_event),
-    )
 
 
 def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) -> None:
@@ -266,16 +254,22 @@ def _build_saver(
     every = interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
     free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
-    forecast = DiskForecast(size, compute_max_checkpoints(saves, save.keep, every, save.keep_every), free)
-    run_log.log_event(
-        "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
-    )
-    if warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full):
+    count = compute_max_checkpoints(saves, save.keep, every, save.keep_every)
+    run_log.log_event("checkpoint_forecast", each=size, at_once=count, free=free)
+    if warning := check_disk_space(size, count, free, checkpoints.folder, save.prune_when_full):
         run_log.warn(warning)
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
-        run_info=_checkpoint_metadata(plan) | dict(fingerprints),
+        run_info={
+            "recipe": dump_training_recipe(plan.config),
+            "preset": plan.preset.name,
+            "zero_stage": plan.preset.stage,
+            "steps": plan.steps,
+            "versions": get_library_versions(),
+            "batch_total": plan.batch.total,
+            **fingerprints,
+        },
         log_event=run_log.log_event,
         checkpoint_size=size,
         background=save.background,
@@ -286,19 +280,6 @@ def _build_saver(
         early_stopping=early_stopping,
         grace=GracePeriod(plan.config.launch.grace_seconds, run_log.log_event, engine.world.rank == 0),
     )
-
-
-def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
-    """Return what each checkpoint records of its run in run.json."""
-    preset = plan.preset
-    metadata: dict[str, Any] = {"recipe": dump_training_recipe(plan.config)}
-    metadata |= {
-        "preset": preset.name,
-        "zero_stage": preset.stage,
-        "steps": plan.steps,
-        "versions": get_library_versions(),
-    }
-    return metadata | {"batch_total": plan.batch.total}
 
 
 def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
@@ -378,10 +359,11 @@ def prepare_start(
 
     Returns the checkpoint to continue from, None if a new run begins. Collective.
     """
-    # First: it may restore the name of the checkpoint to continue from.
-    removed = checkpoints.remove_incomplete()
-    point = point.after_cleanup(checkpoints)
-    checkpoint = point.checkpoint
+    removed, checkpoint = checkpoints.remove_incomplete(), point.checkpoint
+    is_own = checkpoint is not None and checkpoint.path.parent.resolve() == checkpoints.folder.resolve()
+    if checkpoint is not None and is_own and checkpoint.path.suffix == ".old":
+        # Left by a process that was killed between the two renames of a commit; the cleanup has restored its name.
+        checkpoint = replace(checkpoint, path=checkpoint.path.with_suffix(""))
     if checkpoint is not None and prune_when_full:  # the events below take room
         ensure_disk_space(checkpoints, checkpoint.size, True, run_log.log_event)
     for name in removed:

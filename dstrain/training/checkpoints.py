@@ -26,18 +26,16 @@ from dstrain.training.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FIELDS,
     MANIFEST_FILE,
-    CheckpointFault,
     CheckpointInfo,
     FileEntry,
     finalize_checkpoint,
     find_checkpoints,
-    find_fault,
     gather_or_raise,
     inspect_checkpoint,
     iter_checkpoints,
     list_checkpoint_names,
+    make_damaged_info,
     parse_step,
-    read_checkpoint_info,
 )
 
 # `best` is a symbolic link where the file system has them. `cp -rL`, zip and most object stores turn the link
@@ -58,8 +56,8 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
     folder = run_dir / "checkpoints"
     complete = [info for info in find_checkpoints(folder) if info.is_complete]
     best = find_best(folder) if selector == "best" else None
-    if best is not None and best.name == "best" and find_fault(best, check_hashes=False) is None:
-        return read_checkpoint_info(best, None)
+    if best is not None and best.name == "best" and (info := inspect_checkpoint(best)).is_complete:
+        return info
     if not complete:
         raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
     if selector == "last" or (selector == "best" and best is None):
@@ -106,7 +104,7 @@ def set_best(folder: Path, step: int) -> None:
     name = f"step-{step:08d}"
     if (folder / BEST_NAME).is_symlink() and os.readlink(folder / BEST_NAME) == name:
         return
-    if fault := find_fault(folder / name, check_hashes=False):
+    if fault := inspect_checkpoint(folder / name).fault:
         raise CheckpointError(f"{name} cannot be the best: {fault}")
     (folder / "best.new").unlink(missing_ok=True)
     try:
@@ -135,7 +133,7 @@ def restore_best_copy(folder: Path, latest_step: int) -> None:
     best, name = folder / BEST_NAME, read_best_name(folder)
     if best.is_symlink() or not best.is_dir() or name is None:
         return
-    if find_fault(best, check_hashes=False) is not None or find_fault(folder / name, check_hashes=False) is None:
+    if not inspect_checkpoint(best).is_complete or inspect_checkpoint(folder / name).is_complete:
         return
     if parse_step(name) > latest_step:
         _rename_with_timestamp(best)
@@ -150,11 +148,7 @@ def _remove_best_copy(best: Path) -> None:
     if best.is_symlink() or not best.is_dir():
         return
     name = read_best_name(best.parent)
-    if (
-        (best / MANIFEST_FILE).is_file()
-        and name is not None
-        and find_fault(best.parent / name, check_hashes=False) is None
-    ):
+    if (best / MANIFEST_FILE).is_file() and name is not None and inspect_checkpoint(best.parent / name).is_complete:
         shutil.rmtree(best)
     else:
         _rename_with_timestamp(best)
@@ -268,30 +262,27 @@ class CheckpointStore:
         names = self.run_on_rank_zero("listing checkpoints", lambda: list_checkpoint_names(self.folder))
         passed_over: list[CheckpointInfo] = []
         for name in names:
-            path = self.folder / name
-            fault = self.find_fault(path)
-            if fault is None:
-                return read_checkpoint_info(path, None), passed_over
-            passed_over.append(read_checkpoint_info(path, fault))
+            info = self.verify(self.folder / name)
+            if info.is_complete:
+                return info, passed_over
+            passed_over.append(info)
         return None, passed_over
 
-    def find_fault(self, path: Path) -> CheckpointFault | None:
-        """Return why a checkpoint cannot be read; None if it is complete. Collective.
+    def verify(self, path: Path) -> CheckpointInfo:
+        """Return a checkpoint's info, with the fault that the lowest rank has found. Collective.
 
         Every byte is read and hashed, a share by each rank.
         """
-        fault = find_fault(path, share=(self.world.rank, self.world.size))
+        info = inspect_checkpoint(path, check_hashes=True, share=(self.world.rank, self.world.size))
         with self._peer_errors(f"verifying {path}"):
-            faults = self.world.gather(fault)
-        for rank, found in enumerate(faults):
-            if found is not None:
-                return replace(found, reason=f"{found.reason} (rank {rank})")
-        return None
+            faults = self.world.gather(info.fault)
+        for rank, fault in enumerate(faults):
+            if fault is not None:
+                return make_damaged_info(path, replace(fault, reason=f"{fault.reason} (rank {rank})"))
+        return info
 
     def remove_incomplete(self) -> list[str]:
         """Remove incomplete checkpoints of a killed run; return their names. Call before the first save. Collective."""
-        with self._peer_errors("waiting for the ranks that read checkpoints"):
-            self.world.gather(None)  # the cleanup renames `step-N.old`, which a slower rank may still read
         return self.run_on_rank_zero("cleaning up", lambda: _remove_incomplete(self.folder))
 
     def supersede_newer(self, checkpoint: CheckpointInfo) -> list[str]:

@@ -15,7 +15,7 @@ from dstrain.training.checkpoints import BEST_NAME, clear_path, read_best_name
 from dstrain.training.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FILE,
-    find_fault,
+    inspect_checkpoint,
     list_checkpoint_names,
     parse_step,
     read_file_entries,
@@ -199,7 +199,7 @@ class RunCopy:
         partial = self._partial(name)
         clear_path(partial)
         self._fetch(f"checkpoints/{name}", partial)
-        if find_fault(partial, check_hashes=False) is None:
+        if inspect_checkpoint(partial).is_complete:
             return True
         shutil.rmtree(partial, ignore_errors=True)
         return False

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dstrain.cache import file_digest
-from dstrain.config import BatchPlan, RunConfig, find_learning_changes
+from dstrain.config import RunConfig, find_learning_changes
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.sources.open import find_structure_files, open_source
@@ -23,6 +23,9 @@ from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.registry import digest_task_files
 from dstrain.training.start import get_run_dir, is_change_allowed, read_recorded_recipe
 from dstrain.training.state.manifest import CheckpointInfo
+
+if TYPE_CHECKING:
+    from dstrain.training.plan import RunPlan
 
 
 def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
@@ -173,26 +176,6 @@ def _digest_source(source: DatasetConfig) -> str:
 _SCHEDULE_KEYS = ("steps", "epochs", "optim")
 
 
-class RunPlanValues(Protocol):
-    """The values of a run plan that are compared with a checkpoint."""
-
-    @property
-    def config(self) -> RunConfig:
-        """The recipe."""
-
-    @property
-    def run_dir(self) -> Path:
-        """The run folder."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-
-    @property
-    def batch(self) -> BatchPlan:
-        """Sizes of the batches."""
-
-
 @dataclass(frozen=True)
 class ResumeChange:
     """A difference that was allowed, or a warning."""
@@ -204,9 +187,7 @@ class ResumeChange:
     """A line for the terminal."""
 
 
-def iter_resume_changes(
-    checkpoint: CheckpointInfo, run: RunPlanValues, inputs: Mapping[str, Any]
-) -> Iterator[ResumeChange]:
+def iter_resume_changes(checkpoint: CheckpointInfo, run: RunPlan, inputs: Mapping[str, Any]) -> Iterator[ResumeChange]:
     """Yield the allowed differences between the checkpoint's run and the planned one.
 
     `inputs` are the present digests, from `digest_inputs`.
@@ -233,7 +214,7 @@ def iter_resume_changes(
         yield from _iter_lr_changes(checkpoint, before, run)
 
 
-def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlanValues) -> Iterator[ResumeChange]:
+def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlan) -> Iterator[ResumeChange]:
     """Yield the learning rate of the next step by the old schedule and by the new one."""
     steps = checkpoint.run_info.get("steps", run.steps)
     old, new = (

@@ -207,8 +207,8 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
     else:
         run.run_log.log_event("finished", step=step)
         left_out = (
-            f"; {run.monitors.nonfinite.num_skipped} skipped, their loss or gradients not finite"
-            if run.monitors.nonfinite.num_skipped
+            f"; {run.nonfinite.num_skipped} skipped, their loss or gradients not finite"
+            if run.nonfinite.num_skipped
             else ""
         )
         steps = f"{step} of {run.total_steps} steps, by early stopping" if is_early else f"{run.total_steps} steps"

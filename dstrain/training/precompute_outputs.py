@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from dstrain.errors import DataError, TaskError
 from dstrain.models.params import is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
 from dstrain.process_setup import log_stdout
-from dstrain.tasks import LossInputs, Task, make_task
+from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import FrozenModel, Split
 from dstrain.training.build_model import with_training_dtype
 from dstrain.training.engine.base import ForwardEngine
@@ -85,28 +84,24 @@ def add_outputs_and_select(job: OutputsJob, splits: Mapping[Split, Dataset | Non
 
 def iter_model_jobs(job: OutputsJob) -> Iterator[ModelJob]:
     """Yield the job of each frozen model that the task caches."""
-    inputs = job.task.loss_inputs
-    rest: dict[str, Any] = {
-        "ds_config": job.ds_config,
-        "micro_batch_size": job.micro_batch_size,
-        "world": job.world,
-    }
-    if inputs.reference.kind == "cached":
-        build = partial(_build_in_precision, job, attrgetter("reference"))
-        yield ModelJob(name=REFERENCE, model=inputs.reference, task=job.task, build=build, **rest)
-    for index, scorer in enumerate(inputs.scorers):
-        if scorer.is_cached:
-            build = partial(_build_in_precision, job, partial(_get_scorer, index))
-            yield ModelJob(name=scorer.name, model=scorer, task=scorer.task, build=build, **rest)
+    for index, (name, model, task) in enumerate(_list_cached_models(job.task)):
+        yield ModelJob(
+            name=name, model=model, task=task, build=partial(_build_in_precision, job, index),
+            ds_config=job.ds_config, micro_batch_size=job.micro_batch_size, world=job.world,
+        )  # fmt: skip
 
 
-def _get_scorer(index: int, inputs: LossInputs) -> FrozenModel:
-    return inputs.scorers[index]
+def _list_cached_models(task: Task) -> list[tuple[str, FrozenModel, Task]]:
+    """Return name, model and the task that encodes what it reads, of each frozen model whose outputs are cached."""
+    inputs = task.loss_inputs
+    reference = [(REFERENCE, inputs.reference, task)] if inputs.reference.kind == "cached" else []
+    return [*reference, *((scorer.name, scorer, scorer.task) for scorer in inputs.scorers if scorer.is_cached)]
 
 
-def _build_in_precision(job: OutputsJob, choose: Callable[[LossInputs], FrozenModel]) -> torch.nn.Module:
+def _build_in_precision(job: OutputsJob, index: int) -> torch.nn.Module:
     task = make_task(with_training_dtype(job.task.recipe, job.ds_config))
-    return choose(task.loss_inputs).build()
+    _, model, _ = _list_cached_models(task)[index]
+    return model.build()
 
 
 def _add_outputs(job: ModelJob, splits: Sequence[Dataset | None]) -> list[Dataset | None]:

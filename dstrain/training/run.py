@@ -27,32 +27,6 @@ from dstrain.training.saver import CheckpointSaver
 from dstrain.training.state.engine_state import open_checkpoint
 from dstrain.training.state.manifest import CheckpointInfo
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepMonitors:
-    """The observers of a run that are called before and after each step."""
-
-    profiler: StepProfiler
-    grace: GracePeriod
-    trainability: TrainabilityCheck
-    nonfinite: NonFiniteGuard
-
-    def start(self) -> None:
-        """Record the weights before the first step of this start. Call it after loading. Collective."""
-        self.trainability.start()
-
-    def begin(self, step: int) -> None:
-        """Begin to observe a step, counted from 1 as in metrics.jsonl."""
-        self.profiler.begin_step(step)
-        self.grace.begin_step()
-
-    def end(self, result: StepResult, progress: Progress, lr: float) -> None:
-        """Check the step just taken with learning rate `lr`. Raises RunError on every rank alike. Collective."""
-        self.trainability.check_step(result, lr)
-        self.nonfinite.check_step(result, progress)
-        self.grace.end_step()
-
-
 Phase = Literal["step", "evaluation", "save"]
 
 
@@ -71,7 +45,10 @@ class Run:
     run_log: RunLog
     sinks: Sequence[Sink]
     meter: Meter
-    monitors: StepMonitors
+    profiler: StepProfiler
+    grace: GracePeriod
+    trainability: TrainabilityCheck
+    nonfinite: NonFiniteGuard
     signal_handler: SignalHandler
     schedule: StepSchedule
     memory: MemoryMonitor
@@ -94,7 +71,7 @@ class Run:
             self._load_checkpoint(self.start_checkpoint)
             progress = self.start_checkpoint.progress
         # After the load: the checksums are compared with the loaded weights, not with those of `init`.
-        self.monitors.start()
+        self.trainability.start()
         # A finished run takes no step, so a signal may end it at once.
         if not self.is_finished(progress):
             self.signal_handler.begin_training()
@@ -133,7 +110,8 @@ class Run:
         """Take one optimizer step; `weight` is that of all ranks' batches, None if it is not known. Collective."""
         # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
-        self.monitors.begin(progress.step + 1)
+        self.profiler.begin_step(progress.step + 1)
+        self.grace.begin_step()
         lr = self.schedule.lr(progress.step)
         if not self.memory.can_shrink:
             return self.engine.step(step.batches, lr, weight)
@@ -168,7 +146,9 @@ class Run:
         self.meter.add(result)
         start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
         self.memory.compare_with_forecast(progress.step - start, self.run_log)
-        self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
+        self.trainability.check_step(result, self.schedule.lr(progress.step - 1))
+        self.nonfinite.check_step(result, progress)
+        self.grace.end_step()
         if self.display is not None:
             self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
 
@@ -189,7 +169,7 @@ class Run:
         # Before a stop: a failed background save ends the run with its own error.
         self.saver.poll(failed, writing)
         signal_name, is_save_requested = self.signal_handler.agree(counts)
-        due = self.due_after(progress, self._log_stop(signal_name, progress))
+        due = self.schedule.due_after(progress.step, self._log_stop(signal_name, progress))
         if is_save_requested:
             self.run_log.log_event("save_requested", step=progress.step, signal=SAVE_SIGNAL.name)
             due = replace(due, save=True)
@@ -201,13 +181,9 @@ class Run:
 
     def _log_stop(self, signal_name: str | None, progress: Progress) -> bool:
         if signal_name is not None and progress.step < self.total_steps:
-            seconds = self.monitors.grace.save_seconds
+            seconds = self.grace.save_seconds
             self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)
         return signal_name is not None
-
-    def due_after(self, progress: Progress, stop: bool) -> Due:
-        """Return what has to be done after a step; `stop`: a signal asked for a stop."""
-        return self.schedule.due_after(progress.step, stop)
 
     def due_after_evaluation(self, progress: Progress, due: Due) -> Due:
         """Return `due`, or what a stop needs where a signal ended the evaluation, or early stopping ends the run.
@@ -224,20 +200,19 @@ class Run:
             line = f"early stopping after step {progress.step}: {stopping}"
             self.run_log.announce(line, "early_stopping", step=progress.step, **stopping.state_dict())
             self.write_profile(progress, True)
-        return self.due_after(progress, True)
+        return self.schedule.due_after(progress.step, True)
 
     def write_profile(self, progress: Progress, is_last: bool) -> None:
         """Write the profile after its last step or the last step of the run.
 
         Raises NonFiniteError after the last step of a run that changed no weight. Collective.
         """
-        profiler = self.monitors.profiler
-        if profiler.end_step(progress.step, is_last):
+        if self.profiler.end_step(progress.step, is_last):
             with self.meter.pause():  # writing a trace may take longer than a step
-                profiler.write(progress.step)
+                self.profiler.write(progress.step)
         # Before the last checkpoint, which would pass for a trained model.
         if progress.step >= self.total_steps:
-            self.monitors.nonfinite.check_run(progress)
+            self.nonfinite.check_run(progress)
 
     def log_train_metrics(self, progress: Progress) -> None:
         """Write one row of training metrics to every sink. Collective."""

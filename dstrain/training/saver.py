@@ -32,28 +32,6 @@ SIZE_MARGIN = 1.02
 """Factor for headers, the manifest and other files of the run."""
 
 
-@dataclass(frozen=True)
-class DiskForecast:
-    """Disk space that a run's checkpoints will take."""
-
-    checkpoint_size: int
-    """Size of one checkpoint in bytes."""
-    max_checkpoints: int
-    """Largest number at the same time, including the one being written."""
-    free_bytes: int
-    """Free bytes at the moment."""
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.checkpoint_size * self.max_checkpoints
-
-    def __str__(self) -> str:
-        most = f"at most {self.max_checkpoints} at a time take {format_bytes(self.needed_bytes)}"
-        return (
-            f"checkpoints: {format_bytes(self.checkpoint_size)} each, {most}; {format_bytes(self.free_bytes)} are free"
-        )
-
-
 def compute_max_checkpoints(num_saves: int, keep: int | None, every: int, keep_every: int | None) -> int:
     """Return the largest number of checkpoints at a time: the kept, the best, the one being written, and multiples.
 
@@ -64,16 +42,19 @@ def compute_max_checkpoints(num_saves: int, keep: int | None, every: int, keep_e
     return min(num_saves, kept + 1)
 
 
-def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool) -> str | None:
-    """Return a warning if the disk will be full during the run. Raises CheckpointError if no checkpoint fits."""
-    if forecast.checkpoint_size > forecast.free_bytes:
+def check_disk_space(size: int, count: int, free: int, folder: Path, prune_when_full: bool) -> str | None:
+    """Return a warning if `count` checkpoints of `size` bytes do not fit into `free` bytes.
+
+    Raises CheckpointError if not even one does.
+    """
+    if size > free:
         raise CheckpointError(
-            f"a checkpoint takes {format_bytes(forecast.checkpoint_size)}, and {folder} has {format_bytes(forecast.free_bytes)} free; "
+            f"a checkpoint takes {format_bytes(size)}, and {folder} has {format_bytes(free)} free; "
             "free some, or put --run-dir on another disk"
         )
-    if forecast.needed_bytes <= forecast.free_bytes or prune_when_full:
+    if size * count <= free or prune_when_full:
         return None
-    fit = forecast.free_bytes // forecast.checkpoint_size
+    fit = free // size
     superseded = sum(get_folder_size(path) for path in list_old_versions(folder))
     held = (
         f"; superseded-* in {folder} take {format_bytes(superseded)} until their steps are saved again"
@@ -81,8 +62,9 @@ def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool
         else ""
     )
     return (
-        f"{forecast}: no. {fit + 1} would not fit; free some, put --run-dir on another disk, lower save.keep "
-        f"to {max(1, fit - 2)} or set save.prune_when_full{held}"
+        f"checkpoints: {format_bytes(size)} each, at most {count} at a time take {format_bytes(size * count)}; "
+        f"{format_bytes(free)} are free: no. {fit + 1} would not fit; free some, put --run-dir on another disk, lower "
+        f"save.keep to {max(1, fit - 2)} or set save.prune_when_full{held}"
     )
 
 

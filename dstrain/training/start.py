@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.state.manifest import (
     MANIFEST_FILE,
     CheckpointInfo,
-    find_fault,
     find_latest_complete,
-    read_checkpoint_info,
+    inspect_checkpoint,
 )
 
 REDUCED_BATCH_FILE = "micro_batch.json"
@@ -65,18 +64,6 @@ class ResumePoint:
     def step(self) -> int:
         """Optimizer steps that were taken before this start."""
         return 0 if self.checkpoint is None else self.checkpoint.step
-
-    def after_cleanup(self, checkpoints: CheckpointStore) -> ResumePoint:
-        """Return the same point with the names that `remove_incomplete` has restored.
-
-        A process killed between the two renames of a commit leaves `step-N.old` without `step-N`.
-        The point has it under the first name, and the cleanup gives it the second.
-        """
-        return replace(
-            self,
-            checkpoint=None if self.checkpoint is None else _without_old_suffix(self.checkpoint, checkpoints),
-            skipped=tuple(_without_old_suffix(info, checkpoints) for info in self.skipped),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +201,10 @@ def find_resume_point(checkpoints: CheckpointStore, options: ResumeOptions) -> R
     if options.source == "never":
         return ResumePoint()
     if options.names_folder:
-        path = _find_requested(checkpoints, options.source)
-        if fault := checkpoints.find_fault(path):
-            raise CheckpointError(f"--resume {options.source}: {path} is damaged ({fault}); choose another")
-        return ResumePoint(checkpoint=read_checkpoint_info(path, None))
+        info = checkpoints.verify(_find_requested(checkpoints, options.source))
+        if info.fault:
+            raise CheckpointError(f"--resume {options.source}: {info.path} is damaged ({info.fault}); choose another")
+        return ResumePoint(checkpoint=info)
     newest, skipped = checkpoints.find_latest_valid()
     if newest is None and skipped:
         raise CheckpointError(
@@ -234,10 +221,10 @@ def find_checkpoint_at(folder: str) -> CheckpointInfo:
     """
     path = Path(folder).expanduser().resolve()
     if (path / MANIFEST_FILE).is_file():
-        fault = find_fault(path, check_hashes=False)
-        if fault:
-            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
-        return read_checkpoint_info(path, None)
+        info = inspect_checkpoint(path)
+        if info.fault:
+            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({info.fault}); choose another one")
+        return info
     newest = find_latest_complete(path / "checkpoints")
     if newest is None:
         raise ResumeError(f"--resume {folder}: holds no complete checkpoint; give a run folder or a checkpoint in it")
@@ -265,12 +252,6 @@ def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -
     if path.suffix == ".old" and successor.exists() and path.parent == checkpoints.folder.resolve():
         raise ResumeError(f"--resume {source}: was replaced by {successor.name}; choose that one")
     return path
-
-
-def _without_old_suffix(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
-    if info.path.suffix != ".old" or info.path.parent.resolve() != checkpoints.folder.resolve():
-        return info
-    return replace(info, path=info.path.with_suffix(""))
 
 
 def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:

@@ -50,7 +50,7 @@ from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
 from dstrain.training.health.trainability import NonFiniteGuard
-from dstrain.training.saver import DiskForecast, check_disk_space
+from dstrain.training.saver import check_disk_space
 from tests.unit.training.test_memory import monitor
 
 
@@ -111,7 +111,7 @@ def failed_check(folder: Path) -> None:
 
 
 def full_disk(folder: Path) -> None:
-    check_disk_space(DiskForecast(2**40, 1, 2**20), folder, False)
+    check_disk_space(2**40, 1, 2**20, folder, False)
 
 
 EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {

@@ -266,45 +266,40 @@ def find_latest_complete(folder: Path) -> CheckpointInfo | None:
     return next((info for info in iter_checkpoints(folder) if info.is_complete), None)
 
 
-def inspect_checkpoint(path: Path, check_hashes: bool = False) -> CheckpointInfo:
-    """Return a checkpoint's info and status. The manifest is read once."""
-    manifest, fault = _read_and_check_manifest(path, check_hashes, (0, 1))
-    return _make_info(path, manifest, fault)
-
-
-def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> CheckpointFault | None:
-    """Return why a checkpoint cannot be read; None if it is complete.
+def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int, int] = (0, 1)) -> CheckpointInfo:
+    """Return a checkpoint's info, with its fault if it cannot be read. The manifest is read once.
 
     Every file must exist with its size; `check_hashes` compares contents too, with `share` = (k, n) of every n-th block
     from block k on. Files that the manifest does not name are ignored.
     """
-    return _read_and_check_manifest(path, check_hashes, share)[1]
+    try:
+        manifest = _read_manifest(path)
+        fault = find_version_mismatch(manifest)
+        if fault is None and (reason := _find_content_fault(path, manifest, check_hashes, share)):
+            fault = CheckpointFault(reason)
+    except FileNotFoundError:
+        fault = CheckpointFault(f"{MANIFEST_FILE} is missing")
+    except CheckpointError as error:
+        fault = CheckpointFault(str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1))
+    except OSError as error:
+        fault = CheckpointFault(f"it cannot be read: {error}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fault = CheckpointFault(f"{MANIFEST_FILE} is not readable")
+    if fault is not None:
+        return make_damaged_info(path, fault)
+    size = sum(entry["size"] for entry in manifest["files"].values())
+    if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
+        size += file.st_size
+    return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
+
+
+def make_damaged_info(path: Path, fault: CheckpointFault) -> CheckpointInfo:
+    """Return the info of a checkpoint that cannot be read."""
+    return CheckpointInfo(step=_step_from_path(path) or 0, path=path, fault=fault, size=get_folder_size(path))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     return json.loads(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
-
-
-def _read_and_check_manifest(
-    path: Path, check_hashes: bool, share: tuple[int, int]
-) -> tuple[dict[str, Any], CheckpointFault | None]:
-    """Return (manifest, fault); the manifest is empty if it cannot be read, the fault None if there is none."""
-    manifest: dict[str, Any] = {}
-    try:
-        manifest = _read_manifest(path)
-        if fault := find_version_mismatch(manifest):
-            return manifest, fault
-        reason = _find_content_fault(path, manifest, check_hashes, share)
-        return manifest, None if reason is None else CheckpointFault(reason)
-    except FileNotFoundError:
-        return {}, CheckpointFault(f"{MANIFEST_FILE} is missing")
-    except CheckpointError as error:
-        reason = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
-        return manifest, CheckpointFault(reason)
-    except OSError as error:
-        return manifest, CheckpointFault(f"it cannot be read: {error}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}, CheckpointFault(f"{MANIFEST_FILE} is not readable")
 
 
 def find_version_mismatch(manifest: Mapping[str, Any]) -> CheckpointFault | None:
@@ -379,20 +374,6 @@ def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple
     blocks = [(name, index) for name, entry in sorted(files.items()) for index in range(len(entry["sha256"]))]
     for name, index in blocks[share[0] :: share[1]]:
         HashedFileReader(path / name, files[name]).read_block(index)
-
-
-def read_checkpoint_info(path: Path, fault: CheckpointFault | None) -> CheckpointInfo:
-    """Return the info of a checkpoint with a known fault, or None."""
-    return _make_info(path, _read_manifest(path) if fault is None else {}, fault)
-
-
-def _make_info(path: Path, manifest: Mapping[str, Any], fault: CheckpointFault | None) -> CheckpointInfo:
-    if fault is not None:
-        return CheckpointInfo(step=_step_from_path(path) or 0, path=path, fault=fault, size=get_folder_size(path))
-    size = sum(entry["size"] for entry in manifest["files"].values())
-    if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
-        size += file.st_size
-    return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 
 def get_folder_size(path: Path) -> int:

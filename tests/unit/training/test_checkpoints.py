@@ -29,9 +29,8 @@ from dstrain.training.state.manifest import (
     MANIFEST_FORMAT,
     FileEntry,
     find_checkpoints,
-    find_fault,
     find_latest_complete,
-    read_checkpoint_info,
+    inspect_checkpoint,
     read_file_entries,
     write_hashed_file,
 )
@@ -135,14 +134,15 @@ def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing_that_it_tells
     save(solo(tmp_path), 3, metric=0.5)
     manifest = tmp_path / "step-00000003" / "MANIFEST.json"
     content = manifest.read_bytes()
-    told = read_checkpoint_info(manifest.parent, None), read_file_entries(manifest.parent)
+    told = inspect_checkpoint(manifest.parent), read_file_entries(manifest.parent)
     for place in range(8 * len(content)):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         manifest.write_bytes(changed)
-        if find_fault(manifest.parent, check_hashes=False) is None and read_file_entries(manifest.parent) == told[1]:
-            assert read_checkpoint_info(manifest.parent, None) == told[0], changed
-        elif find_fault(manifest.parent) is None:
+        info = inspect_checkpoint(manifest.parent)
+        if info.is_complete and read_file_entries(manifest.parent) == told[1]:
+            assert info == told[0], changed
+        elif inspect_checkpoint(manifest.parent, check_hashes=True).is_complete:
             raise AssertionError(f"not found: {changed!r}")
 
 
@@ -152,7 +152,7 @@ def test_a_file_without_its_hashes_is_not_whole(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["files"]["rank-00000.dat"]["sha256"] = []
     path.write_text(json.dumps(manifest))
-    assert "names 0 hashes of rank-00000.dat" in str(find_fault(path.parent, check_hashes=False))
+    assert "names 0 hashes of rank-00000.dat" in inspect_checkpoint(path.parent).status
 
 
 @pytest.mark.parametrize("per_rank", [[1, 1], [0], [], "1"])
@@ -220,9 +220,9 @@ def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None
 def test_a_copy_under_another_name_with_a_file_that_someone_added_is_whole(tmp_path: Path) -> None:
     save(solo(tmp_path), 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "copy")
-    assert find_fault(tmp_path / "copy") is None
+    assert inspect_checkpoint(tmp_path / "copy", check_hashes=True).is_complete
     (tmp_path / "step-00000001" / "notes.txt").write_text("a good one")
-    assert find_fault(tmp_path / "step-00000001") is None
+    assert inspect_checkpoint(tmp_path / "step-00000001", check_hashes=True).is_complete
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
@@ -308,12 +308,11 @@ def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch
     """It renames `step-N.old`, whose manifest a slower rank had not read yet."""
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old")
-    read = read_checkpoint_info
 
-    def read_late(path: Path, fault: str | None) -> Any:
+    def read_late(*args: Any, **options: Any) -> Any:
         if threading.current_thread().name.endswith("_1"):
             time.sleep(0.3)
-        return read(path, fault)
+        return inspect_checkpoint(*args, **options)
 
     def act(world: ThreadWorld) -> Any:
         checkpoints = CheckpointStore(folder=tmp_path, world=world)
@@ -321,7 +320,7 @@ def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch
         checkpoints.remove_incomplete()
         return found
 
-    monkeypatch.setattr("dstrain.training.checkpoints.read_checkpoint_info", read_late)
+    monkeypatch.setattr("dstrain.training.checkpoints.inspect_checkpoint", read_late)
     assert [info.step for info in on_ranks(2, act)] == [1, 1]  # type: ignore[union-attr]
 
 
@@ -549,14 +548,14 @@ def test_a_save_reads_no_more_manifests_the_more_there_are(
     save(kept, *range(1, 40), metric=0.5)
     monkeypatch.setattr(
         "dstrain.training.checkpoints.inspect_checkpoint",
-        lambda path: read.append(path) or read_checkpoint_info(path, None),
+        lambda path: read.append(path) or inspect_checkpoint(path),
     )
     monkeypatch.setattr(
-        manifest, "inspect_checkpoint", lambda path, all=False: read.append(path) or read_checkpoint_info(path, None)
+        manifest, "inspect_checkpoint", lambda path, all=False: read.append(path) or inspect_checkpoint(path)
     )
     save(kept, 40, metric=0.4)
     assert best(tmp_path) == "step-00000040"
-    assert len(read) <= 2 + 3
+    assert len(read) <= 3 + 3
 
 
 @pytest.mark.parametrize("target", ["best", "step-00000099", "/etc"])

@@ -18,7 +18,7 @@ from dstrain.training.checkpoints import read_best_name
 from dstrain.training.copies import RunCopy
 from dstrain.training.plan import open_copy
 from dstrain.training.start import ResumeOptions
-from dstrain.training.state.manifest import find_fault
+from dstrain.training.state.manifest import inspect_checkpoint
 from tests.unit.training.test_checkpoints import OneRank, save, solo, steps
 from tests.vocabulary import read_events, wait_until, write_recipe
 
@@ -160,7 +160,7 @@ def test_a_step_that_was_saved_again_replaces_its_copy(place: str, tmp_path: Pat
     RunCopy(place, run_dir).restore()
     run_info = json.loads((run_dir / "checkpoints/step-00000010/run.json").read_text())
     assert run_info["metric"] == 7.0
-    assert find_fault(run_dir / "checkpoints/step-00000010") is None
+    assert inspect_checkpoint(run_dir / "checkpoints/step-00000010", check_hashes=True).is_complete
 
 
 def test_what_cannot_be_used_is_refused_with_its_cause(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_run_ends_when_its_last_checkpoint_is_copied(tmp_path: Path) -> None:
     words = ["train", f"{tmp_path}/recipe.yaml", "--run-dir", f"{tmp_path}/run", "--num-gpus", "2"]
     done = subprocess.run([sys.executable, "-m", "dstrain", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert find_fault(tmp_path / "backup/run/checkpoints/step-00000002") is None
+    assert inspect_checkpoint(tmp_path / "backup/run/checkpoints/step-00000002", check_hashes=True).is_complete
     assert read_events(tmp_path / "run", "copied")[-1]["checkpoint"] == "step-00000002"
     export = ["export", f"{tmp_path}/backup/run", "--to", f"{tmp_path}/model"]
     read = subprocess.run([sys.executable, "-m", "dstrain", *export], capture_output=True, text=True, timeout=300)

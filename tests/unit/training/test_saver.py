@@ -18,7 +18,6 @@ from dstrain.training import saver
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.saver import (
     CheckpointSaver,
-    DiskForecast,
     check_disk_space,
     compute_max_checkpoints,
     ensure_disk_space,
@@ -151,13 +150,13 @@ def test_the_most_checkpoints_on_disk_are_counted(
 
 def test_a_disk_that_will_be_full_is_told_before_training() -> None:
     each = 2**30
-    assert check_disk_space(DiskForecast(each, 5, 6 * each), Path("/runs"), False) is None
-    warning = check_disk_space(DiskForecast(each, 5, 4 * each), Path("/runs"), False)
+    assert check_disk_space(each, 5, 6 * each, Path("/runs"), False) is None
+    warning = check_disk_space(each, 5, 4 * each, Path("/runs"), False)
     assert warning is not None
     assert "1.0 GiB each, at most 5 at a time take 5.0 GiB; 4.0 GiB are free: no. 5 would not fit" in warning
-    assert check_disk_space(DiskForecast(each, 5, 4 * each), Path("/runs"), True) is None
+    assert check_disk_space(each, 5, 4 * each, Path("/runs"), True) is None
     with pytest.raises(CheckpointError, match=r"a checkpoint takes 1\.0 GiB, and /runs has 0 B free; free some"):
-        check_disk_space(DiskForecast(each, 5, 0), Path("/runs"), True)
+        check_disk_space(each, 5, 0, Path("/runs"), True)
 
 
 @pytest.fixture

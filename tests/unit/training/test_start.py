@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +33,9 @@ from dstrain.training.input_digests import check_fingerprints, dump_training_rec
 from dstrain.training.plan import RunPlan, make_plan
 from dstrain.training.start import ResumeOptions, ResumePoint, Start, decide_start, find_resume_point
 from dstrain.training.state.manifest import (
-    CheckpointFault,
     CheckpointInfo,
     find_checkpoints,
-    read_checkpoint_info,
+    inspect_checkpoint,
     write_hashed_file,
 )
 from tests.contract.lora_cases import save_base
@@ -117,8 +115,9 @@ def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> 
     assert decision.checkpoint is not None
     assert decision.checkpoint.path.is_dir()
     checkpoints = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
-    checkpoints.remove_incomplete()
-    assert decision.after_cleanup(checkpoints) == replace(decision, checkpoint=replace(decision.checkpoint, path=path))
+    run_log = RunLog(tmp_path, 0)
+    assert prepare_start(decision, checkpoints, run_log, False) == replace(decision.checkpoint, path=path)
+    run_log.close()
 
 
 def test_resume_never_begins_a_new_run(tmp_path: Path) -> None:
@@ -144,16 +143,11 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
 ) -> None:
     path = save(tmp_path, 1)
 
-    def find_fault(path: Path, share: tuple[int, int]) -> CheckpointFault | None:
-        return CheckpointFault("MANIFEST.json is missing") if share[0] == 1 else None
+    def inspect(path: Path, check_hashes: bool, share: tuple[int, int]) -> CheckpointInfo:
+        is_blind = share[0] == 1
+        return inspect_checkpoint(path / "elsewhere" if is_blind else path, check_hashes, share)
 
-    def read_on_rank_0(path: Path, fault: CheckpointFault | None) -> CheckpointInfo:
-        if threading.current_thread().name.endswith("_1"):
-            raise FileNotFoundError(path)
-        return read_checkpoint_info(path, fault)
-
-    monkeypatch.setattr("dstrain.training.checkpoints.find_fault", find_fault)
-    monkeypatch.setattr("dstrain.training.start.read_checkpoint_info", read_on_rank_0)
+    monkeypatch.setattr("dstrain.training.checkpoints.inspect_checkpoint", inspect)
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
         assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)

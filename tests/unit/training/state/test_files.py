@@ -30,7 +30,7 @@ from dstrain.training.state.files import (
     write_state,
 )
 from dstrain.training.state.layout import ParamRange, StateSlice
-from dstrain.training.state.manifest import BlockCache, HashedFileReader, find_fault, write_hashed_file
+from dstrain.training.state.manifest import BlockCache, HashedFileReader, inspect_checkpoint, write_hashed_file
 
 
 def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]) -> Path:
@@ -147,7 +147,7 @@ def change_index(place: Path, change: Callable[[dict[str, Any], np.ndarray], obj
     content = (place / INDEX_ROWS_FILE).read_bytes()
     manifest["files"][INDEX_ROWS_FILE] = write_hashed_file(place / INDEX_ROWS_FILE, content)
     (place / "MANIFEST.json").write_text(json.dumps(manifest))
-    assert find_fault(place) is None, "its hashes are right"
+    assert inspect_checkpoint(place, check_hashes=True).is_complete, "its hashes are right"
 
 
 def set_rows(column: str, value: int) -> Callable[[dict[str, Any], np.ndarray], None]:
@@ -227,7 +227,7 @@ def test_an_account_that_cannot_be_is_refused(about: Any, tmp_path: Path) -> Non
     own = flat_cuts(torch.randn(10), [10])[0]
     checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld())
     place = checkpoints.save(lambda folder: write_state(folder, own, about), Progress(1, 1), {})
-    assert find_fault(place) is None, "its hash is right"
+    assert inspect_checkpoint(place, check_hashes=True).is_complete, "its hash is right"
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         CheckpointReader(place).read_tensor("w")
 
@@ -276,7 +276,7 @@ def test_a_planted_pickle_is_refused_by_name_and_not_run(name: str, in_manifest:
         manifest["files"][name] = entry
         manifest["files_per_rank"][0] += "rank-00000" in name
         (place / "MANIFEST.json").write_text(json.dumps(manifest))
-        assert find_fault(place) is None, "its hash is right"
+        assert inspect_checkpoint(place, check_hashes=True).is_complete, "its hash is right"
     with pytest.raises(CheckpointError, match=rf"{name} may be a pickle, which runs code when it is read"):
         CheckpointReader(place)
     assert not trace.exists()

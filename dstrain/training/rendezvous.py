@@ -32,7 +32,6 @@ from dstrain.training.health.liveness import (
     Member,
     decode,
     foreign_values,
-    get_pid_namespace,
     get_value,
     set_value,
     store_key,
@@ -110,10 +109,10 @@ class Rendezvous:
         """
         own = {
             "host": socket.gethostname(),
-            "place": f"{get_host_id()} {os.path.realpath(cache_root())}",
+            "machine": get_host_id(),
+            "cache": os.path.realpath(cache_root()),
             "software": read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()},
             "pid": os.getpid(),
-            "pid_namespace": get_pid_namespace(),
         }
         # Before the others may look for it: reading a key that is missing blocks.
         self._store.set(store_key(f"beat/{self.rank}"), "0")
@@ -137,11 +136,7 @@ class Rendezvous:
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         contents = self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
         peers = {rank: decode(content, dict) for rank, content in zip(here, contents, strict=True)}
-        pids = {
-            rank: int(peer["pid"])
-            for rank, peer in peers.items()
-            if own["pid_namespace"] and peer["pid_namespace"] == own["pid_namespace"]
-        }
+        pids = {rank: int(peer["pid"]) for rank, peer in peers.items() if peer["machine"] == own["machine"]}
         members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
         self.liveness = Liveness(self._store, self.rank, members, self._timeout)
         self.liveness.start()
@@ -270,7 +265,7 @@ def _parse_hello(content: bytes) -> dict[str, Any]:
     """Return {"host", "place", "software"} of a rank."""
     found = decode(content, dict)
     software = {str(name): one_line(version) for name, version in found["software"].items()}
-    return {"host": one_line(found["host"]), "place": str(found["place"]), "software": software}
+    return {"host": one_line(found["host"]), "place": (found["machine"], found["cache"]), "software": software}
 
 
 def _find_version_fault(hellos: list[dict[str, Any]]) -> str:

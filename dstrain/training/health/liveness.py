@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from dstrain.distributed.collective_log import CollectiveLog
@@ -330,12 +328,3 @@ def call_with_timeout(function: Callable[[], T], fallback: T, timeout: float) ->
     thread.start()
     thread.join(timeout)
     return result[0]
-
-
-@cache
-def get_pid_namespace() -> str:
-    """Return host name and pid namespace: pids can be compared only within both."""
-    try:
-        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""

@@ -318,7 +318,7 @@ def test_a_rank_that_ends_before_its_first_heartbeat_keeps_nobody_from_a_failure
 
 def test_host_names_and_versions_of_other_ranks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    other = {"host": "h1\x1b]0;x\x07", "place": "p", "software": {"torch": "1\x1b"}, "pid": 1, "pid_namespace": ""}
+    other = {"host": "h1\x1b]0;x\x07", "machine": "m", "cache": "c", "software": {"torch": "1\x1b"}, "pid": 1}
     set_value(store, "hello/1", other)
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: store)
     monkeypatch.setattr(rendezvous, "read_package_versions", lambda: {"torch": "2"})
@@ -335,7 +335,7 @@ def test_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, monk
     monkeypatch.setattr(liveness.Liveness, "start", lambda own: None)
     hosts = {"hosts": ["other", "here"], "host": [0] * (size - 2) + [1, 1]}
     set_value(store.inner, "members", hosts | {"first": [0] * size, "fault": ""})
-    set_value(store.inner, f"hello/{size - 2}", {"pid": 1, "pid_namespace": ""})
+    set_value(store.inner, f"hello/{size - 2}", {"pid": 1, "machine": ""})
     set_value(store.inner, "gather/0", [0] * size)
     together = Rendezvous(Worker(size - 1, 1, size, "tests", 2), timedelta(seconds=10))
     with together:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -277,8 +277,8 @@ class CheckpointStore:
         with self._peer_errors(f"verifying {path}"):
             faults = self.world.gather(info.fault)
         for rank, fault in enumerate(faults):
-            if fault is not None:
-                return make_damaged_info(path, replace(fault, reason=f"{fault.reason} (rank {rank})"))
+            if fault:
+                return make_damaged_info(path, f"{fault} (rank {rank})")
         return info
 
     def remove_incomplete(self) -> list[str]:

@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -116,6 +115,8 @@ class _StoredState:
     scales_key: str
     numbers_by_code: torch.Tensor
     """(256,) sorted numbers between -1 and 1."""
+    _cache: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
+    """`_records` by parameter."""
 
     def read(self, ranges: Sequence[ParamRange], begin: int, n: int) -> _Values:
         """Read the values of a slice from `begin` on."""
@@ -154,7 +155,3 @@ class _StoredState:
                     records.append((int(place[0]), int(place[1]), scales))
             self._cache[name] = sorted(records, key=lambda record: record[:2])
         return self._cache[name]
-
-    @cached_property
-    def _cache(self) -> dict[str, list[tuple[int, int, torch.Tensor]]]:
-        return {}

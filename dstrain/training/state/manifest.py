@@ -182,18 +182,8 @@ _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
 
 COMPLETE_STATUS = "whole"
 """What `dstrain checkpoints` prints for a checkpoint without a fault."""
-
-
-@dataclass(frozen=True)
-class CheckpointFault:
-    """Why a checkpoint cannot be read."""
-
-    reason: str
-    is_later_version: bool = False
-    """True where a later version of dstrain wrote it: it may be complete."""
-
-    def __str__(self) -> str:
-        return self.reason
+LATER_VERSION = "of a later version of dstrain"
+"""Beginning of the fault of a checkpoint that may be complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +192,8 @@ class CheckpointInfo:
 
     step: int
     path: Path
-    fault: CheckpointFault | None = None
-    """None if it is complete."""
+    fault: str = ""
+    """Why it cannot be read; empty if it is complete."""
     size: int = 0
     """Total size of all files in bytes."""
     samples: int | None = None
@@ -213,14 +203,14 @@ class CheckpointInfo:
 
     @property
     def is_complete(self) -> bool:
-        return self.fault is None
+        return not self.fault
 
     @property
     def status(self) -> str:
         """`whole`, `damaged: REASON`, or the later version of dstrain that wrote it, as `dstrain checkpoints` prints it."""
-        if self.fault is None:
+        if self.is_complete:
             return COMPLETE_STATUS
-        return self.fault.reason if self.fault.is_later_version else f"damaged: {self.fault.reason}"
+        return self.fault if self.fault.startswith(LATER_VERSION) else f"damaged: {self.fault}"
 
     @property
     def progress(self) -> Progress:
@@ -274,18 +264,16 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     """
     try:
         manifest = _read_manifest(path)
-        fault = find_version_mismatch(manifest)
-        if fault is None and (reason := _find_content_fault(path, manifest, check_hashes, share)):
-            fault = CheckpointFault(reason)
+        fault = _find_version_fault(manifest) or _find_content_fault(path, manifest, check_hashes, share)
     except FileNotFoundError:
-        fault = CheckpointFault(f"{MANIFEST_FILE} is missing")
+        fault = f"{MANIFEST_FILE} is missing"
     except CheckpointError as error:
-        fault = CheckpointFault(str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1))
+        fault = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
     except OSError as error:
-        fault = CheckpointFault(f"it cannot be read: {error}")
+        fault = f"it cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        fault = CheckpointFault(f"{MANIFEST_FILE} is not readable")
-    if fault is not None:
+        fault = f"{MANIFEST_FILE} is not readable"
+    if fault:
         return make_damaged_info(path, fault)
     size = sum(entry["size"] for entry in manifest["files"].values())
     if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
@@ -293,7 +281,7 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 
-def make_damaged_info(path: Path, fault: CheckpointFault) -> CheckpointInfo:
+def make_damaged_info(path: Path, fault: str) -> CheckpointInfo:
     """Return the info of a checkpoint that cannot be read."""
     return CheckpointInfo(step=_step_from_path(path) or 0, path=path, fault=fault, size=get_folder_size(path))
 
@@ -302,13 +290,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return json.loads(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
 
 
-def find_version_mismatch(manifest: Mapping[str, Any]) -> CheckpointFault | None:
-    """Return a fault if another version of dstrain wrote it; None if this version can read it."""
+def _find_version_fault(manifest: Mapping[str, Any]) -> str:
     number = manifest.get("format")
     if isinstance(number, int) and number > MANIFEST_FORMAT:
-        sentence = f"of a later version of dstrain (format {number}), which this one does not read"
-        return CheckpointFault(sentence, is_later_version=True)
-    return None if number == MANIFEST_FORMAT else CheckpointFault(f"{MANIFEST_FILE} has the format {number!r}")
+        return f"{LATER_VERSION} (format {number}), which this one does not read"
+    return "" if number == MANIFEST_FORMAT else f"{MANIFEST_FILE} has the format {number!r}"
 
 
 def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool, share: tuple[int, int]) -> str | None:

@@ -56,24 +56,19 @@ def add_frozen_models(task: Task, model: torch.nn.Module) -> TrainModule:
         adapter = read_adapter(wanted.path)
         assert adapter is not None, "checked with the recipe"
         add_reference_adapter(model, adapter)
-    return TrainModule(task, model, build_reference(task), build_reward_models(task), build_judge(task))
+    judge = make_judge(task)
+    return TrainModule(
+        task, model,
+        reference=build_reference(task),
+        reward_models=[scorer.build() for scorer in task.loss_inputs.scorers if not scorer.is_cached],
+        judge=None if judge is None else FrozenModule(judge.frozen_model, judge.frozen_model.build()),
+    )  # fmt: skip
 
 
 def build_reference(task: Task) -> torch.nn.Module | None:
     """Return the reference where it is a model of its own in memory. Collective under ZeRO-3."""
     reference = task.loss_inputs.reference
     return reference.build() if reference.kind == "model" else None
-
-
-def build_reward_models(task: Task) -> list[torch.nn.Module]:
-    """Return the reward models that are not cached. Collective under ZeRO-3."""
-    return [scorer.build() for scorer in task.loss_inputs.scorers if not scorer.is_cached]
-
-
-def build_judge(task: Task) -> FrozenModule | None:
-    """Return the reward model of generated answers, None where there is none. Collective under ZeRO-3."""
-    judge = make_judge(task)
-    return None if judge is None else FrozenModule(judge.frozen_model, judge.frozen_model.build())
 
 
 def build_model_without_init(task: Task) -> torch.nn.Module:

@@ -244,7 +244,8 @@ class CheckpointStore:
     def _create_partial(self, partial: Path) -> None:
         if self.check_owner is not None:
             self.check_owner()
-        _create_empty_folder(partial)
+        clear_path(partial)
+        partial.mkdir(parents=True)
 
     def _finalize(self, partial: Path, files: dict[str, FileEntry], run_info: Mapping[str, Any]) -> None:
         from dstrain.training.state.files import write_index
@@ -383,11 +384,6 @@ def list_old_versions(folder: Path) -> list[Path]:
 
 REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
 """Folder names that a run may remove; all others are the user's."""
-
-
-def _create_empty_folder(folder: Path) -> None:
-    clear_path(folder)
-    folder.mkdir(parents=True)
 
 
 def _commit(partial: Path, final: Path) -> None:

@@ -41,7 +41,6 @@ class MemoryForecast:
     """Predicted memory of one rank. On a CPU the device is the process's own host memory."""
 
     device_bytes: int
-    host_bytes_per_node: int
     lines: tuple[tuple[str, str, int], ...]
     """(name, place, bytes) of each part; the place is gpu, host or nvme."""
     fixes: tuple[str, ...]
@@ -62,7 +61,6 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
     return MemoryForecast(
         # torch's allocator does not see what is outside of it; on a CPU the whole process is measured.
         device_bytes=plan.tensor_bytes if cluster.kind == "cuda" else plan.gpu_bytes,
-        host_bytes_per_node=plan.host_bytes_per_node,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
         fixes=described,
     )

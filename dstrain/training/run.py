@@ -68,8 +68,10 @@ class Run:
         """
         progress = Progress()
         if self.start_checkpoint is not None:
-            self._load_checkpoint(self.start_checkpoint)
-            progress = self.start_checkpoint.progress
+            checkpoint = self.start_checkpoint
+            if reset := self.engine.load(open_checkpoint(checkpoint.path, self.engine.world)):
+                self.run_log.announce(reset, "optimizer_state_reset", step=checkpoint.step, what=reset)
+            progress = checkpoint.progress
         # After the load: the checksums are compared with the loaded weights, not with those of `init`.
         self.trainability.start()
         # A finished run takes no step, so a signal may end it at once.
@@ -80,11 +82,6 @@ class Run:
     def is_finished(self, progress: Progress) -> bool:
         """Return True after the last step, and where early stopping ended the run."""
         return progress.step >= self.total_steps or self.early_stopping.is_due
-
-    def _load_checkpoint(self, checkpoint: CheckpointInfo) -> None:
-        reset = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
-        if reset:
-            self.run_log.announce(reset, "optimizer_state_reset", step=checkpoint.step, what=reset)
 
     @contextmanager
     def phase(self, name: Phase, progress: Progress) -> Iterator[None]:

@@ -184,7 +184,10 @@ class CheckpointSaver:
         flight, self._async_save = self._async_save, None
         if flight is not None:
             flight.thread.join()
-            self._finish_save(flight)
+            if flight.error is not None:
+                raise flight.error
+            assert flight.folder is not None
+            self._log_saved(flight.progress, flight.folder, flight.blocked_seconds, flight.total_seconds)
 
     def poll(self, failed: float, writing: float) -> None:
         """Commit a background save once every rank has written it. Collective where it is committed.
@@ -228,12 +231,6 @@ class CheckpointSaver:
         """Return the metrics of saves since the last call: seconds that training waited, and in total."""
         spent, self._timings = self._timings, {}
         return spent
-
-    def _finish_save(self, async_save: _AsyncSave) -> None:
-        if async_save.error is not None:
-            raise async_save.error
-        assert async_save.folder is not None
-        self._log_saved(async_save.progress, async_save.folder, async_save.blocked_seconds, async_save.total_seconds)
 
     def _log_saved(self, progress: Progress, folder: Path, blocked_seconds: float, total_seconds: float) -> None:
         self.saved_step = progress.step

@@ -126,12 +126,8 @@ class DeepSpeedEngine(Engine):
         return sums.result(batches, grad_norm=norm, **outcome)
 
     def state_metadata(self) -> dict[str, Any]:
-        return {**super().state_metadata(), **self._read_counters()}
-
-    def _read_counters(self) -> dict[str, dict[str, Any]]:
-        """Return DeepSpeed's counters of steps and the state of the loss scale, as a checkpoint holds them."""
         counters = {name: getattr(self.engine, name) for name in COUNTERS}
-        return {"counters": counters, "loss_scale": self._loss_scaler_state()}
+        return {**super().state_metadata(), "counters": counters, "loss_scale": self._loss_scaler_state()}
 
     def _restore_counters(self, saved: Mapping[str, Any]) -> None:
         for name, value in saved.get("counters", {}).items():

@@ -207,7 +207,7 @@ def _load_tensor(
     only_names: set[str] | None = None,
 ) -> None:
     flat = tensor.detach().view(-1)
-    for place in state_slice.get_ranges(key):
+    for place in state_slice.key_ranges.get(key, state_slice.ranges):
         if place.name in reader.shapes and (only_names is None or place.name in only_names):
             reader.read_into(place.name, key, flat.narrow(0, place.offset, place.numel), place.start)
 

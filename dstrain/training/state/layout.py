@@ -56,10 +56,6 @@ class StateSlice:
         """The optimizer's state of the tensor; empty before its first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(self.tensor, {})
 
-    def get_ranges(self, key: str) -> Sequence[ParamRange]:
-        """Return the ranges in the tensor of a key."""
-        return self.key_ranges.get(key, self.ranges)
-
     def elementwise_state(self) -> dict[str, torch.Tensor]:
         """Return key -> (n,): the weight, and optimizer state with one value per weight."""
         kept = {key: value for key, value in self.optimizer_state.items() if self._is_elementwise(key, value)}

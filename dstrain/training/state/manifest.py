@@ -312,7 +312,7 @@ def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool
     if files["run.json"]["size"] > MAX_JSON_BYTES:
         return f"run.json is larger than {MAX_JSON_BYTES >> 20} MiB"
     # The manifest has no hash of its own: run.json, which has one, repeats its fields.
-    record = json.loads(_read_small_file(path, files, "run.json"))
+    record = json.loads(HashedFileReader(path / "run.json", files["run.json"]).read_all())
     if any(record[name] != manifest[name] for name in MANIFEST_FIELDS):
         return f"{MANIFEST_FILE} and run.json differ"
     if check_hashes:
@@ -347,11 +347,6 @@ def _find_size_mismatch(path: Path, files: Mapping[str, FileEntry]) -> str | Non
         if len(entry["sha256"]) != max(1, -(-size // BLOCK_BYTES)):
             return f"{MANIFEST_FILE} names {len(entry['sha256'])} hashes of {name}, which has {size} bytes"
     return None
-
-
-def _read_small_file(path: Path, files: Mapping[str, FileEntry], name: str) -> bytes:
-    """Return a verified file of one block, without hashing the rest of the checkpoint."""
-    return bytes(HashedFileReader(path / name, files[name]).read_all())
 
 
 def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple[int, int]) -> None:
@@ -421,7 +416,7 @@ def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Ma
         {"format": MANIFEST_FORMAT} | {name: run_info[name] for name in MANIFEST_FIELDS} | {"files_per_rank": per_rank}
     )
     # All names reach the disk before the manifest does: where it exists, the checkpoint is complete.
-    for folder in _iter_folders(partial):
+    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         sync_folder(folder)
     write_hashed_file(partial / MANIFEST_FILE, _to_json(manifest | {"files": dict(sorted(files.items()))}))
     sync_folder(partial)
@@ -429,11 +424,6 @@ def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Ma
 
 def _to_json(value: Any) -> bytes:
     return (json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n").encode()
-
-
-def _iter_folders(folder: Path) -> Iterator[Path]:
-    yield folder
-    yield from (path for path in folder.rglob("*") if path.is_dir())
 
 
 T = TypeVar("T")

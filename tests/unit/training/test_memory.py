@@ -22,7 +22,6 @@ from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
     device_bytes=12 * 2**30,
-    host_bytes_per_node=2**30,
     lines=(("weights", "gpu", 2**30), ("activations", "gpu", 11 * 2**30), ("batches", "host", 2**20)),
     fixes=("batch.micro 8 -> 4 saves 5.5 GiB",),
 )
@@ -156,7 +155,7 @@ def test_the_planner_is_asked_for_lines_and_fixes(
     """On a GPU the forecast is of tensors, since torch does not measure what is outside of its allocator."""
     lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
     plan = SimpleNamespace(
-        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
+        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, lines=lines
     )  # fmt: skip
     fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
     monkeypatch.setattr("dstrain.training.memory.read_shape", lambda *_: None)

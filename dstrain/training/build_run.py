@@ -35,12 +35,12 @@ from dstrain.training.health.watchdog import peer_watchdog
 from dstrain.training.input_digests import (
     check_fingerprints,
     dump_training_recipe,
-    iter_resume_changes,
     with_selected_samples,
 )
 from dstrain.training.memory import PRECOMPUTING, MemoryMonitor
 from dstrain.training.messages import (
     finish_run,
+    iter_resume_changes,
     make_sinks,
     report_failure,
     report_reduced_batch,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dstrain.cache import file_digest
-from dstrain.config import RunConfig, find_learning_changes
+from dstrain.config import RunConfig
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.sources.open import find_structure_files, open_source
@@ -17,15 +16,11 @@ from dstrain.data.token_store import TokenizedDataset
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.models.params import is_zero3
 from dstrain.models.weights import BASE_CHANGED_MESSAGE, config_fingerprint, weights_fingerprint
-from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.tasks import Task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.registry import digest_task_files
-from dstrain.training.start import get_run_dir, is_change_allowed, read_recorded_recipe
+from dstrain.training.start import is_change_allowed
 from dstrain.training.state.manifest import CheckpointInfo
-
-if TYPE_CHECKING:
-    from dstrain.training.plan import RunPlan
 
 
 def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
@@ -171,64 +166,6 @@ def _digest_source(source: DatasetConfig) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from error
     return open_source(source).digest
-
-
-_SCHEDULE_KEYS = ("steps", "epochs", "optim")
-
-
-@dataclass(frozen=True)
-class ResumeChange:
-    """A difference that was allowed, or a warning."""
-
-    event_name: str
-    """`changed`, or `warning` for a difference that is not an allowed change."""
-    event_fields: Mapping[str, Any]
-    message: str
-    """A line for the terminal."""
-
-
-def iter_resume_changes(checkpoint: CheckpointInfo, run: RunPlan, inputs: Mapping[str, Any]) -> Iterator[ResumeChange]:
-    """Yield the allowed differences between the checkpoint's run and the planned one.
-
-    `inputs` are the present digests, from `digest_inputs`.
-    """
-    before, at = read_recorded_recipe(checkpoint), f"from step {checkpoint.step} on"
-    if get_run_dir(checkpoint) == run.run_dir and not (run.run_dir / "recipe.yaml").is_file():
-        line = f"recipe.yaml is missing in {run.run_dir}; it is written again after a comparison with the checkpoint's recipe"
-        yield ResumeChange("warning", {"what": line}, f"warning: {line}")
-    found = find_learning_changes(before, run.config)
-    for key, (old, new) in found.items():
-        yield ResumeChange("changed", {"key": key, "before": old, "now": new}, f"{key}: {new!r} {at}, {old!r} before")
-    recorded = checkpoint.run_info.get("inputs", {})
-    for key, what in iter_input_changes(recorded, inputs):
-        yield ResumeChange("changed", {"key": key, "what": what}, f"{key}: {at} {what}")
-    old, new = (digests.get("data.eval", {}).get("path") for digests in (recorded, inputs))
-    before_digest, now_digest = (digests.get("data.eval", {}).get("digest") for digests in (recorded, inputs))
-    if recorded and old != new and before_digest != now_digest:
-        line = (
-            f"data.eval: {new} {at}, {old} before; "
-            f"evaluation metrics before and after are not comparable, nor is `best`"
-        )
-        yield ResumeChange("changed", {"key": "data.eval", "before": old, "now": new}, line)
-    if any(key.split(".")[0] in _SCHEDULE_KEYS for key in found):
-        yield from _iter_lr_changes(checkpoint, before, run)
-
-
-def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlan) -> Iterator[ResumeChange]:
-    """Yield the learning rate of the next step by the old schedule and by the new one."""
-    steps = checkpoint.run_info.get("steps", run.steps)
-    old, new = (
-        LRSchedule(
-            scale_lr(config.optim.peak_lr, config.optim.scale_lr, run.batch.total, config.optim.scale_lr_base),
-            config.optim.schedule, total, config.optim.warmup,
-        )(checkpoint.step)
-        for config, total in ((old_config, steps), (run.config, run.steps))
-    )  # fmt: skip
-    line = (
-        f"the learning rate follows the schedule of a run of {run.steps} steps from here on: "
-        f"{new:.3g} at the next step, {old:.3g} by the old schedule"
-    )
-    yield ResumeChange("changed", {"key": "learning rate", "before": old, "now": new}, line)
 
 
 def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from dstrain.config import BatchPlan, dump_recipe
+from dstrain.config import BatchPlan, RunConfig, dump_recipe, find_learning_changes
 from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
@@ -20,13 +21,15 @@ from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, find_last_row
 from dstrain.report.sinks import QueuedSink, RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
+from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import make_judge
+from dstrain.training.input_digests import iter_input_changes
 from dstrain.training.plan import RunPlan
 from dstrain.training.run import Run
 from dstrain.training.run_report import ReportSink
 from dstrain.training.sink_classes import find_sink_class
-from dstrain.training.start import REDUCED_BATCH_FILE, read_reduced_batch
+from dstrain.training.start import REDUCED_BATCH_FILE, get_run_dir, read_recorded_recipe, read_reduced_batch
 from dstrain.training.state.manifest import CheckpointInfo
 
 MAX_FAILURE_LENGTH = 4000
@@ -109,6 +112,64 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         run_log.warn(line)
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):
         run_log.announce(resharding, "resharded", step=start.step, how=resharding)
+
+
+_SCHEDULE_KEYS = ("steps", "epochs", "optim")
+
+
+@dataclass(frozen=True)
+class ResumeChange:
+    """A difference that was allowed, or a warning."""
+
+    event_name: str
+    """`changed`, or `warning` for a difference that is not an allowed change."""
+    event_fields: Mapping[str, Any]
+    message: str
+    """A line for the terminal."""
+
+
+def iter_resume_changes(checkpoint: CheckpointInfo, plan: RunPlan, inputs: Mapping[str, Any]) -> Iterator[ResumeChange]:
+    """Yield the allowed differences between the checkpoint's run and the planned one.
+
+    `inputs` are the present digests, from `digest_inputs`.
+    """
+    before, at = read_recorded_recipe(checkpoint), f"from step {checkpoint.step} on"
+    if get_run_dir(checkpoint) == plan.run_dir and not (plan.run_dir / "recipe.yaml").is_file():
+        line = f"recipe.yaml is missing in {plan.run_dir}; it is written again after a comparison with the checkpoint's recipe"
+        yield ResumeChange("warning", {"what": line}, f"warning: {line}")
+    found = find_learning_changes(before, plan.config)
+    for key, (old, new) in found.items():
+        yield ResumeChange("changed", {"key": key, "before": old, "now": new}, f"{key}: {new!r} {at}, {old!r} before")
+    recorded = checkpoint.run_info.get("inputs", {})
+    for key, what in iter_input_changes(recorded, inputs):
+        yield ResumeChange("changed", {"key": key, "what": what}, f"{key}: {at} {what}")
+    old, new = (digests.get("data.eval", {}).get("path") for digests in (recorded, inputs))
+    before_digest, now_digest = (digests.get("data.eval", {}).get("digest") for digests in (recorded, inputs))
+    if recorded and old != new and before_digest != now_digest:
+        line = (
+            f"data.eval: {new} {at}, {old} before; "
+            f"evaluation metrics before and after are not comparable, nor is `best`"
+        )
+        yield ResumeChange("changed", {"key": "data.eval", "before": old, "now": new}, line)
+    if any(key.split(".")[0] in _SCHEDULE_KEYS for key in found):
+        yield from _iter_lr_changes(checkpoint, before, plan)
+
+
+def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, plan: RunPlan) -> Iterator[ResumeChange]:
+    """Yield the learning rate of the next step by the old schedule and by the new one."""
+    steps = checkpoint.run_info.get("steps", plan.steps)
+    old, new = (
+        LRSchedule(
+            scale_lr(config.optim.peak_lr, config.optim.scale_lr, plan.batch.total, config.optim.scale_lr_base),
+            config.optim.schedule, total, config.optim.warmup,
+        )(checkpoint.step)
+        for config, total in ((old_config, steps), (plan.config, plan.steps))
+    )  # fmt: skip
+    line = (
+        f"the learning rate follows the schedule of a run of {plan.steps} steps from here on: "
+        f"{new:.3g} at the next step, {old:.3g} by the old schedule"
+    )
+    yield ResumeChange("changed", {"key": "learning rate", "before": old, "now": new}, line)
 
 
 def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:

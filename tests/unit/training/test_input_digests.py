@@ -26,8 +26,8 @@ from dstrain.training.input_digests import (
     check_inputs_unchanged,
     dump_training_recipe,
     iter_input_changes,
-    iter_resume_changes,
 )
+from dstrain.training.messages import iter_resume_changes
 from dstrain.training.plan import RunPlan, make_plan
 from dstrain.training.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.training.start import ResumeOptions

@@ -211,7 +211,7 @@ ENVIRONMENT: dict[str, Wrong] = {
     "a job of letters": environment(r"SLURM_JOB_ID is 'x'.*; ", **SLURM | {"SLURM_JOB_ID": "x"}),
     "a step of letters": environment(r"SLURM_STEP_ID is 'x'.*; ", **SLURM | {"SLURM_STEP_ID": "x"}),
     "a node below 0": environment(r"SLURM_NODEID is '-1'.*; ", **SLURM | {"SLURM_NODEID": "-1"}),
-    "a list of nodes": environment(r"'x-y' in the host list .*; write it like node\[01-03,7\]", **SLURM | {"SLURM_STEP_NODELIST": "a[x-y]"}),
+    "a list of nodes": environment(r"'a\[x-y\]' names no host; write it like node\[01-03\],login", **SLURM | {"SLURM_STEP_NODELIST": "a[x-y]"}),
     "a list of tasks": environment(r"'2\(y3\)' is not a number of tasks per node; ", **SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y3)"}),
     "a switch": environment(r"DSTRAIN_DEBUG is 'maybe'; set it to 1 or 0", DSTRAIN_DEBUG="maybe"),
     "memory of a word": Wrong(PLAN, r"DSTRAIN_GPU_MEMORY: 'much' is not a size of memory; write it", env={"DSTRAIN_GPU_MEMORY": "much"}),

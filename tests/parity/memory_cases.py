@@ -47,8 +47,11 @@ SHAPE = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 96, "intermed
 
 def live_storages() -> dict[int, int]:
     """Return address -> bytes of every tensor's storage that Python can reach, gradients included."""
+    return {storage.data_ptr(): storage.nbytes() for storage in _iter_storages()}
+
+
+def _iter_storages() -> Iterator[torch.UntypedStorage]:
     gc.collect()
-    found: dict[int, int] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
@@ -57,8 +60,7 @@ def live_storages() -> dict[int, int]:
                     continue
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and tensor.device.type == "cpu":
-                    found[storage.data_ptr()] = storage.nbytes()
-    return found
+                    yield storage
 
 
 def _with_gradient(thing: Any) -> Iterator[torch.Tensor]:
@@ -78,16 +80,27 @@ class NewStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.known = {*live_storages()}
+        self.known = {storage.data_ptr(): StorageWeakRef(storage) for storage in _iter_storages()}
         self.peak, self.at_peak = 0, [""]
+        self.reused: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Storages at the address of one that was there before and has ended."""
+        self.whole = 0
+        """The peak with those."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         self.live = {place: one for place, one in self.live.items() if not one[0].expired()}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
-                storage = tensor.untyped_storage()
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            known = self.known.get(storage.data_ptr())
+            if known is None:
                 self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+            elif known.expired():
+                self.reused[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        reused = sum(size for reference, size in self.reused.values() if not reference.expired())
+        self.whole = max(self.whole, sum(size for _, size in self.live.values()) + reused)
         if (now := sum(size for _, size in self.live.values())) > self.peak:
             self.peak, self.at_peak = now, [str(function), *sorted(str(size) for _, size in self.live.values())[:20]]
         return result
@@ -138,7 +151,7 @@ def states(
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
     largest = sorted(found.values(), reverse=True)[:60]
     sub_groups = getattr(engine.engine.optimizer, "fp16_partitioned_groups_flat_numel", [0])
-    step = {"measured": in_step[0].peak, "at": in_step[0].at_peak,
+    step = {"measured": in_step[0].peak, "whole": in_step[0].whole, "at": in_step[0].at_peak,
             "predicted": predicted_step(task, config, ranks, max(sub_groups)),
             "again": gathered_again(task, config, ranks)}  # fmt: skip
     return {"measured": sum(found.values()), "largest": largest, "parts": parts, "step": step, "lines": lines}

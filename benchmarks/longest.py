@@ -13,7 +13,7 @@ from typing import Any
 
 from dstrain.config.schema import RunConfig
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.shapes import ModelShape, named_config, read_properties, read_shape
+from dstrain.planner.shapes import ModelShape, named_config, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset, read_preset
 
@@ -60,10 +60,9 @@ def find_longest(
 ) -> tuple[int, MemoryPlan] | None:
     """Return the longest row that fits and its plan; None if none does."""
     cluster, low, high = Cluster(gpus_per_node=gpus), 256, MOST
-    properties = read_properties(make_config(model, training, tiles, low))
 
     def plan(length: int) -> MemoryPlan:
-        return plan_memory(make_config(model, training, tiles, length, sequence), preset, cluster, shape, properties)
+        return plan_memory(make_config(model, training, tiles, length, sequence), preset, cluster, shape)
 
     best, most = plan(low), plan(high)
     if best.gpu_bytes > card_bytes:
@@ -92,7 +91,7 @@ def rows() -> Iterator[str]:
         yield f"|---|---|{'---|' * len(CARDS)}"
         for training in TRAININGS:
             config = make_config(model, training, "auto", 1024)
-            shape = read_shape(config, read_properties(config))
+            shape = read_shape(config)
             for gpus, sequence in ((1, 1), (8, 1), (8, 8)):
                 cells = [_cell(model, training, card * GIB, gpus, sequence, shape) for card in CARDS]
                 yield f"| {training} | {gpus}{', shared' * (sequence > 1)} | {' | '.join(cells)} |"

@@ -19,7 +19,7 @@ from dstrain.commands.recipe_args import RECIPES_DIR, list_builtin_recipes
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, PresetError, UsageError, suggest_name
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.shapes import named_config, read_properties, read_shape
+from dstrain.planner.shapes import named_config, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import convert_preset, describe_preset, preset_names, read_preset, summarize_presets
 from dstrain.tasks import (
@@ -252,11 +252,10 @@ def _memory(lora: dict[str, Any] | None, gpus: int) -> Iterator[str]:
         "batch": {"micro": 1, "accumulate": 1},
     }
     config = fill_learning_rate(RunConfig.model_validate(values))
-    properties = read_properties(config)
-    shape, cluster = read_shape(config, properties), Cluster(gpus_per_node=gpus)
+    shape, cluster = read_shape(config), Cluster(gpus_per_node=gpus)
     for preset in preset_names():
         try:
-            yield format_bytes(plan_memory(config, read_preset(preset), cluster, shape, properties).gpu_bytes)
+            yield format_bytes(plan_memory(config, read_preset(preset), cluster, shape).gpu_bytes)
         except DstrainError:
             yield "-"
 

@@ -15,14 +15,7 @@ from dstrain.launch.topology import visible_gpus
 from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
 from dstrain.planner.lines import When
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.shapes import (
-    ModelShape,
-    TaskProperties,
-    describe_counts,
-    named_config,
-    read_properties,
-    read_shape,
-)
+from dstrain.planner.shapes import ModelShape, describe_counts, named_config, read_shape
 from dstrain.planner.workload import (
     COMMON_GPU_BYTES,
     GPU_SOURCES,
@@ -79,27 +72,24 @@ def make_report(request: PlanRequest) -> PlanReport:
     memory, source = _memory_per_gpu(request)
     gpus = request.gpus or visible_gpus(os.environ) or 1
     cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
-    properties = read_properties(config)
+    shape = read_shape(config)
     if request.images is not None:
-        properties = replace(properties, images_per_row=request.images)
-    shape = read_shape(config, properties)
+        shape = replace(shape, task=replace(shape.task, images_per_row=request.images))
     if config.ds_config != AUTO:
         read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
-    plans = [_plan_or_reason(config, name, cluster, shape, properties) for name in names]
+    plans = [_plan_or_reason(config, name, cluster, shape) for name in names]
     host = _host_memory(request, source)
     budgets = {format_bytes(size): Budget(gpu_bytes=size, host_bytes=host) for size in memory}
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
         try:
-            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape, properties), ""
+            choice, refusal = choose_preset(config, cluster, budgets[format_bytes(memory[0])], shape), ""
         except UsageError as error:
             refusal = str(error)
     own = dict(zip(names, plans, strict=True)).get(config.ds_config)
     shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
-    fixes = (
-        _fixes(config, shown, shape, properties, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
-    )
+    fixes = _fixes(config, shown, shape, budgets[format_bytes(memory[0])]) if len(memory) == 1 and shown else []
     return PlanReport(
         config=config,
         plans=plans,
@@ -147,22 +137,18 @@ def _host_memory(request: PlanRequest, source: str) -> int | None:
     return host_bytes() if is_here else None
 
 
-def _plan_or_reason(
-    config: RunConfig, name: str, cluster: Cluster, shape: ModelShape, properties: TaskProperties
-) -> MemoryPlan | str:
+def _plan_or_reason(config: RunConfig, name: str, cluster: Cluster, shape: ModelShape) -> MemoryPlan | str:
     try:
-        return plan_memory(config, read_preset(name), cluster, shape, properties)
+        return plan_memory(config, read_preset(name), cluster, shape)
     except DstrainError as error:
         return f"{name}: {str(error).splitlines()[0]}"
 
 
-def _fixes(
-    config: RunConfig, plan: MemoryPlan, shape: ModelShape, properties: TaskProperties, budget: Budget
-) -> list[str]:
+def _fixes(config: RunConfig, plan: MemoryPlan, shape: ModelShape, budget: Budget) -> list[str]:
     if budget.fits(plan):
         return []
     name = plan.preset if config.ds_config == AUTO else config.ds_config
-    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget, properties)
+    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget)
     # Those that are enough alone come first; each list is already in the order of cost.
     chosen = [*(fix for fix in fixes if fix.is_enough), *(fix for fix in fixes if not fix.is_enough)][:MAX_FIXES]
     return [fix.describe() + ("" if fix.is_enough else ", not enough alone") for fix in chosen]

@@ -19,7 +19,7 @@ from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import UsageError
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, Preset
 from dstrain.tasks import Task, builtin_tasks, make_task
@@ -55,11 +55,10 @@ def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, devic
 def _check_8bit_partitions(config: RunConfig, preset: Preset, cluster: Cluster) -> None:
     """Raise RecipeError for a partition that an 8-bit optimizer cannot take, where the model's sizes can be read."""
     try:
-        properties = read_properties(config)
-        shape = read_shape(config, properties)
+        shape = read_shape(config)
     except UsageError:  # the ranks read the model
         return
-    plan_memory(config, preset, cluster, shape, properties)
+    plan_memory(config, preset, cluster, shape)
 
 
 def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -17,7 +17,6 @@ from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import (
     ListBase,
     ModelShape,
-    TaskProperties,
     named_config,
     read_properties,
     read_shape,
@@ -98,7 +97,6 @@ def suggest_fixes(
     cluster: Cluster,
     shape: ModelShape | None = None,
     budget: Budget | None = None,
-    properties: TaskProperties | None = None,
     list_base: ListBase | None = None,
 ) -> list[Fix]:
     """Return changes that save memory, those first that cost least speed; without `budget`, for a GPU that is too small.
@@ -106,17 +104,19 @@ def suggest_fixes(
     Each is computed by planning the changed recipe. Changes that save nothing, or that the recipe does not allow, are
     left out. `list_base`: as in `read_shape`. Raises what `plan_memory` raises for the recipe itself.
     """
-    properties = properties or read_properties(config)
-    shape = shape or read_shape(config, properties, list_base)
-    plan = plan_memory(config, preset, cluster, shape, properties)
+    shape = shape or read_shape(config, list_base)
+    plan = plan_memory(config, preset, cluster, shape)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
     found: list[Fix] = []
     for changes, is_step in _candidates(config, preset, plan.batch, cluster.world_size, plan):
         try:
             changed, other = with_changes(config, preset, changes)
-            changed_traits = properties if _keeps_properties(changes) else read_properties(changed)
-            new_shape = read_shape(changed, changed_traits, list_base) if "model.lora" in changes else shape
-            after = plan_memory(changed, other, cluster, new_shape, changed_traits)
+            new_shape = shape
+            if "model.lora" in changes:
+                new_shape = read_shape(changed, list_base)
+            elif any(key.startswith("options.") for key in changes):
+                new_shape = replace(shape, task=read_properties(changed))
+            after = plan_memory(changed, other, cluster, new_shape)
         except UsageError:
             continue
         if is_short_on_host:
@@ -142,11 +142,6 @@ def list_fixes(config: RunConfig, preset: Preset, batch: BatchPlan, world_size: 
     """Return the changes that `suggest_fixes` tries, without their sizes: for a model whose shape is not known."""
     changes = [one for one, is_step in _candidates(config, preset, batch, world_size, None) if not is_step]
     return [Fix(one, None, _values_before(config, preset, batch, world_size, one)) for one in changes]
-
-
-def _keeps_properties(changes: Mapping[str, Any]) -> bool:
-    """Return True where a change of these keys leaves what the planner reads from the task as it is."""
-    return not any(key.startswith(("options.", "model.lora")) for key in changes)
 
 
 def _candidates(
@@ -245,25 +240,18 @@ class Choice:
     reason: str
 
 
-def choose_preset(
-    config: RunConfig,
-    cluster: Cluster,
-    budget: Budget,
-    shape: ModelShape | None = None,
-    properties: TaskProperties | None = None,
-) -> Choice:
+def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: ModelShape | None = None) -> Choice:
     """Return the fastest preset that fits into the budget less MARGIN, with the largest micro-batch that fits.
 
     `batch.micro` is solved for `batch.total` where the recipe has neither micro, accumulate nor tokens_per_micro.
     Raises PresetError, naming the nearest fix, where nothing fits.
     """
-    properties = properties or read_properties(config)
-    shape = shape or read_shape(config, properties)
+    shape = shape or read_shape(config)
     limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=_less_margin(budget.host_bytes))
     found: list[tuple[MemoryPlan, int | None]] = []
     too_large: list[str] = []
     for name in _usable_presets(config, cluster):
-        plans = _plans(config, name, cluster, shape, properties)
+        plans = _plans(config, name, cluster, shape)
         if (first := next(plans, None)) is None:
             continue  # the preset does not run this optimizer or precision
         fitting = next((one for one in chain([first], plans) if limit.fits(one[0])), None)
@@ -274,7 +262,7 @@ def choose_preset(
         if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or _is_whole_step(fitting[0]):
             break
     if not found:
-        raise _nothing_fits(config, cluster, limit, shape, properties)
+        raise _nothing_fits(config, cluster, limit, shape)
     plan, micro = max(found, key=lambda one: (min(one[0].workload.tokens, FULL_PASS_TOKENS), -found.index(one)))
     return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, too_large, limit))
 
@@ -298,19 +286,15 @@ def _usable_presets(config: RunConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def _plans(
-    config: RunConfig, name: str, cluster: Cluster, shape: ModelShape, properties: TaskProperties
+    config: RunConfig, name: str, cluster: Cluster, shape: ModelShape
 ) -> Iterator[tuple[MemoryPlan, int | None]]:
     """Yield plans with ever smaller micro-batches, and the micro-batch where it is solved. Skips rejected presets."""
     preset = read_preset(name)
     for micro in _micro_sizes(config, cluster):
         batch = config.batch if micro is None else config.batch.model_copy(update={"micro": micro})
+        changed = config.model_copy(update={"batch": batch, "ds_config": name})
         try:
-            yield (
-                plan_memory(
-                    config.model_copy(update={"batch": batch, "ds_config": name}), preset, cluster, shape, properties
-                ),
-                micro,
-            )
+            yield plan_memory(changed, preset, cluster, shape), micro
         except UsageError:  # an optimizer or precision that the preset does not run
             return
 
@@ -343,13 +327,11 @@ def _explain(plan: MemoryPlan, micro: int | None, too_large: list[str], limit: B
     return f"{plan.preset}{passes}: the fastest that fits with {MARGIN:.0%} free, {free}{slower}"
 
 
-def _nothing_fits(
-    config: RunConfig, cluster: Cluster, limit: Budget, shape: ModelShape, properties: TaskProperties
-) -> PresetError:
+def _nothing_fits(config: RunConfig, cluster: Cluster, limit: Budget, shape: ModelShape) -> PresetError:
     """Return the error that names the preset that needs least, and the change that saves most for its cost."""
     plans = []
     for name in _usable_presets(config, cluster):
-        *_, last = [None, *(plan for plan, _ in _plans(config, name, cluster, shape, properties))]
+        *_, last = [None, *(plan for plan, _ in _plans(config, name, cluster, shape))]
         plans += [last] if last is not None else []
     if not plans:
         return PresetError(
@@ -362,13 +344,8 @@ def _nothing_fits(
         where = "a process"
     if host and not gpu:
         needed, have, where = best.host_bytes_per_node, limit.host_bytes or 0, "a host"
-    smallest = config.model_copy(
-        update={
-            "batch": config.batch.model_copy(
-                update={"micro": best.batch.micro, "total": best.batch.total, "accumulate": None}
-            )
-        }
-    )
+    sizes = {"micro": best.batch.micro, "total": best.batch.total, "accumulate": None}
+    smallest = config.model_copy(update={"batch": config.batch.model_copy(update=sizes)})
     fixes = suggest_fixes(smallest, read_preset(best.preset), cluster, shape, limit)
     enough = [fix for fix in fixes if fix.is_enough]
     named = (enough or sorted(fixes, key=lambda fix: -(fix.saved_bytes or 0)))[:1]
@@ -465,11 +442,10 @@ def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, hardware: Har
     cluster = Cluster(gpus_per_node=hardware.gpus, bf16=hardware.bf16)
     try:
         config = fill_learning_rate(RunConfig.model_validate(values))
-        properties = read_properties(config)
-        if not properties.is_known:
+        if not read_properties(config).is_known:
             return False
-        shape = read_shape(config, properties)
-        plans = [plan_memory(config, read_preset(name), cluster, shape, properties) for name in RESIDENT_PRESETS]
+        shape = read_shape(config)
+        plans = [plan_memory(config, read_preset(name), cluster, shape) for name in RESIDENT_PRESETS]
     except DstrainError:  # a preset does not take such a run
         return False
     return min(plan.gpu_bytes for plan in plans) <= (hardware.gpu_bytes or 0) * (1 - MARGIN)

@@ -12,15 +12,7 @@ from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
 from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, PlanInputs, When, all_lines, sum_bytes
-from dstrain.planner.shapes import (
-    ModelShape,
-    TaskProperties,
-    read_base_shape,
-    read_properties,
-    read_shape,
-    reference_shape,
-    with_score_head,
-)
+from dstrain.planner.shapes import ModelShape, read_base_shape, read_shape, reference_shape, with_score_head
 from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_workload
 from dstrain.preset import Device, Preset
 
@@ -89,29 +81,21 @@ class MemoryPlan:
         }
 
 
-def plan_memory(
-    config: RunConfig,
-    preset: Preset,
-    cluster: Cluster,
-    shape: ModelShape | None = None,
-    properties: TaskProperties | None = None,
-) -> MemoryPlan:
+def plan_memory(config: RunConfig, preset: Preset, cluster: Cluster, shape: ModelShape | None = None) -> MemoryPlan:
     """Return the memory plan of a recipe with a preset on these machines. Imports no torch.
 
-    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. `properties`:
-    those of the recipe's task, which take a few milliseconds to read. Rows are taken to have data.max_length tokens,
-    all of them targets. Raises RecipeError where the model cannot be read, or the batch does not fit the processes, and
-    PresetError where the preset does not fit the precision or optimizer.
+    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. Rows are
+    taken to have data.max_length tokens, all of them targets. Raises RecipeError where the model cannot be read, or the
+    batch does not fit the processes, and PresetError where the preset does not fit the precision or optimizer.
     """
-    properties = properties or read_properties(config)
-    shape = shape or read_shape(config, properties)
+    shape = shape or read_shape(config)
     sequence = config.parallel.sequence
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate, sequence)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
     ds_config = resolve_ds_config(config, preset, batch, cluster.world_size, device, Path())
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
-    workload = make_workload(config, shape, properties, largest, cluster.kind)
-    run = make_run(config, properties, shape, workload, ds_config, cluster)
+    workload = make_workload(config, shape, largest, cluster.kind)
+    run = make_run(config, shape, workload, ds_config, cluster)
     check_8bit_partitions(run)
     return MemoryPlan(
         preset=preset.name, precision=read_precision(ds_config), batch=batch, cluster=cluster, workload=workload, shape=shape,
@@ -120,18 +104,13 @@ def plan_memory(
 
 
 def make_run(
-    config: RunConfig,
-    properties: TaskProperties,
-    shape: ModelShape,
-    workload: Workload,
-    ds_config: dict[str, Any],
-    cluster: Cluster,
+    config: RunConfig, shape: ModelShape, workload: Workload, ds_config: dict[str, Any], cluster: Cluster
 ) -> PlanInputs:
     """Return what the lines depend on, from a completed DeepSpeed JSON."""
     precision = read_precision(ds_config)
     own = DTYPE_BYTES[precision]
-    reference = reference_shape(config, properties, shape)
-    rewards = (read_base_shape(model) for model in properties.reward_models)
+    reference = reference_shape(shape)
+    rewards = (read_base_shape(model) for model in shape.task.reward_models)
     return PlanInputs(
         shape=shape,
         workload=workload,

@@ -86,6 +86,31 @@ class VisionShape:
     """Layers that run; LLaVA leaves the last one out, whose weights exist."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskProperties:
+    """What the planner has to know of a task, read from the task itself."""
+
+    rows_per_sample: int = 1
+    """2 for tasks on pairs of answers."""
+    is_scored: bool = False
+    """True for a score head instead of a language-model head."""
+    heads: tuple[str, ...] = ()
+    """New parts that are trained in full next to adapters."""
+    reference: str = "none"
+    """Kind of the reference: none, model, adapter or cached."""
+    reference_model: ModelConfig | None = None
+    """Another model as reference; None: the policy's own."""
+    reward_models: tuple[ModelConfig, ...] = ()
+    """Frozen reward models in memory: of each step, and of generated answers; those that score before the training are gone by then."""
+    packs_batches: bool = False
+    disables_dropout: bool = False
+    images_per_row: int = 1
+    page_dpi: int | None = None
+    """Pixels per inch of images that are rendered pages."""
+    is_known: bool = True
+    """False for a task whose model is not a transformers model with a language-model or score head."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """Sizes of a decoder, with or without a vision encoder, and all its parameters. Compared by identity."""
@@ -110,6 +135,8 @@ class ModelShape:
     vision: VisionShape | None = None
     param_source: str = "config"
     """config, safetensors headers, or meta device."""
+    task: TaskProperties = TaskProperties()
+    """The task that trains the model."""
 
     @property
     def has_fp32_norms(self) -> bool:
@@ -235,31 +262,6 @@ def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param
     """Return the shape with tensors counted by name, in place of those derived from the config."""
     tensors = tuple(ParamTensor(name, size, part_of(name)) for name, size in shapes.items())
     return replace(shape, tensors=tensors, param_source=param_source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskProperties:
-    """What the planner has to know of a task, read from the task itself."""
-
-    rows_per_sample: int = 1
-    """2 for tasks on pairs of answers."""
-    is_scored: bool = False
-    """True for a score head instead of a language-model head."""
-    heads: tuple[str, ...] = ()
-    """New parts that are trained in full next to adapters."""
-    reference: str = "none"
-    """Kind of the reference: none, model, adapter or cached."""
-    reference_model: ModelConfig | None = None
-    """Another model as reference; None: the policy's own."""
-    reward_models: tuple[ModelConfig, ...] = ()
-    """Frozen reward models in memory: of each step, and of generated answers; those that score before the training are gone by then."""
-    packs_batches: bool = False
-    disables_dropout: bool = False
-    images_per_row: int = 1
-    page_dpi: int | None = None
-    """Pixels per inch of images that are rendered pages."""
-    is_known: bool = True
-    """False for a task whose model is not a transformers model with a language-model or score head."""
 
 
 def read_properties(config: RunConfig) -> TaskProperties:
@@ -583,14 +585,15 @@ def suggested_models(kind: Literal["text", "vision"]) -> Mapping[str, str]:
     return found
 
 
-def read_shape(config: RunConfig, properties: TaskProperties, list_base: ListBase | None = None) -> ModelShape:
-    """Return the shape of the model that a recipe trains: with the task's head, its adapters and frozen parameters.
+def read_shape(config: RunConfig, list_base: ListBase | None = None) -> ModelShape:
+    """Return the shape of the model that a recipe trains: with its task and the head of it, adapters, frozen parameters.
 
     `list_base` lists the parameters of a base in this process, which has imported torch; without it a subprocess does,
     and this process imports no torch. Raises RecipeError where the model cannot be read.
     """
+    properties = read_properties(config)
     if not properties.is_known:
-        return _with_meta_parameters(ModelShape(**_UNKNOWN_SIZES), _list_in_subprocess(config))
+        return _with_meta_parameters(ModelShape(**_UNKNOWN_SIZES, task=properties), _list_in_subprocess(config))
     shape = read_base_shape(config.model)
     if shape is None:
         rows = list_base(config.model) if list_base else _list_in_subprocess(config, "--base")
@@ -601,7 +604,7 @@ def read_shape(config: RunConfig, properties: TaskProperties, list_base: ListBas
         shape = with_score_head(shape)
     if config.model.lora is not None:
         shape = with_adapters(shape, config.model.lora, properties.heads)
-    return with_frozen(shape, config.model.freeze)
+    return replace(with_frozen(shape, config.model.freeze), task=properties)
 
 
 _UNKNOWN_SIZES: dict[str, Any] = {
@@ -711,11 +714,11 @@ def _list_in_subprocess(config: RunConfig, *options: str) -> MetaParameters:
         raise RecipeError(Fault("model", problem, fix)) from None
 
 
-def reference_shape(config: RunConfig, properties: TaskProperties, policy: ModelShape) -> ModelShape | None:
+def reference_shape(policy: ModelShape) -> ModelShape | None:
     """Return the shape of a reference that is a model in memory, all frozen; None without one."""
-    if properties.reference != "model":
+    if policy.task.reference != "model":
         return None
-    base = read_base_shape(properties.reference_model) if properties.reference_model is not None else None
+    base = read_base_shape(policy.task.reference_model) if policy.task.reference_model is not None else None
     chosen = base or policy
     kept = (tensor for tensor in chosen.tensors if tensor.part != "lora")
     return replace(chosen, tensors=tuple(replace(tensor, is_trainable=False) for tensor in kept))

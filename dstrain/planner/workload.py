@@ -18,7 +18,7 @@ from dstrain.models.attention.model_types import (
     PACKED_MODEL_TYPES,
     PACKED_VISION_MODEL_TYPES,
 )
-from dstrain.planner.shapes import ModelShape, TaskProperties
+from dstrain.planner.shapes import ModelShape
 
 QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 """Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
@@ -82,23 +82,21 @@ def mean_block_keys(length: int) -> float:
     return (QUERY_BLOCK**2 * blocks * (blocks + 1) / 2 + rest * length) / max(length, 1)
 
 
-def make_workload(
-    config: RunConfig, shape: ModelShape, properties: TaskProperties, batch: BatchPlan, device: str
-) -> Workload:
+def make_workload(config: RunConfig, shape: ModelShape, batch: BatchPlan, device: str) -> Workload:
     """Return the pass with as many tokens as the recipe allows: each row has data.max_length.
 
     Raises RecipeError where processes cannot share it as parallel.sequence says.
     """
     micro, length = batch.micro, config.data.max_length
-    rows = micro * properties.rows_per_sample
+    rows = micro * shape.task.rows_per_sample
     tokens = rows * length
     if batch.tokens is not None:
         # A longer sample is a pass of its own.
-        tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
+        tokens = min(tokens, max(batch.tokens, shape.task.rows_per_sample * length))
         rows = max(1, tokens // length)
-    images, image_tokens = count_images(shape, properties, length)
+    images, image_tokens = count_images(shape, length)
     lora, tiled = config.model.lora, config.model.tiled_mlp
-    packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
+    packed = bool(config.batch.packing) and shape.task.packs_batches and takes_packed(shape, config)
     sequence = config.parallel.sequence
     if sequence > 1 and (not packed or shape.heads % sequence):
         reason = "a multiple of it is not the number of attention heads, {}" if packed else "batches are not packed"
@@ -109,8 +107,8 @@ def make_workload(
         rows=rows, tokens=tokens, targets=tokens, sequence=sequence, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
-        checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
-        has_adapter_dropout=lora is not None and lora.dropout > 0 and not properties.disables_dropout,
+        checkpointed=float(config.model.gradient_checkpointing), is_scored=shape.task.is_scored, device=device,
+        has_adapter_dropout=lora is not None and lora.dropout > 0 and not shape.task.disables_dropout,
         tile_tokens=0 if tiled is False else TILE_TOKENS if isinstance(tiled, (bool, str)) else tiled,
         tiles_all_layers=tiled is not False and tiled != "auto",
     )  # fmt: skip
@@ -122,16 +120,16 @@ MAX_IMAGE_PIXELS = 12_845_056
 """Of Qwen2.5-VL's processor, which reduces larger images (preprocessor_config.json, max_pixels)."""
 
 
-def count_images(shape: ModelShape, properties: TaskProperties, length: int) -> tuple[int, int]:
+def count_images(shape: ModelShape, length: int) -> tuple[int, int]:
     """Return the images of a row of `length` tokens, and their tokens where these depend on the images' size."""
-    vision, images = shape.vision, properties.images_per_row
+    vision, images = shape.vision, shape.task.images_per_row
     if vision is None:
         return 0, 0
     if not vision.pixels_per_token:
         return min(images, max(1, length // vision.tokens)), 0
     tokens = vision.tokens
-    if properties.page_dpi is not None:
-        pixels = min(PAGE_INCHES * properties.page_dpi**2, MAX_IMAGE_PIXELS)
+    if shape.task.page_dpi is not None:
+        pixels = min(PAGE_INCHES * shape.task.page_dpi**2, MAX_IMAGE_PIXELS)
         tokens = ceil(pixels / vision.pixels_per_token)
     return images, min(images * tokens, length)
 

@@ -21,7 +21,7 @@ from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
 from dstrain.planner.choose import list_fixes, suggest_fixes
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
@@ -50,10 +50,9 @@ class MemoryForecast:
 def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
     """Return the planner's forecast; None where it cannot read the shape of the model."""
     try:
-        properties = read_properties(config)
-        shape = read_shape(config, properties, list_base_parameters)
-        plan = plan_memory(config, preset, cluster, shape, properties)
-        fixes = suggest_fixes(config, preset, cluster, shape, None, properties, list_base_parameters)
+        shape = read_shape(config, list_base_parameters)
+        plan = plan_memory(config, preset, cluster, shape)
+        fixes = suggest_fixes(config, preset, cluster, shape, list_base=list_base_parameters)
         described = tuple(fix.describe() for fix in fixes)
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)

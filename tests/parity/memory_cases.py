@@ -31,7 +31,7 @@ from dstrain.planner.lines import (
     sum_bytes,
 )
 from dstrain.planner.memory import make_run
-from dstrain.planner.shapes import read_properties, read_shape
+from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster, make_workload
 from dstrain.tasks import Task
 from dstrain.training.build_model import build_model, build_train_module
@@ -198,10 +198,9 @@ def saved_head_bytes(run: PlanInputs) -> int:
 def planned_run(task: Task, config: dict[str, Any], ranks: World) -> PlanInputs:
     """Return what the planner computes the states of this run from."""
     recipe = task.recipe
-    properties = read_properties(recipe)
-    shape = read_shape(recipe, properties)
-    workload = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, ranks.size), "cpu")
-    return make_run(recipe, properties, shape, workload, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
+    shape = read_shape(recipe)
+    workload = make_workload(recipe, shape, resolve_batch(recipe.batch, ranks.size), "cpu")
+    return make_run(recipe, shape, workload, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
 
 
 def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[tuple[str, str, int]]:
@@ -264,9 +263,8 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
 
 def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[str, float]:
     """Return the lines that autograd keeps, for the tokens and targets of this batch."""
-    properties = read_properties(recipe)
-    shape = read_shape(recipe, properties)
-    plan = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, 1), "cpu")
+    shape = read_shape(recipe)
+    plan = make_workload(recipe, shape, resolve_batch(recipe.batch, 1), "cpu")
     ids = batch.tensors["input_ids"]
     targets = int(batch.tensors["loss_mask"].sum()) if "loss_mask" in batch.tensors else 0
     if batch.sequence is not None:
@@ -327,9 +325,8 @@ def pass_peaks(changes: dict[str, Any], dtype: str, length: int, tokens: list[in
         batch = task.collate(rows)
         with LivePeak(module, batch) as live:
             module(batch)[0].backward()
-        properties = read_properties(task.recipe)
-        shape = read_shape(task.recipe, properties)
-        plan = make_workload(task.recipe, shape, properties, resolve_batch(task.recipe.batch, 1), "cpu")
+            shape = read_shape(task.recipe)
+        plan = make_workload(task.recipe, shape, resolve_batch(task.recipe.batch, 1), "cpu")
         targets = number - len(rows)
         workload = replace(plan, tokens=number, rows=len(rows), targets=targets)
         run = PlanInputs(shape=shape, workload=workload, precision="bf16" if dtype == "bfloat16" else "fp32")

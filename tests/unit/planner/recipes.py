@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.config.schema import RunConfig
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.shapes import named_config, read_properties, read_shape
+from dstrain.planner.shapes import named_config, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
 from dstrain.training.list_parameters import list_base_parameters
@@ -30,5 +30,5 @@ def made_config(task: str = "sft", shape: str = "llama-3.1-8b", **sections: Any)
 def made_plan(preset: str, config: RunConfig | None = None, gpus: int = 8, nodes: int = 1) -> MemoryPlan:
     """Return the plan of a recipe on GPUs."""
     config = config or made_config()
-    shape = read_shape(config, read_properties(config), list_base_parameters)
+    shape = read_shape(config, list_base_parameters)
     return plan_memory(config, read_preset(preset), Cluster(gpus_per_node=gpus, nodes=nodes), shape)

@@ -15,7 +15,6 @@ from dstrain.planner.shapes import (
     ModelShape,
     named_config,
     read_base_shape,
-    read_properties,
     read_shape,
     shape_from_config,
     shape_names,
@@ -81,7 +80,7 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
 def test_a_model_without_config_or_headers_is_counted_on_the_meta_device(tmp_path: Path) -> None:
     config = made_config(model={"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 64},
                                 "tokenizer": None}, data={"train": str(_records(tmp_path)), "max_length": 32})  # fmt: skip
-    shape = read_shape(config, read_properties(config))
+    shape = read_shape(config)
     assert shape.param_source == "meta device"
     assert shape.count("embedding") == 300 * 32 + 64 * 32
     assert shape.layers == 2
@@ -113,7 +112,7 @@ def test_the_parameters_of_a_task_are_those_that_it_builds(task: str, changes: d
         "data": {"train": str(_pairs(tmp_path, task))},
     }
     config = RunConfig.model_validate(values)
-    shape = read_shape(config, read_properties(config))
+    shape = read_shape(config)
     built = list_parameters(config)
     trained = sum(_numel(size) for _, size, is_trained in built if is_trained)
     # peft keeps the head that it replaces, which is not trained.
@@ -145,7 +144,7 @@ def _numel(size: list[int]) -> int:
 
 def test_adapters_leave_the_head_and_embeddings_alone() -> None:
     config = made_config(model={"lora": {"rank": 8}})
-    shape: ModelShape = read_shape(config, read_properties(config))
+    shape: ModelShape = read_shape(config)
     adapted = {
         tensor.name.partition(".lora")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.part == "lora"
     }
@@ -171,7 +170,7 @@ def test_a_header_without_sizes_is_refused(tmp_path: Path, header: Any) -> None:
 def test_targets_that_are_no_expression_are_refused() -> None:
     config = made_config(model={"lora": {"targets": "("}})
     with pytest.raises(RecipeError, match=r"model\.lora\.targets: .* is not a regular expression"):
-        read_shape(config, read_properties(config))
+        read_shape(config)
 
 
 def test_a_preset_that_does_not_exist_is_an_error_of_plan() -> None:
@@ -225,7 +224,7 @@ def test_another_family_is_counted_without_data_and_keeps_undeclared_settings() 
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "num_experts": 4,
               "num_experts_per_tok": 2, "tie_word_embeddings": False}  # fmt: skip
     config = made_config(model={"config": values, "lora": {"rank": 4}}, data={"train": "nowhere.jsonl"})
-    shape = read_shape(config, read_properties(config))
+    shape = read_shape(config)
     sizes = {tensor.name: tensor.shape for tensor in shape.tensors}
     assert sizes["model.layers.0.self_attn.q_proj.weight"] == (4 * 32, 64)
     assert sizes["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, 64)
@@ -252,4 +251,4 @@ def test_targets_that_match_nothing_are_refused_with_the_names() -> None:
     with pytest.raises(
         RecipeError, match=r"model\.lora\.targets: \['query'\] match no linear layer .*; known here: down_proj, "
     ):
-        read_shape(config, read_properties(config))
+        read_shape(config)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dstrain.commands.preflight import check_data, check_launch
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
@@ -32,6 +32,9 @@ from dstrain.tasks import Task, make_task
 from dstrain.training.run_dir import check_run_dir_writable
 from dstrain.training.start import ResumeOptions, Start, guess_start
 from dstrain.training.state.manifest import find_latest_complete, list_checkpoint_names
+
+if TYPE_CHECKING:
+    from dstrain.training.health.signals import SignalHandler
 
 AnyLaunch = Launch | SlurmLaunch
 
@@ -100,20 +103,11 @@ def train_in_process(request: TrainRequest) -> int:
     _check_before_launch(recipe, run_dir, resume, _plan_request(request, recipe, run_dir, {"num_gpus": 1}))
     is_new, environment = not run_dir.exists(), dict(os.environ)
     check_run_dir_writable(run_dir)
-
-    def run(signal_handler: SignalHandler) -> int:
-        from dstrain.training.build_run import run_training
-        from dstrain.training.plan import make_plan
-        from dstrain.training.rendezvous import Rendezvous
-
-        rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
-        plan = make_plan(recipe, run_dir, resume, worker, rendezvous)
-        return run_training(replace(plan, launch_id=lease.launch_id), None, signal_handler, rendezvous)
-
     try:
         with Lease(run_dir) as lease, SignalHandler() as signal_handler:
             lease.acquire()
             lease.on_lost = lambda reason: setattr(signal_handler, "received_signal", "SIGTERM")
+            run = partial(_run_rank, recipe, run_dir, resume, worker, lease, None)
             return run_with_signals(run, signal_handler, run_dir)
     except UsageError:
         if is_new and not has_progress(run_dir):
@@ -123,6 +117,20 @@ def train_in_process(request: TrainRequest) -> int:
         # Later commands must not take this process for a rank.
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _run_rank(
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, worker: Worker, lease: Lease, screen: TextIO | None,
+    signal_handler: SignalHandler,
+) -> int:  # fmt: skip
+    """Train as one rank, whose rows go to `screen` if it is given. Returns the exit code."""
+    from dstrain.training.build_run import run_training
+    from dstrain.training.plan import make_plan
+    from dstrain.training.rendezvous import Rendezvous
+
+    rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
+    plan = make_plan(recipe, run_dir, resume, worker, rendezvous)
+    return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous)
 
 
 def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, device: Device) -> Start:
@@ -287,20 +295,12 @@ def _train(worker: Worker, request: TrainRequest) -> int:
     has_terminal = worker.rank == 0 and os.isatty(1) and AGENT_ENV not in os.environ
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
-    def run(signal_handler: SignalHandler) -> int:
-        from dstrain.training.build_run import run_training
-        from dstrain.training.plan import make_plan
-        from dstrain.training.rendezvous import Rendezvous
-
-        rendezvous = Rendezvous(worker, timeout)
-        plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)
-        return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous)
-
-    timeout = timedelta(minutes=recipe.config.timeout_minutes)
+    resume = ResumeOptions(request.resume, request.allowed_changes)
     with Lease(run_dir, os.environ.get(LAUNCH_ID_ENV)) as lease:
         if LAUNCH_ID_ENV not in os.environ and worker.rank == 0:  # else the launching `dstrain` holds the folder
-            _acquire_lease(lease, worker, timeout)
+            _acquire_lease(lease, worker, timedelta(minutes=recipe.config.timeout_minutes))
             lease.on_lost = _abort_process
+        run = partial(_run_rank, recipe, run_dir, resume, worker, lease, screen)
         with SignalHandler() as signal_handler:  # until the exit is recorded
             return run_worker(run_dir, worker.rank, lambda: run_with_signals(run, signal_handler, run_dir))
 

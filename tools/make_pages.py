@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from dstrain.cli import main
-from dstrain.cli.options import LAUNCH_OPTION_NAMES
+from dstrain.cli.options import LaunchOption
 from dstrain.config.aliases import read_aliases
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options
@@ -243,7 +243,7 @@ def render_command(name: str, command: click.Command) -> str:
         return "\n".join(render_command(f"{name} {key}", one) for key, one in sorted(command.commands.items()))
     context = click.Context(command, info_name=name)
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
-    own = [one for one in options if one.name not in LAUNCH_OPTION_NAMES]
+    own = [one for one in options if not isinstance(one, LaunchOption)]
     usage = " ".join(command.collect_usage_pieces(context))
     text = (
         f"## {name}\n\n```text\n{name} {usage}\n```\n\n"
@@ -260,7 +260,7 @@ def render_cli() -> str:
     """Return the page of all commands."""
     train = main.commands["train"]
     context = click.Context(train, info_name="dstrain train")
-    launch = [one for one in train.params if isinstance(one, click.Option) and one.name in LAUNCH_OPTION_NAMES]
+    launch = [one for one in train.params if isinstance(one, LaunchOption)]
     rows = [[escape_cell(cell) for cell in option_row(context, one)] for one in launch]
     parts = ["# Commands\n\n" + NOTE + CLI_INTRO]
     parts += [render_command(f"dstrain {name}", one) for name, one in sorted(main.commands.items()) if not one.hidden]

@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -20,25 +19,24 @@ from dstrain.cli.options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
     MACHINE_OPTIONS,
-    MODEL_OPTION_NAMES,
     MODEL_OPTIONS,
     PLAN_OPTIONS,
+    PRESETS,
     READER_OPTIONS,
     RECIPE_OPTIONS,
-    SAMPLING_OPTION_NAMES,
+    RECIPES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
+    STEPS,
+    TASKS,
     TOKEN_OPTIONS,
     TRAIN_OPTIONS,
     PathArgument,
     complete_names,
     completion_script,
-    pop_options,
-    preset_names,
-    recipe_names,
+    launch_option,
+    pop_fields,
     set_option,
-    step_names,
-    task_names,
     with_options,
 )
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError, escape_controls
@@ -65,10 +63,7 @@ def main(local_rank: int | None, debug: bool = False) -> None:
 
 @main.command()
 @with_options(RECIPE_OPTIONS, TRAIN_OPTIONS, LAUNCH_OPTIONS)
-def train(
-    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], run_dir: Path | None,
-    resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
-) -> None:  # fmt: skip
+def train(dry_run: bool, **options: Any) -> None:
     """Train a model.
 
     The argument RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
@@ -77,19 +72,16 @@ def train(
     from dstrain.commands.train import launch_training, train_as_rank
     from dstrain.launch.topology import worker_from_env
 
-    request = TrainRequest(
-        recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, run_dir=run_dir, resume=resume,
-        allowed_changes=allowed,
-    )  # fmt: skip
+    request = TrainRequest(**pop_fields(TrainRequest, options))
     worker = None if dry_run else worker_from_env(os.environ)
-    sys.exit(launch_training(request, launch, dry_run) if worker is None else train_as_rank(worker, request))
+    sys.exit(launch_training(request, options, dry_run) if worker is None else train_as_rank(worker, request))
 
 
 @main.command()
 @with_options(MODEL_OPTIONS)
 @click.option("--data", type=PathArgument(), required=True, help="Data file to evaluate on.")
 @with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
-def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
+def evaluate(data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Print metrics of a model on a data file.
 
     The argument is a run folder or an exported folder.
@@ -97,9 +89,7 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
     from dstrain.commands.evaluate import EvaluateJob, show_metrics
     from dstrain.commands.trained_model import ModelSelector
 
-    job = EvaluateJob(
-        selector=ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES)), data=data
-    )
+    job = EvaluateJob(selector=ModelSelector(**pop_fields(ModelSelector, options)), data=data)
     run_and_exit(job, options, scratch, json.dumps if as_json else show_metrics)
 
 
@@ -119,7 +109,7 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
     help="File to write, a line of JSON for each record; - for standard output.",
 )
 @with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
-def score(run_or_model: Path, data: str, out: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
+def score(data: str, out: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Score each answer of a data file, record by record.
 
     A reward model gives rewards, a policy the log-probabilities of answers. The argument is a run
@@ -128,8 +118,7 @@ def score(run_or_model: Path, data: str, out: str, as_json: bool, scratch: Path 
     from dstrain.commands.score import ScoreJob, show_scores
     from dstrain.commands.trained_model import ModelSelector
 
-    selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
-    job = ScoreJob(selector=selector, data=data, out=out)
+    job = ScoreJob(selector=ModelSelector(**pop_fields(ModelSelector, options)), data=data, out=out)
     run_and_exit(job, options, scratch, json.dumps if as_json else show_scores)
 
 
@@ -147,9 +136,13 @@ def score(run_or_model: Path, data: str, out: str, as_json: bool, scratch: Path 
 @click.option("--data", type=PathArgument(), help="Data file; its records are used as prompts.")
 @with_options(SAMPLING_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
 def generate(
-    run_or_model: Path, texts: tuple[str, ...], images: tuple[str, ...], data: str | None, as_json: bool,
-    scratch: Path | None, **options: Any,
-) -> None:  # fmt: skip
+    texts: tuple[str, ...],
+    images: tuple[str, ...],
+    data: str | None,
+    as_json: bool,
+    scratch: Path | None,
+    **options: Any,
+) -> None:
     """Generate answers of a trained policy.
 
     Prompts come from --prompt or from the records of --data. The argument is a run folder or an
@@ -157,12 +150,11 @@ def generate(
     """
     from dstrain.commands.generate import GenerateJob, show_answers
     from dstrain.commands.trained_model import ModelSelector
+    from dstrain.launch.command import LaunchOptions
 
-    selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
-    job = GenerateJob(
-        selector=selector, texts=texts, images=images, data=data, sampling=pop_options(options, SAMPLING_OPTION_NAMES)
-    )
-    run_and_exit(job, options, scratch, lambda rows: show_answers(rows, as_json))
+    selector, launch = ModelSelector(**pop_fields(ModelSelector, options)), pop_fields(LaunchOptions, options)
+    job = GenerateJob(selector=selector, texts=texts, images=images, data=data, sampling=options)
+    run_and_exit(job, launch, scratch, lambda rows: show_answers(rows, as_json))
 
 
 @main.command()
@@ -196,10 +188,7 @@ def chat(
 @main.command()
 @with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def prepare(
-    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
-    as_json: bool, **launch: Any,
-) -> None:  # fmt: skip
+def prepare(scratch: Path | None, as_json: bool, **options: Any) -> None:
     """Tokenize, check and cache a recipe's data.
 
     For DPO also cache the reference log-probabilities. Training then starts at once.
@@ -207,18 +196,15 @@ def prepare(
     from dstrain.commands.prepare import PrepareJob, show_prepared
     from dstrain.commands.recipe_args import TrainRequest
 
-    job = PrepareJob(TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides))
-    run_and_exit(job, launch, scratch, json.dumps if as_json else show_prepared)
+    job = PrepareJob(TrainRequest(**pop_fields(TrainRequest, options)))
+    run_and_exit(job, options, scratch, json.dumps if as_json else show_prepared)
 
 
 @main.command()
 @with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
 @click.option("--steps", default=20, type=click.IntRange(1), help="Steps to measure.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(
-    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
-    steps: int, as_json: bool, **launch: Any,
-) -> None:  # fmt: skip
+def bench(scratch: Path | None, steps: int, as_json: bool, **options: Any) -> None:
     """Measure speed and memory of a recipe's training steps.
 
     No checkpoint, metric or other file is left behind.
@@ -226,10 +212,10 @@ def bench(
     from dstrain.commands.bench import BenchJob, bench_run_dir, show_bench
     from dstrain.commands.recipe_args import TrainRequest
 
-    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
+    request = TrainRequest(**pop_fields(TrainRequest, options))
     with bench_run_dir(scratch) as run_dir:
         job = BenchJob(request=request, steps=steps, run_dir=run_dir)
-        run_and_exit(job, launch, scratch, json.dumps if as_json else show_bench)
+        run_and_exit(job, options, scratch, json.dumps if as_json else show_bench)
 
 
 def run_and_exit(
@@ -251,7 +237,7 @@ def run_and_exit(
     "--step",
     default="best",
     metavar="N|best|last",
-    shell_complete=complete_names(step_names),
+    shell_complete=complete_names(STEPS),
     help="Checkpoint; last if there is no best.",
 )
 @click.option("--to", required=True, type=PathArgument(path_type=Path), help="Folder to write.")
@@ -413,15 +399,7 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
 @with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
 @click.option("--lines", "has_formulas", is_flag=True, help="Print each line with its formula and its source.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
-def plan(
-    recipe: str | None,
-    task: str | None,
-    ds_config: str | None,
-    overrides: tuple[str, ...],
-    has_formulas: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def plan(has_formulas: bool, as_json: bool, **options: Any) -> None:
     """Predict the memory of a recipe with every preset.
 
     Nothing is started, and data files need not exist. Prints what each process takes on its GPU, in
@@ -429,13 +407,12 @@ def plan(
     """
     from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
 
-    request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
-    report = make_report(request)
+    report = make_report(PlanRequest(**options))
     echo(report_as_json(report) if as_json else show_report(report, has_formulas))
 
 
 @main.command()
-@click.argument("name", required=False, shell_complete=complete_names(preset_names))
+@click.argument("name", required=False, shell_complete=complete_names(PRESETS))
 @click.option(
     "--adopt", type=PathArgument(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
 )
@@ -452,7 +429,7 @@ def presets(name: str | None, adopt: Path | None) -> None:
 
 
 @main.command()
-@click.argument("name", required=False, shell_complete=complete_names(task_names))
+@click.argument("name", required=False, shell_complete=complete_names(TASKS))
 def tasks(name: str | None) -> None:
     """List the tasks, or print the options of one."""
     from dstrain.commands.lists import list_tasks
@@ -461,7 +438,7 @@ def tasks(name: str | None) -> None:
 
 
 @main.command()
-@click.argument("name", required=False, shell_complete=complete_names(recipe_names))
+@click.argument("name", required=False, shell_complete=complete_names(RECIPES))
 def recipes(name: str | None) -> None:
     """List the packaged recipes, or print one."""
     from dstrain.commands.lists import list_recipes
@@ -470,7 +447,7 @@ def recipes(name: str | None) -> None:
 
 
 @main.command()
-@click.argument("task", required=False, shell_complete=complete_names(task_names, or_file=True))
+@click.argument("task", required=False, shell_complete=complete_names(TASKS, or_file=True))
 @with_options(MACHINE_OPTIONS)
 @click.option(
     "--from",
@@ -567,7 +544,9 @@ def status(run: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8; default: this host.")
+@launch_option(
+    "--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8; default: this host."
+)
 @click.option(
     "--run-dir",
     "--run_dir",
@@ -605,7 +584,7 @@ SELFTEST_PRESETS = ("zero0", "zero1", "zero2", "zero3")
     "presets",
     multiple=True,
     metavar="NAME|PATH",
-    shell_complete=complete_names(preset_names, or_file=True),
+    shell_complete=complete_names(PRESETS, or_file=True),
     default=SELFTEST_PRESETS,
     help="Preset or DeepSpeed JSON to test; repeatable.",
 )
@@ -618,8 +597,8 @@ SELFTEST_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 @click.option("--processes", type=int, hidden=True, help="Set by dstrain for its processes.")
 @with_options([SCRATCH_OPTION])
 def selftest(
-    presets: tuple[str, ...], as_json: bool, keep: Path | None, phase: str | None, batch: int, processes: int | None,
-    scratch: Path | None,
+    presets: tuple[str, ...], as_json: bool, keep: Path | None, phase: Literal["stop", "resume"] | None, batch: int,
+    processes: int | None, scratch: Path | None,
 ) -> None:  # fmt: skip
     """Prove this machine: train, stop, resume, export, evaluate.
 
@@ -627,32 +606,17 @@ def selftest(
     resumed by another number of processes, with equal losses. Takes about a minute on two cores; no
     network. Exit code 1 if a check fails.
     """
-    if phase is not None and keep is not None:
-        sys.exit(_run_phase(phase, keep, presets, batch=batch, processes=processes, scratch=scratch))
-    sys.exit(_run_all(presets, keep, as_json))
-
-
-def _run_phase(
-    phase: str, folder: Path, presets: tuple[str, ...], *, batch: int, processes: int | None, scratch: Path | None
-) -> int:
-    """Run one launch, or one process of it."""
-    from dstrain.commands.run_job import run_job
-    from dstrain.commands.selftest import SelftestJob
-
-    job = SelftestJob("stop" if phase == "stop" else "resume", folder, presets, batch)
-    return run_job(job, {"num_gpus": processes}, scratch).exit_code
-
-
-def _run_all(presets: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
-    """Run the selftest and print its report. Returns the exit code."""
     from dstrain.commands.environment import collect_lines, show_environment
-    from dstrain.commands.selftest import report_as_json, run_selftest, show_report, work_folder
+    from dstrain.commands.run_job import run_job
+    from dstrain.commands.selftest import SelftestJob, report_as_json, run_selftest, show_report, work_folder
 
+    if phase is not None and keep is not None:  # one launch, or one process of it
+        job = SelftestJob(phase, keep, presets, batch)
+        sys.exit(run_job(job, {"num_gpus": processes}, scratch).exit_code)
     with work_folder(keep) as folder:
         environment = collect_lines(folder)
         if not as_json:
             click.echo(f"{show_environment(environment)}\n")
-        report = run_selftest(presets, folder, lambda line: click.echo(f"selftest: {line}", err=True))
-        report = replace(report, environment=environment)
+        report = run_selftest(presets, folder, lambda line: click.echo(f"selftest: {line}", err=True), environment)
     click.echo(report_as_json(report) if as_json else f"\n{show_report(report)}")
-    return EXIT_DONE if report.passed else EXIT_FAILED
+    sys.exit(EXIT_DONE if report.passed else EXIT_FAILED)

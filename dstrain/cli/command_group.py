@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from dstrain.cli.options import LAUNCH_OPTION_NAMES
+from dstrain.cli.options import LaunchOption
 from dstrain.errors import (
     DEBUG_ENV,
     EXIT_FAILED,
@@ -35,7 +35,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, of_launch in (("Options", False), ("Launch options", True)):
             options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-            params = [option for option in options if (option.name in LAUNCH_OPTION_NAMES) == of_launch]
+            params = [option for option in options if isinstance(option, LaunchOption) == of_launch]
             if rows := [row for param in params if (row := param.get_help_record(ctx)) is not None]:
                 with formatter.section(heading):
                     formatter.write_dl(rows)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -21,65 +23,26 @@ def completion_script(command: click.Command, shell: str) -> str:
     return found(command, {}, "dstrain", SCRIPT_ENV).source()
 
 
-def complete_names(list_names: Callable[[], Iterable[str]], or_file: bool = False) -> Complete:
-    """Return a callback that completes names, and files where `or_file`. Names are listed only when asked for."""
+def complete_names(source: str | Sequence[str], *more: str, or_file: bool = False, suffix: str = "") -> Complete:
+    """Return a callback that completes names, and files where `or_file`.
+
+    `source`: the names, or `module:function` of what lists them, which is imported only when they are asked for.
+    `suffix`: is written after each name.
+    """
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         # First: bash forgets the names before it.
         files = [CompletionItem(incomplete, type="file")] if or_file else []
-        return files + [CompletionItem(name) for name in list_names() if name.startswith(incomplete)]
+        listed: Iterable[str] = resolve_name(source)() if isinstance(source, str) else source
+        names = [f"{name}{suffix}" for name in (*listed, *more)]
+        return files + [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
     return complete
 
 
-def recipe_names() -> Iterable[str]:
-    """Return the packaged recipes."""
-    from dstrain.commands.recipe_args import list_builtin_recipes
-
-    return list_builtin_recipes()
-
-
-def preset_names() -> Iterable[str]:
-    """Return the packaged presets."""
-    from dstrain.preset import preset_names as names
-
-    return names()
-
-
-def preset_names_and_auto() -> Iterable[str]:
-    """Return the packaged presets and the word for choosing one."""
-    return [*preset_names(), "auto"]
-
-
-def task_names() -> Iterable[str]:
-    """Return the packaged tasks."""
-    from dstrain.tasks import builtin_tasks
-
-    return builtin_tasks()
-
-
-def shape_names() -> Iterable[str]:
-    """Return the packaged model shapes."""
-    from dstrain.planner.shapes import shape_names as names
-
-    return names()
-
-
-def step_names() -> Iterable[str]:
-    """Return the words for a checkpoint."""
-    return ("best", "last")
-
-
-def recipe_keys() -> Iterable[str]:
-    """Return the keys of a recipe."""
-    from dstrain.config import list_keys
-
-    return list_keys()
-
-
-def set_prefixes() -> Iterable[str]:
-    """Return the beginnings of --set: every key of a recipe, and `=`."""
-    return [f"{key}=" for key in recipe_keys()]
+RECIPES, PRESETS = "dstrain.commands.recipe_args:list_builtin_recipes", "dstrain.preset:preset_names"
+TASKS, KEYS = "dstrain.tasks:builtin_tasks", "dstrain.config:list_keys"
+STEPS = ("best", "last")
 
 
 class _Count(click.IntRange):
@@ -90,7 +53,7 @@ class _Count(click.IntRange):
 
 def set_option(help_text: str) -> Callable[..., Any]:
     """Return the option --set KEY=VALUE with this help."""
-    complete = complete_names(set_prefixes)
+    complete = complete_names(KEYS, suffix="=")
     return click.option(
         "--set", "overrides", multiple=True, metavar="KEY=VALUE", help=help_text, shell_complete=complete
     )
@@ -105,32 +68,37 @@ class PathArgument(click.Path):
         return super().convert(value, param, ctx)
 
 
+class LaunchOption(click.Option):
+    """Option that says which processes run on which hosts."""
+
+
 COUNT = _Count(max=100_000)
+launch_option = partial(click.option, cls=LaunchOption)
 LAUNCH_OPTIONS = (
-    click.option(
+    launch_option(
         "--num-gpus",
         "--num_gpus",
         type=COUNT,
         help="Processes per host, one per GPU; default: all visible GPUs, or 1 on a CPU.",
     ),
-    click.option(
+    launch_option(
         "--num-nodes",
         "--num_nodes",
         type=COUNT,
         help="Number of hosts, from the top of the hostfile or given by Slurm.",
     ),
-    click.option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8"),
-    click.option("--include", default="", show_default="all", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
-    click.option("--exclude", default="", show_default="none", help="GPUs not to use: localhost:1 or host2"),
-    click.option(
+    launch_option("--hostfile", type=PathArgument(), help="File with one line per host: host1 slots=8"),
+    launch_option("--include", default="", show_default="all", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
+    launch_option("--exclude", default="", show_default="none", help="GPUs not to use: localhost:1 or host2"),
+    launch_option(
         "--node-rank", "--node_rank", type=int, help="Index of this host in the hostfile, from 0; with --no-ssh."
     ),
-    click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
-    click.option(
+    launch_option("--master-addr", "--master_addr", help="Address of rank 0's host."),
+    launch_option(
         "--master-port", "--master_port", type=int, help="Rendezvous port on rank 0's host; default: a free one."
     ),
-    click.option("--no-ssh", "--no_ssh", is_flag=True, help="You start the command on every host yourself."),
-    click.option(
+    launch_option("--no-ssh", "--no_ssh", is_flag=True, help="You start the command on every host yourself."),
+    launch_option(
         "--launcher",
         type=click.Choice(["ssh", "slurm"]),
         default="ssh",
@@ -138,35 +106,19 @@ LAUNCH_OPTIONS = (
     ),
 )
 """Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""
-LAUNCH_OPTION_NAMES = frozenset(
-    (
-        "num_gpus",
-        "num_nodes",
-        "hostfile",
-        "include",
-        "exclude",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "no_ssh",
-        "launcher",
-    )
-)
 RECIPE_OPTIONS = (
-    click.argument(
-        "recipe", type=PathArgument(), required=False, shell_complete=complete_names(recipe_names, or_file=True)
-    ),
+    click.argument("recipe", type=PathArgument(), required=False, shell_complete=complete_names(RECIPES, or_file=True)),
     click.option(
         "--task",
         help="Packaged task, path of a task file, or dotted module.",
-        shell_complete=complete_names(task_names, or_file=True),
+        shell_complete=complete_names(TASKS, or_file=True),
     ),
     click.option(
         "--ds-config",
         "--ds_config",
         metavar="NAME|PATH|auto",
         help="Preset or DeepSpeed JSON file; default: ds_config of the recipe.",
-        shell_complete=complete_names(preset_names_and_auto, or_file=True),
+        shell_complete=complete_names(PRESETS, "auto", or_file=True),
     ),
     set_option("Override a recipe key, such as optim.lr=2e-5; repeatable."),
 )
@@ -182,11 +134,11 @@ TRAIN_OPTIONS = (
     ),
     click.option(
         "--allow-change",
-        "allowed",
+        "allowed_changes",
         multiple=True,
         metavar="KEY",
         help="Recipe key that may differ on resume; repeatable.",
-        shell_complete=complete_names(recipe_keys),
+        shell_complete=complete_names(KEYS),
     ),
     click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
 )
@@ -194,12 +146,12 @@ READER_OPTIONS = (
     click.option(
         "--recipe",
         type=PathArgument(),
-        shell_complete=complete_names(recipe_names, or_file=True),
+        shell_complete=complete_names(RECIPES, or_file=True),
         help="YAML file or packaged recipe with model, columns and limits.",
     ),
     click.option(
         "--task",
-        shell_complete=complete_names(task_names, or_file=True),
+        shell_complete=complete_names(TASKS, or_file=True),
         help="Task that reads the file; default: that of --recipe.",
     ),
 )
@@ -233,30 +185,29 @@ PLAN_OPTIONS = (
         "--model_shape",
         metavar="NAME",
         help="Plan a packaged shape, such as llama-3.1-70b, instead of the recipe's model.",
-        shell_complete=complete_names(shape_names),
+        shell_complete=complete_names("dstrain.planner.shapes:shape_names"),
     ),
 )
 FOLDER_TASK_OPTION = click.option(
     "--task",
     help="Packaged task, or the task file of the run: code in the folder is not run by itself.",
-    shell_complete=complete_names(task_names, or_file=True),
+    shell_complete=complete_names(TASKS, or_file=True),
 )
 CHECKPOINT_OPTIONS = (
     FOLDER_TASK_OPTION,
-    click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(step_names), help="Checkpoint of a run; last if there is no best."),
+    click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(STEPS), help="Checkpoint of a run; last if there is no best."),
     set_option("Override a recipe key, such as batch.micro=8; repeatable."),
 )  # fmt: skip
 MODEL_OPTIONS = (
-    click.argument("run_or_model", type=PathArgument(exists=True, path_type=Path)),
+    click.argument("folder", metavar="RUN_OR_MODEL", type=PathArgument(exists=True, path_type=Path)),
     *CHECKPOINT_OPTIONS,
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
-        shell_complete=complete_names(preset_names, or_file=True),
+        shell_complete=complete_names(PRESETS, or_file=True),
         help="Preset or DeepSpeed JSON for holding the model, such as zero3 (sharded). Default: as trained; replicated in one process.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
-MODEL_OPTION_NAMES = ("task", "step", "overrides", "ds_config")
 TOKEN_OPTIONS = (
     click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), help="Maximum number of tokens per answer."),
     click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0 decodes greedily."),
@@ -271,7 +222,6 @@ SAMPLING_OPTIONS = (
     click.option("--num-samples", "--num_samples", default=1, type=click.IntRange(1), help="Answers to each prompt; several need a temperature above 0."),
     click.option("--batch", default=8, type=click.IntRange(1), help="Answers per batch."),
 )  # fmt: skip
-SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "num_samples", "batch")
 SCRATCH_OPTION = click.option(
     "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its worker processes."
 )
@@ -288,6 +238,6 @@ def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..
     return decorate
 
 
-def pop_options(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Remove the options with these names from `options` and return them."""
-    return {name: options.pop(name) for name in names}
+def pop_fields(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options that are fields of a dataclass, and return them."""
+    return {name: options.pop(name) for name in [*options] if name in kind.__dataclass_fields__}

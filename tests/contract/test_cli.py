@@ -14,11 +14,11 @@ import yaml
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.commands.data import NO_TOKENIZER_HINT
 from dstrain.commands.recipe_args import TrainRequest, list_builtin_recipes, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
+from dstrain.launch.command import LaunchOptions
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
 from dstrain.training.checkpoints import CheckpointStore
@@ -37,7 +37,7 @@ def test_launch_options_stand_apart() -> None:
     for name in ("train", "evaluate", "generate", "prepare"):
         own, _, launch = invoke(name, "--help").output.partition("Launch options:")
         assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {
-            option.replace("_", "-") for option in LAUNCH_OPTION_NAMES
+            option.replace("_", "-") for option in LaunchOptions.__dataclass_fields__
         }
         assert "--set" in own
         assert not re.findall(r"^  \[?RECIPE|^  RUN_OR_MODEL", own, re.M), "an argument is no option"
@@ -46,7 +46,7 @@ def test_launch_options_stand_apart() -> None:
 
 def test_an_option_may_have_underscores() -> None:
     for option in main.commands["train"].params:
-        if isinstance(option, click.Option) and option.name not in ("overrides", "allowed", "dry_run"):
+        if isinstance(option, click.Option) and option.name not in ("overrides", "allowed_changes", "dry_run"):
             assert f"--{option.name}" in option.opts
 
 

@@ -53,17 +53,6 @@ def bench_run_dir(scratch_dir: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class PreparedBench:
-    """The plan of the run whose steps are measured."""
-
-    plan: RunPlan
-
-    @property
-    def ds_config(self) -> Mapping[str, Any]:
-        return self.plan.ds_config
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchJob(Job):
     """A job that takes training steps of a recipe and measures them: no evaluation, checkpoint or tracker."""
@@ -93,23 +82,23 @@ class BenchJob(Job):
         changed = resolve_recipe(replace(self.request, overrides=(*self.request.overrides, *changes), resume="never"))
         return replace(changed, name=recipe.name)
 
-    def prepare(self, world_size: int, device: Device) -> PreparedBench:
+    def prepare(self, world_size: int, device: Device) -> RunPlan:
         import os
 
         from dstrain.training.plan import make_plan
 
         worker = worker_from_env(os.environ) or SINGLE_WORKER
-        return PreparedBench(make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker))
+        return make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker)
 
-    def cache_weight_hashes(self, prepared: PreparedBench) -> None:
-        hash_weights(prepared.plan.task, include_base=False)
+    def cache_weight_hashes(self, prepared: RunPlan) -> None:
+        hash_weights(prepared.task, include_base=False)
 
-    def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
+    def run(self, prepared: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.training.plan import make_memory_monitor
 
-        memory = make_memory_monitor(prepared.plan, world)
+        memory = make_memory_monitor(prepared, world)
         with memory.explain():
-            row = self._run(prepared.plan, world)
+            row = self._run(prepared, world)
         return row | {"plan": _compare(memory.forecast, row)}
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:

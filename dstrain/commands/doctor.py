@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.commands.environment import EnvironmentLine, collect_host_lines
-from dstrain.commands.run_job import Job, run_job
+from dstrain.commands.run_job import Job, Prepared, run_job
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault
 from dstrain.launch.multihost.agent import Agent, serve
@@ -32,7 +32,6 @@ from dstrain.launch.multihost.agent_client import (
 )
 from dstrain.launch.multihost.hostfile import Host, read_hostfile
 from dstrain.launch.topology import is_cpu_requested, visible_gpus
-from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
 from dstrain.units import format_bytes
 
@@ -189,13 +188,6 @@ def _shared_folder(run_dir: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class PreparedAllReduce:
-    """Nothing is prepared."""
-
-    ds_config: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class AllReduceJob(Job):
     """A job of all ranks that measures an all-reduce."""
 
@@ -207,10 +199,7 @@ class AllReduceJob(Job):
     def check_recipe(self) -> RunConfig:
         return RunConfig(timeout_minutes=1)
 
-    def prepare(self, world_size: int, device: Device) -> PreparedAllReduce:
-        return PreparedAllReduce()
-
-    def run(self, prepared: PreparedAllReduce, world: World) -> dict[str, float]:
+    def run(self, prepared: Prepared, world: World) -> dict[str, float]:
         """Return the number of ranks and the seconds of the fastest of some all-reduces. Collective."""
         import torch
         import torch.distributed as dist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from dstrain.commands.trained_model import (
     hash_weights,
     load_saved_model,
     quiet_libraries,
+    resolve_data_path,
 )
 from dstrain.config import RunConfig
 from dstrain.data.dataset import Dataset
-from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_if_slow
@@ -55,7 +54,7 @@ class EvaluateJob(Job):
         return self._find_model().task.recipe
 
     def _find_model(self) -> SavedModel:
-        found = self.selector.find_model(f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0")
+        found = self.selector.find_model(self.data)
         check_reference(found)
         return found
 
@@ -102,21 +101,6 @@ def show_metrics(row: Mapping[str, Any]) -> str:
     return "\n".join(
         f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
     )
-
-
-def resolve_data_path(data: str) -> str:
-    """Return an absolute path of a file, for processes in another working directory."""
-    return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
-
-
-def make_eval_source(data: str) -> Any:
-    """Return the value for `data.eval`. Raises UsageError where `data` is neither a file nor a Hub dataset."""
-    part = parse_hub_split(data)
-    if Path(data).expanduser().exists():
-        return resolve_data_path(data)
-    if part is None:
-        raise UsageError(f"--data {data}: there is no such file (working directory: {Path.cwd()}); check the path")
-    return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.config_name}
 
 
 def check_reference(saved: SavedModel) -> None:

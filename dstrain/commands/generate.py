@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import (
     LoadedModel,
@@ -18,6 +17,7 @@ from dstrain.commands.trained_model import (
     hash_weights,
     load_saved_model,
     quiet_libraries,
+    resolve_data_path,
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
@@ -92,13 +92,7 @@ class GenerateJob(Job):
         return found.task.recipe
 
     def _find_model(self) -> SavedModel:
-        # The prompts take the place of the held-out data.
-        own = (
-            []
-            if self.data is None
-            else [f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0"]
-        )
-        found = self.selector.find_model(*own)
+        found = self.selector.find_model(self.data)
         get_text_task(found)
         return found
 

@@ -13,11 +13,11 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import RunConfig
 from dstrain.errors import OutOfMemoryError, UsageError
@@ -109,12 +109,12 @@ SINGLE_WORKER = Worker(0, 0, 1, "dstrain", 1)
 RESULT_FILE = "result.json"
 
 
-class PreparedJob(Protocol):
-    """State of a job on one process before the process group starts."""
+@dataclass(frozen=True)
+class Prepared:
+    """What a job has on one process before the process group starts."""
 
-    @property
-    def ds_config(self) -> Mapping[str, Any]:
-        """DeepSpeed JSON with which the model is held."""
+    ds_config: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """DeepSpeed JSON with which the model is held; empty for a job that makes its own."""
 
 
 class Job(ABC):
@@ -136,9 +136,9 @@ class Job(ABC):
     def check_recipe(self) -> RunConfig:
         """Return the recipe. Raises UsageError for faults that are found without torch."""
 
-    @abstractmethod
     def prepare(self, world_size: int, device: Device) -> Any:
-        """Return a `PreparedJob`: the work that a process does alone. Raises UsageError."""
+        """Do the work that a process does alone; return a `Prepared`, or what has its `ds_config`. Raises UsageError."""
+        return Prepared()
 
     def cache_weight_hashes(self, prepared: Any) -> None:  # noqa: B027  most jobs have none
         """Cache the hashes that `run` compares: rank 0 computes them before others wait in a collective."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.run_job import Job
 from dstrain.commands.trained_model import (
     ModelSelector,
@@ -17,6 +16,7 @@ from dstrain.commands.trained_model import (
     hash_weights,
     load_saved_model,
     quiet_libraries,
+    resolve_data_path,
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.tokenization import describe_cuts
@@ -71,7 +71,7 @@ class ScoreJob(Job):
         return self._find_task()[1].recipe
 
     def _find_task(self) -> tuple[SavedModel, AnswerScores]:
-        found = self.selector.find_model(f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0")
+        found = self.selector.find_model(self.data)
         scores = make_scores(found.task) if isinstance(found.task, TextTask) else None
         if scores is None:
             name = found.task.recipe.task

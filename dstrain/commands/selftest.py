@@ -14,19 +14,19 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER, Job, make_scratch, make_scratch_path
+from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, make_scratch, make_scratch_path
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
 from dstrain.launch.topology import visible_gpus, worker_from_env
-from dstrain.preset import Device, preset_names, read_preset
+from dstrain.preset import preset_names, read_preset
 from dstrain.report.run_log import read_rows
 
 if TYPE_CHECKING:
@@ -232,13 +232,6 @@ def compare_losses(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping
 
 
 @dataclass(frozen=True)
-class PreparedSelftest:
-    """Nothing is prepared: each run makes its own DeepSpeed JSON."""
-
-    ds_config: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class SelftestJob(Job):
     """A job with the runs of one launch: unbroken and stopped ones, or their resumption, export and evaluation."""
 
@@ -270,10 +263,7 @@ class SelftestJob(Job):
             ],
         )  # fmt: skip
 
-    def prepare(self, world_size: int, device: Device) -> PreparedSelftest:
-        return PreparedSelftest()
-
-    def run(self, prepared: PreparedSelftest, world: World) -> int:
+    def run(self, prepared: Prepared, world: World) -> int:
         for preset in self.presets:
             results = list(self._check_preset(PresetRuns(preset, self, world)))
             if world.rank == 0:
@@ -378,7 +368,12 @@ class SelftestReport:
         return bool(self.results) and all(result.state == "ok" for result in self.results)
 
 
-def run_selftest(presets: Sequence[str], folder: Path, report_line: Callable[[str], None]) -> SelftestReport:
+def run_selftest(
+    presets: Sequence[str],
+    folder: Path,
+    report_line: Callable[[str], None],
+    environment: Sequence[EnvironmentLine] = (),
+) -> SelftestReport:
     """Run all checks of the presets; `report_line` gets a sentence before each launch. Raises UsageError."""
     _check_request(presets)
     start = time.monotonic()
@@ -392,7 +387,7 @@ def run_selftest(presets: Sequence[str], folder: Path, report_line: Callable[[st
     intact = [preset for preset in presets if preset not in failed]
     results += run_phase(SelftestJob("resume", folder, intact, batch), second, report_line)
     return SelftestReport(
-        environment=(),
+        environment=environment,
         processes=(str(first), str(second)),
         results=[result for preset in presets for result in with_skipped(preset, results)],
         seconds=time.monotonic() - start,

@@ -23,6 +23,7 @@ from dstrain.commands.untrusted import (
     saved_config_overrides,
 )
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
+from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import CheckpointError, Fault, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
@@ -81,10 +82,26 @@ class ModelSelector:
         words += ["--ds-config", self.ds_config] if self.ds_config else []
         return words + [word for value in self.overrides for word in ("--set", value)]
 
-    def find_model(self, *base_overrides: str) -> SavedModel:
-        """Return the model; `base_overrides` apply before --set. Raises UsageError."""
-        overrides = ["model.gradient_checkpointing=false", *base_overrides, *self.overrides]
+    def find_model(self, data: str | None = None) -> SavedModel:
+        """Return the model, with a file or Hub dataset in the place of its held-out data. Raises UsageError."""
+        held_out = [] if data is None else [f"data.eval={json.dumps(make_eval_source(data))}", "data.eval_fraction=0"]
+        overrides = ["model.gradient_checkpointing=false", *held_out, *self.overrides]
         return find_saved_model(self.folder, self.step, overrides, self.task)
+
+
+def resolve_data_path(data: str) -> str:
+    """Return an absolute path of a file, for processes in another working directory."""
+    return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
+
+
+def make_eval_source(data: str) -> Any:
+    """Return the value for `data.eval`. Raises UsageError where `data` is neither a file nor a Hub dataset."""
+    part = parse_hub_split(data)
+    if Path(data).expanduser().exists():
+        return resolve_data_path(data)
+    if part is None:
+        raise UsageError(f"--data {data}: there is no such file (working directory: {Path.cwd()}); check the path")
+    return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.config_name}
 
 
 @dataclass(frozen=True)

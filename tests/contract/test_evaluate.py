@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.evaluate import EvaluateJob, check_reference, make_eval_source
+from dstrain.commands.evaluate import EvaluateJob, check_reference
 from dstrain.commands.run_job import JobResult
-from dstrain.commands.trained_model import ModelSelector, find_saved_model
+from dstrain.commands.trained_model import ModelSelector, find_saved_model, make_eval_source
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port

@@ -17,18 +17,18 @@ import yaml
 
 from dstrain.commands.init import to_yaml
 from dstrain.config.aliases import (
-    BLOCKS,
     DATASET_BLOCKS,
     LOSS_TYPES,
-    TRAINERS,
     find_answer,
+    find_names,
     find_trainer,
     find_value,
     iter_foreign_keys,
     read_aliases,
+    read_table,
     read_values,
 )
-from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_yaml
+from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_text, read_yaml
 from dstrain.config.schema import RunConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import (
@@ -37,7 +37,6 @@ from dstrain.errors import (
     RecipeError,
     TaskError,
     UsageError,
-    describe_decode_error,
     first_names,
     one_line,
     suggest_name,
@@ -48,68 +47,7 @@ from dstrain.preset.rules import get_offload_device, get_zero_stage
 from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 from dstrain.tasks import find_task, make_task, task_options
 
-_HF_DEFAULTS = {
-    "learning_rate": 5e-5, "num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "linear", "warmup_steps": 0, "save_steps": 500, "save_total_limit": -1, "seed": 42,
-}  # fmt: skip
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "TRL": {**_HF_DEFAULTS, "lora_dropout": 0.05, "assistant_only_loss": False},
-    "LLaMA-Factory": {**_HF_DEFAULTS, "finetuning_type": "lora", "lora_rank": 8, "cutoff_len": 2048},
-    "axolotl": {
-        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "sequence_len": 512, "seed": 42,
-        "warmup_ratio": 0.03, "eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 4,
-    },
-    "ms-swift": {
-        **_HF_DEFAULTS, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1, "tuner_type": "lora",
-        "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "weight_decay": 0.1, "adam_beta2": 0.95,
-    },
-    "align-anything": {},
-}  # fmt: skip
-"""Trainer -> what it takes for a key that its file leaves out, where that changes what is learnt and differs from here."""
-_TRL_LEARNING_RATES = {"sft": 2e-5, "vlm": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "prm": 1e-5}
-_METHOD_KEYS = (
-    "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "use_peft", "use_lora",
-)  # fmt: skip
-"""Keys that say whether adapters are trained."""
-_PACKING_KEYS = ("packing", "neat_packing", "sample_packing", "pack_sequences", "use_packed_sequences")
-"""Keys that fill rows with records."""
 _TASK_FLAGS = {"reward_model": "rm", "process_reward_model": "prm"}
-_OTHER_METHODS = (
-    "task_type", "kd_trainer", "diffusion", "num_labels", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
-    "relora", "gptq",
-)  # fmt: skip
-"""Keys that, where they are set, train in a way that no recipe does."""
-_FREEZE_KEYS = {
-    "vision": (("freeze_vision_tower", "freeze_vit", "freeze_vision_proj", "freeze_mm_modules"), ("LLaMA-Factory", "ms-swift")),
-    "projector": (("freeze_multi_modal_projector", "freeze_mm_proj", "freeze_aligner", "freeze_mm_modules"), ("LLaMA-Factory", "ms-swift")),
-    "language": (("freeze_language_model", "freeze_llm"), ()),
-}  # fmt: skip
-"""Part of a vision-language model -> keys that freeze it, and the trainers that do so by default."""
-_PRECISION_KEYS = {"bf16": "bf16", "bfloat16": "bf16", "pure_bf16": "bf16", "fp16": "fp16", "float16": "fp16", "float32": "fp32"}  # fmt: skip
-_TRAIN_KEYS = ("datasets", "dataset_name", "dataset", "train_dataset", "train_datasets", "pretraining_dataset")
-_TRAIN_PARTS = {
-    "data_files": ("train_data_files", "data_files"),
-    "split": ("dataset_train_split", "train_split"),
-    "name": ("dataset_config", "dataset_config_name", "train_name", "train_subset"),
-}
-_EVAL_KEYS = ("test_datasets", "val_dataset", "eval_datasets", "eval_dataset")
-_EVAL_PARTS = {
-    "data_files": ("eval_data_files",),
-    "split": ("dataset_test_split", "eval_split"),
-    "name": ("eval_subset", "eval_name"),
-}
-_INTERVAL_KEYS = (
-    ("eval", ("eval_strategy", "evaluation_strategy", "val_strategy"), ("eval_steps", "eval_interval", "val_interval"), "evals_per_epoch"),
-    ("save", ("save_strategy",), ("save_steps", "save_interval"), "saves_per_epoch"),
-)  # fmt: skip
-_COLUMNS = {
-    "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected", "field": "text",
-    "text_column": "text", "field_tools": "tools", "info_messages": "conversations", "info_prompt": "instruction",
-    "info_query": "input", "info_response": "output", "info_system": "system", "info_history": "history",
-    "info_tools": "tools", "info_images": "images", "info_chosen": "chosen", "info_rejected": "rejected",
-    "info_kto_tag": "kto_tag",
-}  # fmt: skip
-"""Keys of a data set of theirs that name a column -> its name in a record."""
 _SAME_COLUMNS = {"messages": ("conversations", "conversation"), "conversations": ("messages", "conversation")}
 """Name in a record -> columns that are read alike."""
 _MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
@@ -182,18 +120,11 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
     """
     if reason := not_file_reason(path):
         raise UsageError(f"{path}: {reason}; give the script's file")
-    try:
-        content = read_limited(path, MAX_RECIPE_BYTES)
-        text = content.decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: {describe_decode_error(content, error)}") from None
-    joined = re.sub(r"\\\n", " \x00", text)  # keeps the count of lines
-    for number, line in enumerate(joined.split("\n"), 1):
+    lines = re.sub(r"\\\n", " \x00", read_text(path)).split("\n")  # \0 stands for the end of a line that goes on
+    for index, line in enumerate(lines):
         if line.lstrip().startswith("#") or not (found := _COMMAND.search(line.replace("\x00", " "))):
             continue
-        place = joined[: sum(len(other) + 1 for other in joined.split("\n")[: number - 1])].count("\x00") + number
+        place = index + 1 + sum(other.count("\x00") for other in lines[:index])
         try:
             before, words = (
                 shlex.split(part.replace("\x00", " ")) for part in (line[: found.start()], line[found.end() :])
@@ -290,7 +221,7 @@ def _check_trainer(path: Path, source: SourceMap) -> str:
         raise UsageError(f"{name}: exports a model; `dstrain export RUN --to FOLDER --merge-lora` does that with a run")
     found = find_trainer(values)
     if found is None:
-        known = ", ".join(TRAINERS)
+        known = ", ".join(read_table()["trainers"])
         raise UsageError(f"{name}: is no configuration of {known}; give the file that the trainer was started with")
     return found
 
@@ -342,7 +273,7 @@ class _Converter:
         for key in iter_foreign_keys(self.source.values):
             if any(name in DATASET_BLOCKS for name in key[:-1]):
                 continue  # read with their block
-            name = ".".join(str(part) for part in key if part not in BLOCKS) or str(key[-1])
+            name = ".".join(str(part) for part in key if part not in read_table()["blocks"]) or str(key[-1])
             value = lookup(self.source.values, key)
             if value in (None, "", [], {}):
                 continue
@@ -417,7 +348,7 @@ class _Converter:
         flags = {name: task for name, task in _TASK_FLAGS.items() if self.theirs.get(name) is True}
         name = (named or [*flags] or [""])[0]
         method = str(self.theirs[name]).lower() if named else flags.get(name, "")
-        for other in _OTHER_METHODS:
+        for other in read_table()["init"]["other_methods"]:
             value = self.theirs.get(other)
             if (other, value) in (("num_labels", 1), ("num_labels", 2)) and method in ("rm", "reward", "prm"):
                 self.left.pop(other)
@@ -458,11 +389,11 @@ class _Converter:
         return task
 
     def _find_defaults(self) -> None:
-        defaults = dict(DEFAULTS[self.trainer])
-        if self.trainer == "TRL":
-            defaults["learning_rate"] = _TRL_LEARNING_RATES.get(str(self.task), 5e-5)
-        if self.trainer == "ms-swift":
-            defaults["learning_rate"] = 1e-5 if "full" in map(self.theirs.get, _METHOD_KEYS) else 1e-4
+        known = read_table()["trainers"][self.trainer]
+        defaults = dict(known["defaults"])
+        for name, rate in known.get("learning_rates", {}).items():  # of a task, or a method
+            if name == self.task or name in map(self.theirs.get, find_names("model.lora")):
+                defaults["learning_rate"] = rate
         answered = {answer.text for name in self.theirs if (answer := find_answer((name,)))}
         has_passes = {"steps", "epochs"} & answered or "epochs" in self.theirs
         for name, value in defaults.items():
@@ -475,7 +406,7 @@ class _Converter:
         self.left |= dict.fromkeys(self.defaults)
 
     def _convert_adapters(self) -> None:
-        name, value = self.take(*_METHOD_KEYS)
+        name, value = self.take(*find_names("model.lora"))
         method = str(value).lower()
         if method not in ("lora", "qlora", "true", "full", "none", "false"):
             raise self.refuse(name, "LoRA and full training are; model.freeze leaves layers as they are")
@@ -552,11 +483,13 @@ class _Converter:
         if isinstance(thinking, bool):
             self.put("model.chat_template_kwargs.enable_thinking", thinking, name)
         frozen: dict[str, str] = {}
-        for part, (names, is_default) in _FREEZE_KEYS.items():
+        for part in ("vision", "projector", "language"):
+            names = [*find_names(f"model.freeze: [{part}]")]
+            names += find_names("model.freeze: [vision, projector]") if part != "language" else []
             given = {key: self.take(key)[1] for key in names if key in self.theirs}
             if any(value is True for value in given.values()):
                 frozen[part] = ", ".join(given)
-            elif not given and self.has_images and self.trainer in is_default:
+            elif not given and part in read_table()["trainers"][self.trainer].get("freeze", ()):
                 frozen[part] = f"{self.trainer}'s default"
         if frozen and self.has_images:
             self.put("model.freeze", list(frozen), "; ".join(dict.fromkeys(frozen.values())))
@@ -566,18 +499,19 @@ class _Converter:
         name, value = self.take("disable_gradient_checkpointing")
         if isinstance(value, bool):
             self.put("model.gradient_checkpointing", not value, name)
-        for other, width in _PRECISION_KEYS.items():
-            name, value = self.take(other)
-            if value is True or value == "full":
-                self.put("precision", width, name)
+        for width in ("bf16", "fp16", "fp32"):
+            for other in find_names(f"precision: {width}"):
+                name, value = self.take(other)
+                if value is True or value == "full":
+                    self.put("precision", width, name)
         name, value = self.take("torch_dtype", "dtype", "compute_dtype")
         if ("precision",) not in self.values and (width := find_value("precision", value)):
             self.put("precision", width, name)
 
     def _convert_data(self) -> None:
-        names = [name for name in _TRAIN_KEYS if name in self.theirs]
+        names = [name for name in find_names("data.train") if name in self.theirs]
         name, train = self.take(names[0]) if names else ("", None)
-        where = {key: self.take(*keys)[1] for key, keys in _TRAIN_PARTS.items()}
+        where = {key: self.take(*keys)[1] for key, keys in read_table()["init"]["train"].items()}
         if where["data_files"] and not train:
             name, train = "train_data_files", "json"
         found = self._read_datasets(name, train, where)
@@ -588,12 +522,14 @@ class _Converter:
         self.take("dataset_dir", "data_dir")
         self.take("media_dir")
         eval_keys = [
-            key for key in _EVAL_KEYS if key in self.theirs and (key, self.trainer) != ("eval_dataset", "ms-swift")
+            key
+            for key in find_names("data.eval")
+            if key in self.theirs and (key, self.trainer) != ("eval_dataset", "ms-swift")
         ]
         eval_name, held_out = self.take(eval_keys[0]) if eval_keys else ("", None)
         where = {
             "name": where["name"],
-            **{key: value for key, keys in _EVAL_PARTS.items() if (value := self.take(*keys)[1])},
+            **{key: value for key, keys in read_table()["init"]["eval"].items() if (value := self.take(*keys)[1])},
         }
         if where.get("data_files") and not held_out:
             eval_name, held_out = "eval_data_files", "json"
@@ -667,12 +603,12 @@ class _Converter:
         path, files = str(block.get("path") or ""), block.get("data_files")
         columns = {
             str(block[key]): ours
-            for key, ours in _COLUMNS.items()
+            for key, ours in read_table()["init"]["columns"].items()
             if isinstance(block.get(key), str) and block[key] not in (ours, *_SAME_COLUMNS.get(ours, ()))
         }
         for other in sorted(
             {str(key) for key in block if block[key] not in (None, "", [], {})}
-            - {*_COLUMNS, "path", "data_files", "split", "name", "fraction", "columns"}
+            - {*read_table()["init"]["columns"], "path", "data_files", "split", "name", "fraction", "columns"}
         ):
             answer = find_answer(("datasets", other))
             why = str(answer or "no trainer has this key")
@@ -737,7 +673,7 @@ class _Converter:
         for other in list(self.left):
             answer = find_answer((other,))
             if answer is not None and answer.text == "batch.packing":
-                is_packed = other in _PACKING_KEYS and self.theirs[other] is True
+                is_packed = other in read_table()["init"]["packing"] and self.theirs[other] is True
                 why = (
                     "a sample of their step is a row filled with records, and here it is one record: multiply "
                     "batch.accumulate (or total) by the records that fit into data.max_length, which "
@@ -764,8 +700,8 @@ class _Converter:
             self.origins["optim", "warmup"] += "; at most 100 steps there"
         if ratio:
             self.note(ratio, f"{steps} counts", is_lost=False)
-        steps, count = self.number("max_steps", "train_iters")
-        epochs, passes = self.take("num_train_epochs", "num_epochs", "max_epochs", "epochs")
+        steps, count = self.number(*find_names("steps"))
+        epochs, passes = self.take(*find_names("epochs"), "epochs")
         if count is not None:
             self.put("steps", count, steps)
             self.note(epochs, f"{steps} counts", is_lost=False) if epochs else None
@@ -777,7 +713,7 @@ class _Converter:
                 self.put(("optim", "groups", group, "lr"), rate, name)
 
     def _convert_intervals(self) -> None:
-        for block, strategies, steps, per_epoch in _INTERVAL_KEYS:
+        for block, (strategies, steps, per_epoch) in read_table()["init"]["intervals"].items():
             kind, strategy = self.take(*strategies)
             name, every = self.number(*steps)
             often, times = self.number(per_epoch)
@@ -821,8 +757,8 @@ class _Converter:
     def _convert_trackers(self) -> None:
         name, trackers = self.take("report_to", "log_type")
         names = re.findall(r"\w+", str(trackers or "").lower())
-        project_name, project = self.take("wandb_project", "log_project", "project")
-        run_name, run = self.take("wandb_name", "run_name", "log_run_name", "wandb_run_name", "wandb_exp_name")
+        project_name, project = self.take(*find_names("log.wandb.project"))
+        run_name, run = self.take(*find_names("log.wandb.name"))
         switch, is_switched = self.take("use_wandb")
         mode_name, mode = self.take("wandb_mode")
         is_on = {"wandb", "all"} & {*names} or (self.trainer == "axolotl" and project) or is_switched is True

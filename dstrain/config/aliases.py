@@ -12,44 +12,20 @@ import yaml
 
 from dstrain.source_map import KeyPath
 
-BLOCKS = frozenset(
-    (
-        "bnb_cfgs",
-        "data_cfgs",
-        "logger_cfgs",
-        "lora_cfgs",
-        "model_cfgs",
-        "model_init_kwargs",
-        "train_cfgs",
-    )
-)
-"""Blocks of other trainers whose keys mean what they mean outside of the block."""
 LOSS_TYPES = ("ipo", "orpo", "simpo")
 """Methods of other trainers that are a loss_type of task dpo."""
 DATASET_BLOCKS = frozenset(("datasets", "test_datasets", "pretraining_dataset"))
 """Axolotl's and TRL's lists of data sets, whose keys are `datasets.NAME` in the table."""
 
-TRAINERS: dict[str, tuple[str, ...]] = {
-    "align-anything": ("train_cfgs", "data_cfgs", "model_cfgs"),
-    "axolotl": ("base_model", "sequence_len", "micro_batch_size datasets"),
-    "ms-swift": (
-        "tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "attn_impl", "torch_dtype model",
-        "load_from_cache_file", "tuner_backend", "freeze_vit",
-    ),
-    "LLaMA-Factory": (
-        "finetuning_type", "stage", "cutoff_len", "dataset_dir", "lora_target", "pref_beta", "pref_loss", "model_class",
-        "template model_name_or_path",
-    ),
-    "TRL": ("model_name_or_path", "dataset_name", "per_device_train_batch_size", "learning_rate", "output_dir"),
-}  # fmt: skip
-"""Trainer -> keys of which one, or several in one text, show that a file is its; the first trainer that fits counts."""
+
+KINDS = ("keys", "not needed because", "not supported", "not supported, without effect on what is learnt")
 
 
 class Answer(NamedTuple):
     """What a key of another trainer is here."""
 
     kind: str
-    """keys, not needed because, not supported, or not supported without effect on what is learnt."""
+    """One of KINDS."""
     text: str
     """The recipe key or option; the reason."""
 
@@ -62,9 +38,14 @@ class Answer(NamedTuple):
 @cache
 def read_aliases() -> dict[str, Answer]:
     """Return name -> answer; a name with a * stands for all that fit it."""
-    table = _read_table()
-    kinds = [kind for kind in table if kind != "values"]
-    return {name: Answer(kind, text) for kind in kinds for text, names in table[kind].items() for name in names}
+    table = read_table()
+    return {name: Answer(kind, text) for kind in KINDS for text, names in table[kind].items() for name in names}
+
+
+def find_names(key: str) -> list[str]:
+    """Return the keys of other trainers that are a key, or a key with a value, of the recipe."""
+    names: list[str] = read_table()["keys"][key]
+    return names
 
 
 @cache
@@ -72,7 +53,7 @@ def read_values() -> dict[str, dict[str, Any]]:
     """Return recipe key -> value of another trainer, as text in lower case -> value here."""
     return {
         key: {str(theirs).lower(): ours for ours, values in rows.items() for theirs in (ours, *values)}
-        for key, rows in _read_table()["values"].items()
+        for key, rows in read_table()["values"].items()
     }
 
 
@@ -82,8 +63,9 @@ def find_value(key: str, value: Any) -> Any:
 
 
 @cache
-def _read_table() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+def read_table() -> dict[str, Any]:
+    """Return aliases.yaml."""
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return table
 
 
@@ -119,7 +101,7 @@ def iter_foreign_keys(values: Any, key: KeyPath = ()) -> Iterator[KeyPath]:
     items = enumerate(values) if isinstance(values, list) else values.items()
     for name, value in items:
         child, is_item = (*key, name), isinstance(values, list)
-        if is_item or name in BLOCKS:
+        if is_item or name in read_table()["blocks"]:
             inner = value
         elif name in DATASET_BLOCKS and not key:
             yield child
@@ -138,8 +120,8 @@ def find_trainer(values: Mapping[str, Any]) -> str | None:
     return next(
         (
             trainer
-            for trainer, signs in TRAINERS.items()
-            if any(all(name in values for name in sign.split()) for sign in signs)
+            for trainer, known in read_table()["trainers"].items()
+            if any(all(name in values for name in sign.split()) for sign in known["signs"])
         ),
         None,
     )

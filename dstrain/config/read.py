@@ -59,17 +59,23 @@ def read_yaml(path: Path) -> SourceMap:
     return source
 
 
-def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
-    """Return the nodes of a YAML file, which know their lines, and its value. Raises RecipeError."""
+def read_text(path: Path) -> str:
+    """Return the text of a file that a user wrote. Raises RecipeError."""
     try:
         content = read_limited(path, MAX_RECIPE_BYTES)
-        text = content.decode("utf-8")
-        # Twice: only the nodes have line numbers, and safe_load runs no code.
-        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        return content.decode("utf-8")
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: {describe_decode_error(content, error)}") from None
+
+
+def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
+    """Return the nodes of a YAML file, which know their lines, and its value. Raises RecipeError."""
+    text = read_text(path)
+    try:
+        # Twice: only the nodes have line numbers, and safe_load runs no code.
+        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.reader.ReaderError as error:
         place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
         raise RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it") from None

@@ -10,12 +10,12 @@ import pytest
 
 from dstrain.cli import main
 from dstrain.config.aliases import (
-    TRAINERS,
     describe_method,
     find_answer,
     find_trainer,
     find_value,
     read_aliases,
+    read_table,
     read_values,
 )
 from dstrain.config.read import list_keys, read_recipe
@@ -144,4 +144,4 @@ def test_a_trainer_is_known_by_its_keys() -> None:
     assert find_trainer({"base_model": "x"}) == "axolotl"
     assert find_trainer({"model_name_or_path": "x", "template": "y"}) == "LLaMA-Factory"
     assert find_trainer({"model": "x"}) is None
-    assert set(KEYS) - {"DeepSpeed"} == set(TRAINERS)
+    assert set(KEYS) - {"DeepSpeed"} == set(read_table()["trainers"])

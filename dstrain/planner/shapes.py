@@ -258,12 +258,6 @@ def part_of(name: str) -> Part:
     return found  # type: ignore[return-value]
 
 
-def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param_source: str) -> ModelShape:
-    """Return the shape with tensors counted by name, in place of those derived from the config."""
-    tensors = tuple(ParamTensor(name, size, part_of(name)) for name, size in shapes.items())
-    return replace(shape, tensors=tensors, param_source=param_source)
-
-
 def read_properties(config: RunConfig) -> TaskProperties:
     """Return the properties of a recipe's task. Imports no torch; of a user's task file, its own imports."""
     task = make_task(config)
@@ -378,7 +372,7 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool = True) -> Iterat
         yield f"{name}.bias", (rows,)
 
 
-def _named(tensors: Any) -> Tensors:
+def _named(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Tensors:
     return tuple(ParamTensor(name, size, part_of(name)) for name, size in tensors)
 
 
@@ -487,8 +481,7 @@ def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:
     )
     has_bias = bool(values.get("attention_bias", False))
     biases = (family.has_qkv_bias or has_bias, has_bias, bool(values.get("mlp_bias", False)))
-    sizes = _decoder_tensors(shape, biases, prefix)
-    return replace(shape, tensors=tuple(ParamTensor(name, size, part_of(name)) for name, size in sizes))
+    return replace(shape, tensors=_named(_decoder_tensors(shape, biases, prefix)))
 
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -631,7 +624,9 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     if shape is not None or model.path is None or find_quantization(values):  # the headers describe quantized values
         return shape
     sizes = _read_headers(Path(resolve_base_model(model).path or "").expanduser())
-    return from_tensors(sizes, sizes_of_others, "safetensors headers") if sizes else None
+    return (
+        replace(sizes_of_others, tensors=_named(sizes.items()), param_source="safetensors headers") if sizes else None
+    )
 
 
 def _read_config(model: ModelConfig) -> dict[str, Any] | None:

@@ -59,9 +59,9 @@ class Preset:
         return chosen or ("fp32" if all(value is False for value in enabled.values()) else None)
 
 
-def read_preset(name_or_path: str, folder: Path | None = None) -> Preset:
+def read_preset(name_or_path: str) -> Preset:
     """Read the preset of this name in ds_configs, or at this path. Raises PresetError with every fault found."""
-    path = _find_preset(name_or_path, folder or find_resource_dir("ds_configs"))
+    path = _find_preset(name_or_path)
     source = read_json(path)
     issues = check_schema(source.values) + check_conflicts(source.values)
     if issues:
@@ -80,24 +80,22 @@ def check_ds_config(file: Path, ds_config: dict[str, Any]) -> dict[str, Any]:
     return ds_config
 
 
-def preset_names(folder: Path | None = None) -> list[str]:
+def preset_names() -> list[str]:
     """Return the names of the packaged presets, least sharded first."""
-    paths = list((folder or find_resource_dir("ds_configs")).glob("*.json"))
+    paths = list(find_resource_dir("ds_configs").glob("*.json"))
     order = sorted(paths, key=lambda path: (path.stem.partition("_")[0], "nvme" in path.stem, path.stem))
     return [path.stem for path in order]
 
 
-def summarize_presets(folder: Path | None = None) -> dict[str, str]:
+def summarize_presets() -> dict[str, str]:
     """Return each packaged preset with a sentence on what it shards."""
-    folder = folder or find_resource_dir("ds_configs")
-    documented = _read_markdown_table(folder / "README.md")
-    return {name: documented.get(name, "") for name in preset_names(folder)}
+    documented = _read_documentation()
+    return {name: documented.get(name, "") for name in preset_names()}
 
 
-def describe_preset(name: str, folder: Path | None = None) -> str:
+def describe_preset(name: str) -> str:
     """Return the full description of a preset: purpose, JSON, and one line per key."""
-    folder = folder or find_resource_dir("ds_configs")
-    preset, documented = read_preset(name, folder), _read_markdown_table(folder / "README.md")
+    preset, documented = read_preset(name), _read_documentation()
     lines = [f"{preset.name}: {documented.get(preset.name, str(preset.path))}", ""]
     lines += [json.dumps(preset.block, indent=2), ""]
     unknown = "see DeepSpeed's documentation"
@@ -106,7 +104,8 @@ def describe_preset(name: str, folder: Path | None = None) -> str:
     return "\n".join(lines + [f"{key:<{width}}  {line}" for key, line in keys.items()]) + "\n"
 
 
-def _find_preset(name_or_path: str, folder: Path) -> Path:
+def _find_preset(name_or_path: str) -> Path:
+    folder = find_resource_dir("ds_configs")
     named, given = folder / f"{name_or_path}.json", Path(name_or_path)
     looks_like_a_path = given.suffix == ".json" or len(given.parts) > 1
     if not looks_like_a_path and os.path.exists(named):
@@ -120,7 +119,7 @@ def _find_preset(name_or_path: str, folder: Path) -> Path:
     if name_or_path == "auto":
         fix = "name one with --ds-config; `dstrain plan RECIPE` names the one that it would take"
         raise PresetError(Fault("ds_config auto", "is decided by `dstrain train`, not by this command", fix))
-    fix = suggest_name(name_or_path, preset_names(folder))
+    fix = suggest_name(name_or_path, preset_names())
     raise PresetError(Fault(f"ds_config {name_or_path}", f"there is no such preset in {folder}", fix))
 
 
@@ -141,9 +140,9 @@ def _to_int(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _read_markdown_table(path: Path) -> dict[str, str]:
-    """Return first column -> second column, of every table row whose first column is `code`."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+def _read_documentation() -> dict[str, str]:
+    """Return preset or key -> what it does: the first two columns of the tables in ds_configs/README.md."""
+    lines = (find_resource_dir("ds_configs") / "README.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| `")]
     return {row[0].strip("`"): row[1] for row in cells if len(row) > 1}
 

@@ -84,11 +84,8 @@ def _get_default(name: str) -> Any:
 
 
 def _check_offload(block: dict[str, Any]) -> Iterator[Issue]:
-    stage, optimizer, param = (
-        get_zero_stage(block),
-        get_offload_device(block, "offload_optimizer"),
-        get_offload_device(block, "offload_param"),
-    )
+    optimizer, param = (get_offload_device(block, name) for name in ("offload_optimizer", "offload_param"))
+    stage = get_zero_stage(block)
     to_optimizer, to_param = (ZERO_BLOCK, "offload_optimizer"), (ZERO_BLOCK, "offload_param")
     if param and stage < 3:
         problem = f"offload_param needs stage 3, and the stage is {stage}"
@@ -195,9 +192,7 @@ def check_unused_keys(block: dict[str, Any]) -> Iterator[Issue]:
     for path, (why, fix) in UNUSED_KEYS.items():
         if _has_custom_value(block, path):
             yield Issue(path, "idle", f"the key has no effect: {why}", fix)
-    zero = block.get("zero_optimization")
-    offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
-    on_disk = any(isinstance(one, dict) and one.get("device") == "nvme" for one in offloads)
+    on_disk = any(get_offload_device(block, name) == "nvme" for name in ("offload_optimizer", "offload_param"))
     for name, why in (("compile", _COMPILE_REASON), *([] if on_disk else [("aio", _AIO_REASON)])):
         inner = block.get(name)
         for key in inner if isinstance(inner, dict) else ():
@@ -207,10 +202,5 @@ def check_unused_keys(block: dict[str, Any]) -> Iterator[Issue]:
 
 def _has_custom_value(block: dict[str, Any], path: KeyPath) -> bool:
     """Return True where a known key is set to a value other than DeepSpeed's default."""
-    value: Any = block
-    for name in path:
-        if not isinstance(value, dict) or name not in value:
-            return False
-        value = value[name]
-    key = find_key(path)
-    return key is not None and value != "auto" and value is not None and value != key.get("default")
+    key, value = find_key(path), get_nested(block, *path)
+    return key is not None and value not in ("auto", None) and value != key.get("default")

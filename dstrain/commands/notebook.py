@@ -60,20 +60,14 @@ class Run:
 
     def load(self, step: str = "best", **options: Any) -> TrainedModel:
         """Return `dstrain.load` of a checkpoint."""
-        from dstrain import load
-
         return load(self.folder, step=step, **options)
 
     def evaluate(self, data: str | Path, step: str = "best", **options: Any) -> dict[str, Any]:
         """Return `dstrain.evaluate` of a checkpoint."""
-        from dstrain import evaluate
-
         return evaluate(self.folder, data, step=step, **options)
 
     def export(self, to: str | Path, step: str = "best", merge_lora: bool = False, **options: Any) -> Path:
         """Return `dstrain.export` of a checkpoint."""
-        from dstrain import export
-
         return export(self.folder, to, step=step, merge_lora=merge_lora, **options)
 
 
@@ -138,9 +132,17 @@ def _to_record(prompt: str | Sequence[Mapping[str, str]], images: Sequence[str])
 
 
 def load(
-    run_or_export: str | Path, step: str, task: str | None, overrides: Mapping[str, Any], device: str | None
+    run_or_export: str | Path,
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str | None = None,
 ) -> TrainedModel:
-    """Load a model; see `dstrain.load`."""
+    """Load the model of a run folder, at `step`, or of an exported folder, in evaluation mode.
+
+    `device`: default the first GPU, else the CPU. Raises UsageError.
+    """
     import torch
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,12 +154,16 @@ def load(
 def evaluate(
     run_or_export: str | Path,
     data: str | Path,
-    step: str,
-    task: str | None,
-    overrides: Mapping[str, Any],
-    launch: Mapping[str, Any],
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    **launch: Any,
 ) -> dict[str, Any]:
-    """Evaluate; see `dstrain.evaluate`."""
+    """Return the metrics of a run's checkpoint, or of an exported folder, on a file: those of `dstrain evaluate --json`.
+
+    `launch`: `num_gpus` and the other launch options. Raises UsageError, RunError.
+    """
     _check_launch("evaluate", launch)
     folder, file = (os.path.expanduser(path) for path in (run_or_export, data))
     words = ["evaluate", folder, "--data", file, "--step", step, "--json", *_launch_words({"task": task, **launch})]
@@ -169,16 +175,29 @@ def evaluate(
 
 
 def export(
-    run: str | Path, to: str | Path, step: str, task: str | None, overrides: Mapping[str, Any], merge_lora: bool,
-    max_shard_size: str | None, **publication: Any,
-) -> Path:  # fmt: skip
-    """Export; see `dstrain.export`."""
+    run: str | Path,
+    to: str | Path,
+    *,
+    step: str = "best",
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    merge_lora: bool = False,
+    max_shard_size: str | None = None,
+    license: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> Path:
+    """Write a folder that transformers loads, with a model card, as `dstrain export` does; return it.
+
+    `push_to_hub`: OWNER/NAME to upload it to. Raises UsageError, CheckpointError; RunError where the upload fails, and the
+    folder stays.
+    """
     from dstrain.commands.export import export_model
     from dstrain.commands.publish import Publication
 
-    sets = _to_sets({**({} if task is None else {"task": task}), **overrides})
-    place = Path(to).expanduser()
-    export_model(Path(run).expanduser(), step, place, sets, merge_lora, max_shard_size, Publication(**publication))
+    sets = _to_sets({**({} if task is None else {"task": task}), **(overrides or {})})
+    place, target = Path(to).expanduser(), Publication(repo_id=push_to_hub, private=private, license=license)
+    export_model(Path(run).expanduser(), step, place, sets, merge_lora, max_shard_size, target)
     return place
 
 
@@ -202,14 +221,23 @@ def _raise_for(code: int, fault: str, otherwise: str) -> None:
 
 def train(
     recipe: str | Path | Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    run_dir: str | Path | None,
-    resume: str,
-    allow_change: Sequence[str],
-    in_process: bool,
-    launch: Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
+    resume: str = "auto",
+    allow_change: Sequence[str] = (),
+    in_process: bool = False,
+    **launch: Any,
 ) -> Run:
-    """Train; see `dstrain.train`."""
+    """Train as `dstrain train` does, with its checks, and return the run.
+
+    `recipe`: a YAML file, the name of a packaged recipe, or a dict with the keys of a recipe. `overrides`: key -> value,
+    such as {"optim.lr": 2e-5}. `run_dir`: default runs/NAME of the recipe, runs/TASK for a dict. `launch`: `num_gpus`,
+    `hostfile` and the other launch options. The ranks are processes of their own, whose output is printed; with
+    `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it. Ctrl-C, or Jupyter's
+    interrupt, stops the run after a checkpoint. Raises UsageError for a recipe or data that are refused, RunError for a
+    run that fails.
+    """
     _check_launch("train", launch)
     if in_process and launch:
         raise UsageError(f"dstrain.train(in_process=True): is one process; leave {next(iter(launch))} out")
@@ -234,9 +262,9 @@ def train(
     return Run(folder, code == EXIT_STOPPED)
 
 
-def _to_sets(values: Mapping[str, Any]) -> list[str]:
+def _to_sets(values: Mapping[str, Any] | None) -> list[str]:
     """Return the values as arguments of --set, in YAML."""
-    return [f"{key}={_to_yaml(value)}" for key, value in values.items()]
+    return [f"{key}={_to_yaml(value)}" for key, value in (values or {}).items()]
 
 
 def _to_yaml(value: Any) -> str:

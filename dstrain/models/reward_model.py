@@ -225,7 +225,12 @@ def _load_score_head(model: Any, file: str, missing_keys: Collection[str]) -> No
 
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load an exported reward model; see `dstrain.load_reward_model`."""
+    """Load the reward model of a folder that `dstrain export` wrote, in evaluation mode.
+
+    Call it with the outputs of its tokenizer or processor (input_ids, attention_mask, pixel_values, ...): `logits` of its
+    output, shape (B, 1) for B rows, are the scores, read at the last token that is not padding. `dtype` of the weights:
+    None for that of the export. Raises UsageError for a folder without a reward model.
+    """
     place = Path(folder).expanduser()
     if (place / ADAPTER_CONFIG).is_file():
         raise UsageError(f"{folder}: holds only adapters; export the run with --merge-lora to write a complete model")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
     from dstrain.training.engine.deepspeed import DeepSpeedEngine
-    from dstrain.training.memory import MemoryForecast
     from dstrain.training.plan import RunPlan
 
 WARMUP_STEPS = 3
@@ -99,7 +98,11 @@ class BenchJob(Job):
         memory = make_memory_monitor(prepared, world)
         with memory.explain():
             row = self._run(prepared, world)
-        return row | {"plan": _compare(memory.forecast, row)}
+        if memory.forecast is None:
+            return row | {"plan": None}
+        # On a GPU the measured value includes torch's cache; on a CPU it is the process's host memory.
+        planned, measured = memory.forecast.device_bytes / 2**30, max(row["process_memory_gib"])
+        return row | {"plan": {"predicted_gib": planned, "measured_gib": measured}}
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
@@ -124,16 +127,6 @@ class BenchJob(Job):
         }
 
 
-def _compare(forecast: MemoryForecast | None, row: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the planned memory of a process beside the most that one has taken, in GiB; None without a plan.
-
-    On a GPU the measured value includes torch's cache; on a CPU it is the process's host memory.
-    """
-    if forecast is None:
-        return None
-    return {"predicted_gib": forecast.device_bytes / 2**30, "measured_gib": max(row["process_memory_gib"])}
-
-
 @dataclass(frozen=True)
 class _StepRecord:
     """One step of this rank."""
@@ -149,7 +142,7 @@ class _StepRecord:
 
 def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, Any]:
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
-    from dstrain.report.flops import StepFlops
+    from dstrain.report.flops import StepFlops, find_peak_flops
     from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
     from dstrain.training.plan import build_loader
 
@@ -171,7 +164,8 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
             "process_memory_gib": peak_process_bytes(world.device) / 2**30,
         }
     )
-    return summarize(ranks, _peak_flops(world.device, plan.ds_config))
+    has_peak = world.device.type == "cuda" and _precision(plan.ds_config) != "fp32"
+    return summarize(ranks, find_peak_flops(_device_name(world.device)) if has_peak else None)
 
 
 def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Iterator[_StepRecord]:
@@ -245,21 +239,6 @@ def _precision(ds_config: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")), "fp32")
 
 
-def _peak_flops(device: torch.device, ds_config: Mapping[str, Any]) -> float | None:
-    """Return FLOP/s of one device in the precision of the run; None where it is not known."""
-    from dstrain.report.flops import find_peak_flops
-
-    known = device.type == "cuda" and _precision(ds_config) != "fp32"
-    return find_peak_flops(_device_name(device)) if known else None
-
-
-def _show_plan(row: Mapping[str, Any]) -> str:
-    """Return planned and measured memory of the process with most."""
-    measured = f"measured {max(row['process_memory_gib']):.3g} GiB"
-    plan = row.get("plan")
-    return f"predicted {plan['predicted_gib']:.3g} GiB, {measured}" if plan else f"no prediction, {measured}"
-
-
 def _share(value: float | None) -> str:
     return "unknown" if value is None else f"{100 * value:.3g} %"
 
@@ -270,7 +249,8 @@ def _gib(values: Sequence[float] | None) -> str:
 
 def show_bench(row: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
-    times, batch = row["step_seconds"], row["batch"]
+    times, batch, plan = row["step_seconds"], row["batch"], row.get("plan")
+    planned = f"predicted {plan['predicted_gib']:.3g} GiB" if plan else "no prediction"
     lines = {
         "run": f"{row['task']}, preset {row['preset']}, {row['precision']}, {row['processes']} x {row['device']}",
         "model": f"{format_count(row['parameters'])} parameters, {format_count(row['trained_parameters'])} of them trained",
@@ -286,6 +266,6 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "MFU": _share(row["mfu"]),
         "peak GPU memory": _gib(row["peak_memory_gib"]),
         "peak host memory": _gib(row["host_memory_gib"]),
-        "plan": _show_plan(row),
+        "plan": f"{planned}, measured {max(row['process_memory_gib']):.3g} GiB",
     }
     return "\n".join(f"{name:18} {value}" for name, value in lines.items())

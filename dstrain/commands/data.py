@@ -63,7 +63,10 @@ def check_file(
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
-    told = _describe_documents(source) if isinstance(source, DocumentSource) else []
+    told = list[str]()
+    if isinstance(source, DocumentSource):
+        recall = source.measure_recall()  # of the evidence pages that records name
+        told = [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
     told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_vision else []
     if not made.reads_text:
         return found, "\n".join(told)
@@ -73,12 +76,6 @@ def check_file(
     assert isinstance(skipping, TextTask)
     told += [f"warning: {line}" for line in describe_missing_end(skipping.tokenizer)]
     return found, "\n".join(filter(None, [*told, _describe_truncation(source, skipping, found)]))
-
-
-def _describe_documents(source: DocumentSource) -> list[str]:
-    """Return how the pages were selected, and how many evidence pages retrieval finds where records name them."""
-    recall = source.measure_recall()
-    return [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
 
 
 def _describe_truncation(source: Source, task: TextTask, validation: ValidationReport) -> str:

@@ -87,16 +87,12 @@ def _devices(gpus: int) -> EnvironmentLine:
 
 
 def _cuda(gpus: int) -> EnvironmentLine:
-    built, nccl = _torch_cuda_version(), next(filter(None, map(_version, _nccl_packages())), None)
+    built, nccl = _torch_cuda_version(), _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
     value = f"torch built for CUDA {built}, NCCL {nccl or 'as built into torch'}" if built else "torch built for CPUs"
     warning = ""
     if gpus and not built:
         warning = "there are GPUs, but this torch cannot use them; install torch for CUDA (docs/quickstart.md)"
     return EnvironmentLine("CUDA", value, warning)
-
-
-def _nccl_packages() -> list[str]:
-    return [f"nvidia-nccl-cu{version}" for version in (13, 12)]
 
 
 def _torch_cuda_version() -> str | None:

@@ -130,7 +130,10 @@ def export_model(
     with atomic_folder(place, (lambda *_: None) if publication.dry_run else _rename_synced) as partial:
         # A merge into quantized weights would round the sum again.
         with dequantized_weights() if merge_lora else nullcontext():
-            loaded = load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides])
+            # An fp16 run is exported in fp16. Other commands load it in fp32, since CPUs are slow in fp16.
+            is_fp16 = (run_dir / "ds_config.json").is_file() and is_precision_enabled(run_dir, "fp16")
+            own = ["model.dtype=float16"] if is_fp16 else []
+            loaded = load_trained_model(run_dir, step, [*own, *overrides])
         with log_if_slow(f"writing {output_dir}"):
             card = make_card(loaded, run_dir, merge_lora, publication.repo_id or place.name, publication)
             expected = _write_export(loaded, partial, merge_lora, max_shard_size, card)
@@ -150,17 +153,6 @@ def _check_size(text: str) -> None:
         raise UsageError(
             f"--max-shard-size {text}: is no size; write a whole number with KB, MB, GB or TB, such as 5GB"
         )
-
-
-def _fp16_overrides(run_dir: Path) -> list[str]:
-    """Return --set arguments that export an fp16 run in fp16; other commands load it in fp32, since
-    CPUs are slow in fp16.
-    """
-    return (
-        ["model.dtype=float16"]
-        if (run_dir / "ds_config.json").is_file() and is_precision_enabled(run_dir, "fp16")
-        else []
-    )
 
 
 def _rename_synced(partial: Path, output_dir: Path) -> None:
@@ -265,11 +257,12 @@ def _check_disk_space(folder: Path, size: int) -> None:
 
 def _check_exportable(loaded: LoadedModel, merge_lora: bool) -> None:
     """Raise UsageError for a model that cannot be exported as asked."""
-    recipe = loaded.task.recipe
-    if merge_lora and recipe.model.lora is None:
+    from transformers import PreTrainedModel
+
+    base = loaded.task.recipe.model
+    if merge_lora and base.lora is None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
-    base = recipe.model
-    known = _is_transformers_model(loaded.model)
+    known = isinstance(unwrap_peft(loaded.model), PreTrainedModel)
     is_merged = read_adapter(base.path) is not None and not (base.lora and not base.lora.create_new_adapter)
     is_in_folder = base.path is not None and base.init is None and not is_merged and known
     if base.lora is not None and not merge_lora and not is_in_folder:
@@ -277,13 +270,6 @@ def _check_exportable(loaded: LoadedModel, merge_lora: bool) -> None:
             "the base weights of its adapters are in no folder (model.config, model.init, a custom module, or an adapter "
             "merged into its base), so the adapters could not be loaded; add --merge-lora to write one complete model"
         )
-
-
-def _is_transformers_model(model: Any) -> bool:
-    """Return True if the model, without its adapters, is a transformers model."""
-    from transformers import PreTrainedModel
-
-    return isinstance(unwrap_peft(model), PreTrainedModel)
 
 
 @torch.no_grad()

@@ -71,7 +71,8 @@ class GenerateJob(Job):
         words = ["generate", *self.selector.to_argv(), *(word for text in self.texts for word in ("--prompt", text))]
         words += ["--data", resolve_data_path(self.data)] if self.data else []
         words += [word for image in self.images for word in ("--image", os.path.realpath(Path(image).expanduser()))]
-        return words + [word for name, value in self.sampling.items() for word in (_to_flag(name), str(value))]
+        options = {f"--{name.replace('_', '-')}": str(value) for name, value in self.sampling.items()}
+        return words + [word for option in options.items() for word in option]
 
     def check_recipe(self) -> RunConfig:
         if not self.texts and not self.data:
@@ -212,10 +213,6 @@ def check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt:
     if isinstance(item, BadRecord):
         raise DataError(f"{source}: {item.reason}")
     return item
-
-
-def _to_flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

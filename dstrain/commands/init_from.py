@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +43,7 @@ from dstrain.errors import (
 from dstrain.files import not_file_reason, read_limited
 from dstrain.preset.check import read_json
 from dstrain.preset.rules import get_offload_device, get_zero_stage
+from dstrain.report.run_history import is_number
 from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 from dstrain.tasks import find_task, make_task, task_options
 
@@ -944,8 +944,3 @@ def to_number(value: Any) -> Any:
         number = float(value)
         return int(number) if number.is_integer() and not re.search("[.eE]", value) else number
     return value
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a finite number that is neither true nor false."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -123,16 +123,12 @@ def list_tasks(name: str | None) -> str:
         width = terminal_width()
         return f"{format_table(header, rows, width)}\n\n{wrap_note(_TASKS_NOTE, width)}"
     task = find_task(name)
-    full, adapters = (default_learning_rate(task, lora) for lora in (False, True))
-    lines = [
-        f"{name}: {_summarize_task(name)}",
-        "",
-        f"optim.lr: {full:g} by default, {adapters:g} with model.lora",
-        *_describe_default_lora(task),
-        "",
-        "options:",
-    ]
-    return "\n".join([*lines, *_describe_options(task_options(task), "  ")])
+    full, adapters = (default_learning_rate(task, use_lora) for use_lora in (False, True))
+    lines = [f"{name}: {_summarize_task(name)}", ""]
+    lines.append(f"optim.lr: {full:g} by default, {adapters:g} with model.lora")
+    if (lora := default_lora(task)) is not None:
+        lines.append(f"model.lora: {format_lora(lora)} by default; null trains all weights")
+    return "\n".join([*lines, "", "options:", *_describe_options(task_options(task), "  ")])
 
 
 def _rates(task: type[Task]) -> str:
@@ -151,11 +147,6 @@ def _describe_options(options: Iterable[Option], indent: str) -> Iterator[str]:
         yield f"{indent}{option.name}: {option.type} = {option.default!r}"
         yield f"{indent}    {option.help}"
         yield from _describe_options(option.nested, f"{indent}    ")
-
-
-def _describe_default_lora(task: type[Task]) -> list[str]:
-    lora = default_lora(task)
-    return [] if lora is None else [f"model.lora: {format_lora(lora)} by default; null trains all weights"]
 
 
 def _summarize_task(name: str) -> str:
@@ -182,7 +173,11 @@ def list_recipes(name: str | None) -> str:
         if name not in names:
             raise UsageError(f"recipe '{name}': there is no such recipe; {suggest_name(name, names)}")
         return _read(name).rstrip()
-    rows = [(recipe, _task(recipe), find_comment(recipe, NEEDS), _summarize_recipe(recipe)) for recipe in names]
+    rows = []
+    for recipe in names:
+        text = _read(recipe)
+        summary = text.splitlines()[0].removeprefix("#").strip()
+        rows.append((recipe, str(yaml.safe_load(text)["task"]), find_comment(recipe, NEEDS), summary))
     width = terminal_width()
     table = format_table(("recipe", "task", "needs", "trains"), rows, width)
     runs = format_table(("recipe", "run"), [(recipe, run_command(recipe)) for recipe in names], width)
@@ -196,14 +191,6 @@ def _read(name: str) -> str:
 def find_comment(name: str, begin: str) -> str:
     """Return the rest of the first comment line of a recipe that begins so; empty if there is none."""
     return next((line.removeprefix(begin) for line in _read(name).splitlines() if line.startswith(begin)), "")
-
-
-def _summarize_recipe(name: str) -> str:
-    return _read(name).splitlines()[0].removeprefix("#").strip()
-
-
-def _task(name: str) -> str:
-    return str(yaml.safe_load(_read(name))["task"])
 
 
 def run_command(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dstrain.errors import RunError, UsageError, mask_secrets, one_line
 from dstrain.models.folder import is_local_path, resolve_base_model
 from dstrain.models.load import HUB_TIMEOUT_SECONDS
 from dstrain.process_setup import log_if_slow
+from dstrain.report.run_history import is_number
 from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
 from dstrain.training.start import read_recorded_recipe
@@ -159,6 +159,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
         eval_results=results,
     )
     inputs = _as_mapping(info.get("inputs"))
+    own_keys = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"launch", "log", "save", "profile"})
     parts = [
         f"# {_escape(name)}",
         _describe_training(recipe, info, base, is_merged),
@@ -170,7 +171,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
         _describe_evaluation(row, recipe, inputs),
         "## Recipe",
         "Keys that differ from the defaults; paths by their last part. `dstrain_recipe.yaml` has every key.",
-        _fence(yaml.safe_dump(_without_paths(_own_keys(recipe)), sort_keys=False, allow_unicode=True), "yaml"),
+        _fence(yaml.safe_dump(_without_paths(own_keys), sort_keys=False, allow_unicode=True), "yaml"),
         "## Versions",
         _make_table(("library", "version"), _as_mapping(info.get("versions")).items()) or "Not recorded.",
         "## License",
@@ -207,12 +208,7 @@ def _find_eval_row(run_dir: Path, step: int | None) -> dict[str, Any]:
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the loss and the task's metrics of a row that are finite numbers."""
-    values = {name: row.get(name) for name in ("loss", *task_metric_names(row))}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {name: row[name] for name in ("loss", *task_metric_names(row)) if is_number(row.get(name))}
 
 
 def _eval_source(recipe: RunConfig) -> DatasetConfig | None:
@@ -314,7 +310,7 @@ def _describe_evaluation(row: Mapping[str, Any], recipe: RunConfig, inputs: Mapp
         return "There is no evaluation at the step of this checkpoint."
     recorded = _as_mapping(inputs.get("data.eval"))
     what = _describe_source(source) if recipe.data.eval else f"{recipe.data.eval_fraction:g} of the training records"
-    facts = [f"{recorded[key]} samples" for key in ("samples",) if key in recorded]
+    facts = [f"{recorded['samples']} samples"] if "samples" in recorded else []
     facts += [f"digest {recorded['digest']}"] if "digest" in recorded else []
     about = f"Measured after step {row.get('step')} on {what}" + (f" ({', '.join(facts)})" if facts else "")
     table = _make_table(("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
@@ -347,11 +343,6 @@ def _read_license(recipe: RunConfig) -> dict[str, str]:
         return {}
     found = {key: values[key] for key in LICENSE_KEYS if isinstance(values.get(key), str) and values[key].isprintable()}
     return found if "license" in found else {}
-
-
-def _own_keys(recipe: RunConfig) -> dict[str, Any]:
-    left_out = {"launch", "log", "save", "profile"}
-    return recipe.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
 
 
 _PATH_IN_TEXT = re.compile(r"(?<![\w/:.~<])(?:~|\.{1,2})?(?:/[^\s/'\"<>]+){2,}/?")

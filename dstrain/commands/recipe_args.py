@@ -188,8 +188,11 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
         problem = "is a folder of the system, but a run has a folder of its own"
     elif folder in (Path.cwd(), *Path.cwd().parents):
         problem = "is the working directory or above it, but a run has a folder of its own"
-    elif found := next((name for name in ("recipe.yaml", "metrics.jsonl") if _has_content(folder / name)), None):
-        problem = f"contains a {found} that is not a run's, and a run would overwrite it"
+    else:
+        files = [folder / name for name in ("recipe.yaml", "metrics.jsonl")]
+        # A killed start leaves empty ones.
+        if found := next((file for file in files if path_exists(file) and file.stat().st_size > 0), None):
+            problem = f"contains a {found.name} that is not a run's, and a run would overwrite it"
     if problem:
         raise UsageError(f"--run-dir {request.run_dir}: {problem}; choose another, such as --run-dir runs/first")
 
@@ -203,11 +206,6 @@ def check_path_encoding(path: Path) -> None:
             raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
 
 
-def _has_content(path: Path) -> bool:
-    """Return True if the file exists and is not empty, as a killed start leaves it."""
-    return path_exists(path) and path.stat().st_size > 0
-
-
 def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make paths absolute: they are looked up in the working directory, then next to the recipe.
 
@@ -218,12 +216,15 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         del values["model"]["lora"]  # a null would mean no adapters
     faults: list[Fault] = []
     runs = {key: run for key in ("path", "init") if (run := find_run(values["model"][key], recipe_dir))}
-    for place, usual_split in _data_sources(values):
+    items = [(source, TrainDatasetConfig.default_split) for source in values["data"]["train"]]
+    items += [(values["data"]["eval"], DatasetConfig.default_split)] if values["data"]["eval"] else []
+    for place, usual_split in items:
         if place["media_dir"] is not None:
             place["media_dir"] = str(find_path(place["media_dir"], recipe_dir) or place["media_dir"])
         found = find_path(place["path"], recipe_dir)
         if found is not None:
-            faults += _hub_key_faults(place)
+            problem = f"works only for Hub datasets; {place['path']} is a local file"
+            faults += [Fault(key, problem, "remove it") for key in ("split", "name") if place[key]]
             place["path"] = str(found)
         elif is_hub_name(place["path"]):
             place["split"] = place["split"] or usual_split
@@ -240,7 +241,12 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     ):
         _resolve_path(place, key, recipe_dir)
     values["log"]["sinks"] = [_resolve_sink(name, recipe_dir) for name in values["log"]["sinks"]]
-    faults += _resolve_init(values["model"], recipe_dir) if "init" not in runs else []
+    if (init := values["model"]["init"]) is not None and "init" not in runs:
+        values["model"]["init"] = str(find_path(init, recipe_dir) or init)
+        try:
+            find_init_files(values["model"]["init"])
+        except RecipeError as error:
+            faults += error.faults
     if faults:
         raise RecipeError(faults)
     for option in find_task(values["task"]).path_options:
@@ -312,31 +318,6 @@ def _resolve_sink(name: str, recipe_dir: Path) -> str:
         usual = None if mark == ":" else find_spec(place.partition(".")[0])
     is_other = usual is not None and (usual.origin is None or Path(usual.origin).resolve() != found.resolve())
     return name if is_other else f"{found}:{class_name}"
-
-
-def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:
-    """Make model.init absolute. Returns the faults if it names no weights."""
-    if model["init"] is None:
-        return []
-    model["init"] = str(find_path(model["init"], recipe_dir) or model["init"])
-    try:
-        find_init_files(model["init"])
-    except RecipeError as error:
-        return [*error.faults]
-    return []
-
-
-def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return (block with a path, its default split) for each data source."""
-    data = values["data"]
-    found = [(source, TrainDatasetConfig.default_split) for source in data["train"]]
-    return found + ([(data["eval"], DatasetConfig.default_split)] if data["eval"] else [])
-
-
-def _hub_key_faults(source: dict[str, Any]) -> list[Fault]:
-    """Return a fault for each key that applies to Hub datasets only."""
-    found = [key for key in ("split", "name") if source[key]]
-    return [Fault(key, f"works only for Hub datasets; {source['path']} is a local file", "remove it") for key in found]
 
 
 def _is_path(text: str, key: str) -> bool:

@@ -47,16 +47,20 @@ def find_liveness(history: RunHistory, timeout: float = LEASE_TIMEOUT_SECONDS) -
     """Return the state of a run. Waits up to `timeout` seconds for a heartbeat of a launch on another host."""
     run_dir = history.run_dir
     holder = _read_holder(run_dir)
-    if holder is not None and _is_copy(holder, run_dir):
-        holder = None
-    ranks = _read_ranks(run_dir, holder)
+    if holder is not None and holder.machine == get_host_id() and holder.folder != run_dir.stat().st_ino:
+        holder = None  # of the folder that this one is a copy of
+    ranks = read_rank_records(run_dir, holder.launch) if holder is not None else {}
+    ranks = ranks or read_rank_records(run_dir)  # of one without a `dstrain` command
     is_alive = False if holder is None else _is_alive(holder, lambda: _read_holder(run_dir), timeout)
     here = [
         rank
         for rank, record in ranks.items()
         if holder is not None and holder.machine == get_host_id() and record.host == holder.host
     ]
-    alive_ranks = tuple(rank for rank in here if ranks[rank].exit is None and _runs(ranks[rank].pid)) if here else None
+    running = (
+        rank for rank in here if ranks[rank].exit is None and process_state(ranks[rank].pid) not in ("gone", "Z")
+    )
+    alive_ranks = tuple(running) if here else None
     failed = next((record for _, record in sorted(ranks.items()) if record.exit not in (None, 0, 75)), None)
     if is_alive:
         state: State = "running" if len(history.train) and find_end(history) is None else "starting"
@@ -72,17 +76,6 @@ def _read_holder(run_dir: Path) -> LeaseHolder | None:
     with contextlib.suppress(OSError):  # the folder of no launch, or one that this user may not read
         return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1])
     return None
-
-
-def _is_copy(holder: LeaseHolder, run_dir: Path) -> bool:
-    """Return True if the folder is a copy of the one that the launch held: its inode is another one."""
-    return holder.machine == get_host_id() and holder.folder != run_dir.stat().st_ino
-
-
-def _read_ranks(run_dir: Path, holder: LeaseHolder | None) -> dict[int, RankRecord]:
-    """Return the records of the ranks of this launch, or of one without a `dstrain` command."""
-    found = read_rank_records(run_dir, holder.launch) if holder is not None else {}
-    return found or read_rank_records(run_dir)
 
 
 def _is_alive(holder: LeaseHolder, read: Callable[[], LeaseHolder | None], timeout: float) -> bool:
@@ -102,10 +95,6 @@ def _is_alive(holder: LeaseHolder, read: Callable[[], LeaseHolder | None], timeo
     return False
 
 
-def _runs(pid: int) -> bool:
-    return process_state(pid) not in ("gone", "Z")
-
-
 LATE_FACTOR, LATE_SECONDS = 5.0, 60.0
 """A row is late after this many times the time between two rows, and after this many seconds at least."""
 
@@ -119,6 +108,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     left = progress.seconds_left if is_alive else None
     if left is not None and age is not None:
         left = max(left - age, 0.0)
+    ends_at = None if left is None else datetime.fromtimestamp(time.time() + left).astimezone()
     checkpoints = list_checkpoint_rows(run_dir / "checkpoints")
     found = {
         "run": str(run_dir),
@@ -131,7 +121,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "samples": progress.samples,
         "seconds_per_step": progress.seconds_per_step,
         "seconds_left": left,
-        "ends_at": None if left is None else _format_time(time.time() + left),
+        "ends_at": ends_at and ends_at.isoformat(timespec="seconds"),
         "seconds_since_update": age,
         "is_late": is_alive and age is not None and _is_stale(progress, age),
         "last_train": history.train.last_row or None,
@@ -165,10 +155,6 @@ def _is_stale(progress: Progress, age: float) -> bool:
     return age > max(LATE_SECONDS, LATE_FACTOR * (progress.row_seconds or progress.seconds_per_step or 0.0))
 
 
-def _format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
 def show_status(status: Mapping[str, Any]) -> str:
     """Return the status as lines of text."""
     return "\n".join(f"{name + ':':11} {one_line(text)}" for name, text in _iter_lines(status) if text)
@@ -192,7 +178,10 @@ def _iter_lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ends", f"in about {format_duration(status['seconds_left'])}, at {status['ends_at'].replace('T', ' ')}"
     for name in ("train", "eval"):
         if row := status[f"last_{name}"]:
-            yield name, f"step {row['step']}: " + ", ".join(_show_metrics(row))
+            metrics = [
+                metric for metric in ("loss", *task_metric_names(row), "lr", "grad_norm") if is_number(row.get(metric))
+            ]
+            yield name, f"step {row['step']}: " + ", ".join(f"{metric} {row[metric]:.4g}" for metric in metrics)
     for name in ("last", "best"):
         if one := status[f"{name}_checkpoint"]:
             metric = f", metric {one['metric']:.4g}" if is_number(one["metric"]) else ""
@@ -249,12 +238,6 @@ def _show_speed(status: Mapping[str, Any]) -> str:
         if is_number(row.get(name)):
             parts.append(f"{format_count(float(f'{row[name]:.3g}'))} {name.removesuffix('_per_second')}/s")
     return ", ".join(parts)
-
-
-def _show_metrics(row: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("loss", *task_metric_names(row), "lr", "grad_norm"):
-        if is_number(row.get(name)):
-            yield f"{name} {row[name]:.4g}"
 
 
 def _show_age(text: object) -> str:

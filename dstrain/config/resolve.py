@@ -121,13 +121,12 @@ def resolve_batch(
         ("accumulate", batch.accumulate, preset_accumulate),
     ):
         if ours is not None and theirs is not None and ours != theirs:
-            raise RecipeError(
-                Fault(
-                    f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them"
-                )
-            )
-    if batch.on_oom == "shrink":
-        _check_on_oom(preset_micro, preset_accumulate)
+            problem = f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON"
+            raise RecipeError(Fault(f"batch.{name}", problem, "keep one of them"))
+    if batch.on_oom == "shrink" and (preset_micro or preset_accumulate):
+        problem = "is shrink, but the DeepSpeed JSON fixes the micro-batch"
+        fix = "move train_micro_batch_size_per_gpu and gradient_accumulation_steps from it to the recipe's batch"
+        raise RecipeError(Fault("batch.on_oom", problem, fix))
     micro = batch.micro or preset_micro
     if batch.tokens_per_micro is not None:
         return replace(_resolve_token_batch(batch, micro, preset_accumulate), sequence=sequence)
@@ -148,13 +147,6 @@ def resolve_batch(
         fix = f"remove {third} ({fitting} would fit), or another of the three"
         raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", fix))
     return BatchPlan(batch.total, micro, fitting, sequence=sequence)
-
-
-def _check_on_oom(preset_micro: int | None, preset_accumulate: int | None) -> None:
-    if preset_micro or preset_accumulate:
-        problem = "is shrink, but the DeepSpeed JSON fixes the micro-batch"
-        fix = "move train_micro_batch_size_per_gpu and gradient_accumulation_steps from it to the recipe's batch"
-        raise RecipeError(Fault("batch.on_oom", problem, fix))
 
 
 def _resolve_token_batch(batch: BatchConfig, micro: int | None, preset_accumulate: int | None) -> BatchPlan:

@@ -123,18 +123,13 @@ def suggest_fixes(
             saved = plan.host_bytes_per_node - after.host_bytes_per_node
         else:
             saved = plan.gpu_bytes - after.gpu_bytes
-        fix = Fix(
-            changes,
-            saved,
-            _values_before(config, preset, plan.batch, cluster.world_size, changes),
-            budget is None or budget.fits(after),
-        )
-        if is_step and found and found[-1].changes.keys() == changes.keys() and not found[-1].is_enough:
+        if is_step and found and found[-1].changes.keys() == changes.keys():
+            if found[-1].is_enough:
+                continue
             found.pop()  # the smaller step was not enough
-        elif is_step and found and found[-1].changes.keys() == changes.keys():
-            continue
         if saved > 0:
-            found.append(fix)
+            before = _values_before(config, preset, plan.batch, cluster.world_size, changes)
+            found.append(Fix(changes, saved, before, budget is None or budget.fits(after)))
     return found
 
 
@@ -161,12 +156,8 @@ def _candidates(
         yield from _reduced_micro_batch(config, batch, world_size)
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}, False
-    slower = (
-        PRESETS_BY_SPEED[PRESETS_BY_SPEED.index(preset.name) + 1 :]
-        if preset.name in PRESETS_BY_SPEED
-        else PRESETS_BY_SPEED
-    )
-    yield from (({"ds_config": name}, False) for name in slower)
+    at = PRESETS_BY_SPEED.index(preset.name) + 1 if preset.name in PRESETS_BY_SPEED else 0
+    yield from (({"ds_config": name}, False) for name in PRESETS_BY_SPEED[at:])
     if config.model.lora is None:
         yield {"model.lora": LORA}, False
     sequence = 2 * batch.sequence
@@ -247,7 +238,8 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
     Raises PresetError, naming the nearest fix, where nothing fits.
     """
     shape = shape or read_shape(config)
-    limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=_less_margin(budget.host_bytes))
+    host = None if budget.host_bytes is None else int(budget.host_bytes * (1 - MARGIN))
+    limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=host)
     found: list[tuple[MemoryPlan, int | None]] = []
     too_large: list[str] = []
     for name in _usable_presets(config, cluster):
@@ -259,16 +251,12 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
             too_large.append(name)
             continue
         found.append(fitting)
-        if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or _is_whole_step(fitting[0]):
+        if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or fitting[0].batch.accumulate == 1:
             break
     if not found:
         raise _nothing_fits(config, cluster, limit, shape)
     plan, micro = max(found, key=lambda one: (min(one[0].workload.tokens, FULL_PASS_TOKENS), -found.index(one)))
     return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, too_large, limit))
-
-
-def _less_margin(size: int | None) -> int | None:
-    return None if size is None else int(size * (1 - MARGIN))
 
 
 def _usable_presets(config: RunConfig, cluster: Cluster) -> Iterator[str]:
@@ -313,10 +301,6 @@ def _micro_sizes(config: RunConfig, cluster: Cluster) -> Iterator[int | None]:
         seen = micro
 
 
-def _is_whole_step(plan: MemoryPlan) -> bool:
-    return plan.batch.accumulate == 1
-
-
 def _explain(plan: MemoryPlan, micro: int | None, too_large: list[str], limit: Budget) -> str:
     passes = "" if micro is None else f", batch.micro {micro} (x {plan.batch.accumulate} passes)"
     where = "process" if plan.cluster.kind == "cpu" else "GPU"
@@ -339,9 +323,7 @@ def _nothing_fits(config: RunConfig, cluster: Cluster, limit: Budget, shape: Mod
         )
     best = min(plans, key=lambda plan: sum(limit.missing(plan)))
     gpu, host = limit.missing(best)
-    needed, have, where = best.gpu_bytes, limit.gpu_bytes, "a GPU"
-    if cluster.kind == "cpu":
-        where = "a process"
+    needed, have, where = best.gpu_bytes, limit.gpu_bytes, "a process" if cluster.kind == "cpu" else "a GPU"
     if host and not gpu:
         needed, have, where = best.host_bytes_per_node, limit.host_bytes or 0, "a host"
     sizes = {"micro": best.batch.micro, "total": best.batch.total, "accumulate": None}

@@ -225,15 +225,15 @@ class PlanInputs:
         return min(size, self.trained) if self.device == "cpu" else size
 
     @property
-    def communicators(self) -> int:
-        """Groups of processes for which NCCL takes memory: all of them, and those that share a second partition."""
+    def nccl_bytes(self) -> int:
+        """Memory of NCCL: of groups of all processes, and of those that share a second partition or a sequence."""
+        if self.world_size == 1:
+            return 0
         has_inner = 1 < self.setting("zero_hpz_partition_size", 1) < self.world_size
-        return 0 if self.world_size == 1 else 1 + has_inner + (self.workload.sequence > 1)
-
-    @property
-    def has_all_to_all(self) -> bool:
-        """True where quantized gradients are exchanged by an all-to-all (deepspeed runtime/comm/coalesced_collectives.py)."""
-        return self.world_size > 1 and bool(self.zero.get("zero_quantized_gradients"))
+        # Quantized gradients are exchanged by an all-to-all (deepspeed runtime/comm/coalesced_collectives.py).
+        has_all_to_all = bool(self.zero.get("zero_quantized_gradients"))
+        groups = 1 + has_inner + (self.workload.sequence > 1)
+        return groups * COMMUNICATOR_BYTES + has_all_to_all * ALL_TO_ALL_BYTES
 
     @property
     def buckets(self) -> int:
@@ -292,16 +292,12 @@ class PlanInputs:
         known, size = OPTIMIZERS[self.optimizer], 0.0
         for tensor, count in self.shape.kinds:
             per_param = known.per_param
-            if known.per_hidden_param is not None and self._is_hidden_matrix(tensor):
+            is_hidden_matrix = len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
+            if known.per_hidden_param is not None and is_hidden_matrix:
                 per_param = known.per_hidden_param
             values = sum(tensor.shape) if known.is_factored and len(tensor.shape) > 1 else tensor.numel
             size += per_param * values * count * tensor.is_trainable
         return size * self.master_bytes / 4
-
-    @staticmethod
-    def _is_hidden_matrix(tensor: ParamTensor) -> bool:
-        """Return True for a matrix that Muon updates."""
-        return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
 
     @cached_property
     def layers(self) -> tuple[LayerGraph, ...]:
@@ -1040,8 +1036,7 @@ PROCESS_BYTES = {"cuda": 1200 * 2**20, "cpu": 480 * 2**20}
 CUDA_RESERVE_ROWS = (
     Row("CUDA context, cuBLAS", "gpu", RESERVE, lambda run: CUDA_CONTEXT_BYTES,
         "0.5 GiB", "driver memory outside torch's allocator"),
-    Row("NCCL", "gpu", RESERVE,
-        lambda run: run.communicators * COMMUNICATOR_BYTES + run.has_all_to_all * ALL_TO_ALL_BYTES,
+    Row("NCCL", "gpu", RESERVE, lambda run: run.nccl_bytes,
         "0.7 GiB for each communicator, 3 GiB for an all-to-all", "github NVIDIA/nccl, issues 964 and 1685"),
     Row("fragmentation", "gpu", RESERVE, lambda run: FRAGMENTATION[run.expandable_segments] * run.tensor_bytes,
         lambda run: f"{FRAGMENTATION[run.expandable_segments]:.0%} of all tensors".replace("%", " %"),

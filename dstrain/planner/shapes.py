@@ -444,17 +444,13 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         text["model_type"] += "_text"
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     decoder = _decoder({**text, "tie_word_embeddings": tied}, "model.language_model.")
-    family = VISION_FAMILIES.get(_vision_type(config))
+    own = (config.get("vision_config") or {}).get("model_type")
+    family = VISION_FAMILIES.get(str(own or {"llava": "clip_vision_model"}.get(model_type, model_type)))
     if decoder is None or family is None:
         return None
     vision, tower = family(config.get("vision_config") or {}, config)
     tensors = (*tower, *PROJECTORS[model_type](vision, decoder.hidden, config), *decoder.tensors)
     return replace(decoder, model_type=model_type, tensors=tensors, vision=vision)
-
-
-def _vision_type(config: Mapping[str, Any]) -> str:
-    own = (config.get("vision_config") or {}).get("model_type")
-    return str(own or {"llava": "clip_vision_model"}.get(str(config["model_type"]), config["model_type"]))
 
 
 def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:

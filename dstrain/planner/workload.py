@@ -96,7 +96,9 @@ def make_workload(config: RunConfig, shape: ModelShape, batch: BatchPlan, device
         rows = max(1, tokens // length)
     images, image_tokens = count_images(shape, length)
     lora, tiled = config.model.lora, config.model.tiled_mlp
-    packed = bool(config.batch.packing) and shape.task.packs_batches and takes_packed(shape, config)
+    # Models of these types are known to take packed batches.
+    is_known = shape.model_type in (PACKED_MODEL_TYPES | PACKED_VISION_MODEL_TYPES.keys())
+    packed = bool(config.batch.packing) and shape.task.packs_batches and is_known and not config.model.trust_remote_code
     sequence = config.parallel.sequence
     if sequence > 1 and (not packed or shape.heads % sequence):
         reason = "a multiple of it is not the number of attention heads, {}" if packed else "batches are not packed"
@@ -132,12 +134,6 @@ def count_images(shape: ModelShape, length: int) -> tuple[int, int]:
         pixels = min(PAGE_INCHES * shape.task.page_dpi**2, MAX_IMAGE_PIXELS)
         tokens = ceil(pixels / vision.pixels_per_token)
     return images, min(images * tokens, length)
-
-
-def takes_packed(shape: ModelShape, config: RunConfig) -> bool:
-    """Return True where models of this type are known to take packed batches."""
-    own_code = config.model.trust_remote_code
-    return not own_code and shape.model_type in (PACKED_MODEL_TYPES | PACKED_VISION_MODEL_TYPES.keys())
 
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

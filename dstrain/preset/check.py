@@ -140,7 +140,8 @@ def _check_unknown(path: KeyPath, specs: dict[str, KeySpec]) -> Issue | None:
     problem = f"DeepSpeed {version} knows no such key here"
     if parents:
         return Issue(path, "unknown", problem, f"move it into {' or '.join(f'`{parent}`' for parent in parents)}")
-    return Issue(path, "unknown", problem, suggest_name(path[-1], _current_names(specs)))
+    current = [name for name, key in specs.items() if "deprecated" not in key]
+    return Issue(path, "unknown", problem, suggest_name(path[-1], current))
 
 
 def _check_value(path: KeyPath, spec: KeySpec, value: Any) -> Issue | None:
@@ -153,11 +154,6 @@ def _check_value(path: KeyPath, spec: KeySpec, value: Any) -> Issue | None:
         return Issue(path, "renamed", problem, f"write `{spec['deprecated']}`")
     problem_and_fix = find_value_problem(spec, value)
     return Issue(path, "type", *problem_and_fix) if problem_and_fix else None
-
-
-def _current_names(specs: dict[str, KeySpec]) -> list[str]:
-    """Return the names that are not deprecated, for suggestions."""
-    return [name for name, key in specs.items() if "deprecated" not in key]
 
 
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}\[\],]')

@@ -229,7 +229,7 @@ def _convert_optimizer(block: dict[str, Any]) -> Iterator[ConvertedKey]:
     if name:
         yield ConvertedKey("optimizer.type", type_name, "optim.name", name)
     elif "type" in block:
-        reason = f"the recipe's optim.name is one of {', '.join(_optimizer_names())}"
+        reason = f"the recipe's optim.name is one of {', '.join(sorted({*_OPTIMIZERS.values()}))}"
         yield ConvertedKey("optimizer.type", type_name, drop_reason=reason)
     yield from _convert_params("optimizer", block, _OPTIMIZER_PARAMS, {}, "the recipe's optim has no such key")
 
@@ -262,7 +262,3 @@ def _convert_params(
     for key in block:
         if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
             yield ConvertedKey(f"{section}.{key}", block[key], drop_reason=unknown)
-
-
-def _optimizer_names() -> list[str]:
-    return sorted(set(_OPTIMIZERS.values()))

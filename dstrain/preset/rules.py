@@ -67,20 +67,12 @@ def _check_stage_3_keys(block: dict[str, Any]) -> Iterator[Issue]:
     for name, value in zero.items():
         if not (name.startswith("stage3_") or name in _STAGE_3_ONLY):
             continue
-        if (
-            value is False
-            or (ZERO_BLOCK, name) in UNUSED_KEYS
-            or (name in _STAGE_3_ONLY[-4:] and value == _get_default(name))
-        ):
-            continue
-        if name == "zero_hpz_partition_size" and value == 1:
+        default = (find_key((ZERO_BLOCK, name)) or {}).get("default")
+        is_idle = value is False or (name in _STAGE_3_ONLY[-4:] and value == default)
+        if is_idle or (ZERO_BLOCK, name) in UNUSED_KEYS or (name, value) == ("zero_hpz_partition_size", 1):
             continue
         problem = f"the key has no effect at stage {stage}, only at stage 3"
         yield Issue((ZERO_BLOCK, name), "idle", problem, "remove it, or set zero_optimization.stage to 3")
-
-
-def _get_default(name: str) -> Any:
-    return (find_key((ZERO_BLOCK, name)) or {}).get("default")
 
 
 def _check_offload(block: dict[str, Any]) -> Iterator[Issue]:

@@ -62,7 +62,8 @@ def _read_failure(error: BaseException) -> AllocationFailure | None:
         place = "host"
     else:
         return None
-    return AllocationFailure(place, _read_size(text), _first_sentence(text) or type(error).__name__)
+    sentence = re.sub(r"^\[enforce fail at \S+\] [^.]*\. ", "", text.split("\n", 1)[0])[:300]
+    return AllocationFailure(place, _read_size(text), sentence or type(error).__name__)
 
 
 def _read_size(text: str) -> int | None:
@@ -71,8 +72,3 @@ def _read_size(text: str) -> int | None:
     if found := _CUDA_SIZE.search(text) or _NUMPY_SIZE.search(text):
         return round(float(found[1]) * _UNITS[found[2]])
     return None
-
-
-def _first_sentence(text: str) -> str:
-    line = text.split("\n", 1)[0]
-    return re.sub(r"^\[enforce fail at \S+\] [^.]*\. ", "", line)[:300]

@@ -70,7 +70,7 @@ class RunHistory:
         for row in self._read_lines("metrics.jsonl"):
             if "step" in row and row.get("split") in ("train", "eval"):
                 (self.train if row["split"] == "train" else self.eval).append(row)
-        self.events += [row for row in self._read_lines("events.jsonl") if _is_event(row)]
+        self.events += [row for row in self._read_lines("events.jsonl") if isinstance(row.get("event"), str)]
         before = self.texts.get("recipe.yaml")
         for name in ("recipe.yaml", "ds_config.json", "environment.json"):
             self.texts[name] = read_text(self.run_dir / name)
@@ -156,7 +156,3 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return read_yaml(path).values
     except RecipeError:
         return {}
-
-
-def _is_event(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("event"), str)

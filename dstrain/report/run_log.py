@@ -55,11 +55,6 @@ def task_metric_names(row: Row) -> list[str]:
     return [name for name in row if name not in LEADING_COLUMNS and name not in TRAILING_COLUMNS]
 
 
-def order_columns(row: Row) -> dict[str, Any]:
-    """Return the row in the order of the file: time and position, loss, the task's metrics, rates."""
-    return {name: row[name] for name in (*LEADING_COLUMNS, *task_metric_names(row), *TRAILING_COLUMNS) if name in row}
-
-
 def replace_nonfinite(value: Any) -> Any:
     """Return the value with None for inf and nan, which JSON does not have."""
     if isinstance(value, float):
@@ -97,7 +92,9 @@ class RunLog:
         """Append a row to metrics.jsonl. Raises RunError if it cannot be written."""
         if self._is_writer:
             self._check_after_pause()
-            self._metrics.append(order_columns({"time": format_current_time(), **row}))
+            row = {"time": format_current_time(), **row}
+            ordered = (*LEADING_COLUMNS, *task_metric_names(row), *TRAILING_COLUMNS)
+            self._metrics.append({name: row[name] for name in ordered if name in row})
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Append a row to events.jsonl and sync it to disk. Raises RunError if it cannot be written."""
@@ -249,8 +246,5 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and _is_step(row.get("step", 0)) else None
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    step = row.get("step", 0) if isinstance(row, dict) else None
+    return row if type(step) is int or (isinstance(step, float) and math.isfinite(step)) else None

@@ -112,11 +112,8 @@ def build_charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     ]
     buckets = max(MIN_BUCKETS, min(MAX_BUCKETS, 3 * MAX_BUCKETS // len(runs)))
     found = (_build_chart(chart, runs, buckets) for chart in (LOSS, *metrics, *RATES))
-    return [chart for chart in found if chart["series"] and (chart["id"] != "padding" or _has_values(chart))]
-
-
-def _has_values(chart: dict[str, Any]) -> bool:
-    return any(any(one["y"]) for one in chart["series"])
+    shown = [chart for chart in found if chart["series"]]
+    return [chart for chart in shown if chart["id"] != "padding" or any(any(one["y"]) for one in chart["series"])]
 
 
 def _build_chart(chart: Chart, runs: Sequence[RunHistory], buckets: int) -> dict[str, Any]:

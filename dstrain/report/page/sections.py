@@ -26,20 +26,16 @@ MAX_DEPTH = 20
 
 def diff_settings(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Return (key, value of each run) for each key whose values differ; the recipe first."""
-    flat = [dict(_flatten_run(run)) for run in runs]
+    flat = []
+    for run in runs:
+        blocks = zip(
+            PREFIXES, (run.recipe, run.parse_json("ds_config.json"), run.parse_json("environment.json")), strict=True
+        )
+        flat.append(dict(pair for prefix, block in blocks for pair in _flatten(prefix, block)))
     keys = list(dict.fromkeys(key for values in flat for key in values))
     keys.sort(key=lambda key: PREFIXES.index(key.partition(".")[0]))  # of the same prefix in their order
     rows = [(key, [values.get(key, ABSENT) for values in flat]) for key in keys if not key.startswith(IGNORED)]
     return [row for row in rows if len(set(row[1])) > 1][:MAX_DIFFERENCES]
-
-
-def _flatten_run(run: RunHistory) -> Iterator[tuple[str, str]]:
-    for prefix, values in (
-        (PREFIXES[0], run.recipe),
-        (PREFIXES[1], run.parse_json("ds_config.json")),
-        (PREFIXES[2], run.parse_json("environment.json")),
-    ):
-        yield from _flatten(prefix, values)
 
 
 def describe_value(value: object) -> str:
@@ -224,16 +220,13 @@ def _describe_event(event: Mapping[str, Any]) -> str:
             key.endswith("bytes") or (event["event"] == "checkpoint_forecast" and key != "at_once")
         ):
             value = format_bytes(value)
-        text = _describe_field(value)
+        if isinstance(value, Mapping):
+            text = "(" + ", ".join(f"{key} {describe_value(item)}" for key, item in value.items()) + ")"
+        else:
+            text = describe_value(value)
         parts.append(text if key in ("what", "how", "why") else f"{key} {text}")
     text = ", ".join(parts)
     return text if len(text) <= MAX_DETAIL_LENGTH else text[:MAX_DETAIL_LENGTH] + "…"
-
-
-def _describe_field(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{key} {describe_value(item)}" for key, item in value.items()) + ")"
-    return describe_value(value)
 
 
 def render_data(history: RunHistory) -> str:

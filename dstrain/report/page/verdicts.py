@@ -280,10 +280,6 @@ def outcome(run: RunSummary) -> Verdict:
     return Verdict(level, text, advice)
 
 
-def _share_of_steps(run: RunSummary) -> float:
-    return run.time_use.data_wait / (run.time_use.compute + run.time_use.data_wait)
-
-
 def _mean(run: RunSummary, name: str) -> float:
     """Return the mean of a column of training, NaN if it has too few rows."""
     _, values = run.column(name)
@@ -292,7 +288,7 @@ def _mean(run: RunSummary, name: str) -> float:
 
 TIME_LIMITS: tuple[tuple[Callable[[RunSummary], float], float, Level, str, str], ...] = (
     (
-        _share_of_steps, 0.05, "warning", "{} of the time of the steps was spent waiting for data.",
+        lambda run: run.time_use.data_wait / (run.time_use.compute + run.time_use.data_wait), 0.05, "warning", "{} of the time of the steps was spent waiting for data.",
         "Raise data.workers (now {workers}) or data.prefetch, or run `dstrain prepare` first.",
     ),
     (

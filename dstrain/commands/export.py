@@ -102,8 +102,7 @@ def export_model(
     max_shard_size: str | None = None,
     publication: Publication | None = None,
 ) -> ExportReport:
-    """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises
-    UsageError.
+    """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises UsageError.
 
     With `merge_lora`, adapters are merged into their base, and one complete model is written; the weights of a
     quantized base are dequantized before. `max_shard_size`: of a file of weights, such as 5GB; adapters, and a model
@@ -217,10 +216,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
 
 
 def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shard_size: str, card: str) -> None:
-    """Write weights, tokenizer, recipe and model card.
-
-    Raises CheckpointError if the files differ from the model.
-    """
+    """Write weights, tokenizer, recipe and model card. Raises CheckpointError if the files differ from the model."""
     preload_bitsandbytes()
     from peft import PeftModel
     from transformers import PreTrainedModel
@@ -274,10 +270,7 @@ def _check_exportable(loaded: LoadedModel, merge_lora: bool) -> None:
 
 @torch.no_grad()
 def _verify_reload(expected: _Expected, folder: Path) -> float:
-    """Reload the folder and return the largest output difference.
-
-    Raises CheckpointError if it is too large.
-    """
+    """Reload the folder and return the largest output difference. Raises CheckpointError if it is too large."""
     with _as_checkpoint_error("the exported folder cannot be loaded"):
         model = expected.task.export.reload(folder).eval()
     check_loaded_model(model, expected.tensor_digests)

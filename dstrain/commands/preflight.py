@@ -38,10 +38,7 @@ MAX_CHECKED_RECORDS = 2000
 
 
 def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, device: Device) -> dict[str, Any]:
-    """Check what a run will probably start with. Returns the DeepSpeed JSON.
-
-    Raises UsageError.
-    """
+    """Check what a run will probably start with. Returns the DeepSpeed JSON. Raises UsageError."""
     task.checks.required_keys()
     check_judge(task)
     if start.config.save.copy_to is not None:

@@ -32,8 +32,7 @@ def list_builtin_recipes() -> list[str]:
 
 
 def find_recipe(name: str | None, optional: bool) -> Path | None:
-    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises
-    RecipeError.
+    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises RecipeError.
 
     With `optional`, return None if there is no RECIPE and no ./recipe.yaml.
     """
@@ -64,10 +63,7 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """Return the existing path that `text` means, absolute; None if there is none.
-
-    Raises RecipeError.
-    """
+    """Return the existing path that `text` means, absolute; None if there is none. Raises RecipeError."""
     try:
         path = Path(text).expanduser()
     except RuntimeError:
@@ -76,9 +72,7 @@ def find_path(text: str, recipe_dir: Path) -> Path | None:
 
 
 def path_exists(path: Path) -> bool:
-    """Return True if the path exists; False for one that is too long, or in a folder without
-    permission.
-    """
+    """Return True if the path exists; False for one that is too long, or in a folder without permission."""
     try:
         return path.exists()
     except OSError:
@@ -121,10 +115,7 @@ class TrainRequest:
 
 
 def resolve_recipe(request: TrainRequest) -> Recipe:
-    """Return the recipe with --set, --task and --ds-config applied and its paths absolute.
-
-    Raises RecipeError.
-    """
+    """Return the recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
     _check_dir_options(request)
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
     recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
@@ -163,9 +154,7 @@ def _check_dir_options(request: TrainRequest) -> None:
 
 
 def check_run_dir(request: TrainRequest, name: str) -> None:
-    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a
-    run's.
-    """
+    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a run's."""
     folder = get_run_dir(request, name)
     try:
         str(folder).encode()
@@ -321,10 +310,7 @@ def _resolve_sink(name: str, recipe_dir: Path) -> str:
 
 
 def _is_path(text: str, key: str) -> bool:
-    """Return True if a value means a path.
-
-    A folder in the working directory is never taken for a task or preset.
-    """
+    """Return True if a value means a path. A folder in the working directory is never taken for a task or preset."""
     if "/" in text or text.endswith((".json", ".py", ".jinja")):
         return True
     return key not in ("task", "ds_config") and path_exists(Path(text)) and Path(text).is_dir()

@@ -54,10 +54,7 @@ def make_scratch_path() -> Path:
 
 
 def make_scratch(scratch_dir: Path) -> None:
-    """Create the folder, for this user only, and remove those of killed commands.
-
-    Raises UsageError.
-    """
+    """Create the folder, for this user only, and remove those of killed commands. Raises UsageError."""
     try:
         scratch_dir.mkdir(mode=0o700)
         owner = {"machine": get_host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
@@ -86,9 +83,7 @@ def remove_stale_scratch(folder: Path) -> None:
 
 
 def _is_stale(scratch_dir: Path) -> bool:
-    """Return True for a folder of this user, made on this host, whose process is known to have
-    ended.
-    """
+    """Return True for a folder of this user, made on this host, whose process is known to have ended."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         found = scratch_dir.lstat()
         # lstat: another user could place a link of that name in TMPDIR.

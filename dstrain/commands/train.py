@@ -306,10 +306,7 @@ def _train(worker: Worker, request: TrainRequest) -> int:
 
 
 def _abort_process(reason: str) -> None:
-    """Exit at once, on rank 0: another launch has its run folder.
-
-    The other ranks end without rank 0.
-    """
+    """Exit at once, on rank 0: another launch has its run folder. The other ranks end without rank 0."""
     log_stderr(f"error: {reason}")
     os._exit(EXIT_FAILED)
 

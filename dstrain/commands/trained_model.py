@@ -166,8 +166,7 @@ class SavedModel:
             raise UsageError(Fault(str(own), f"{what} (step {checkpoint.step})", fix))
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:
-        """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises
-        PresetError.
+        """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises PresetError.
 
         Without `preset_name`, several processes hold a run's model as it was trained.
         """
@@ -197,8 +196,7 @@ class SavedModel:
 
 
 def load_trained_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> LoadedModel:
-    """Load the model of a run folder (at `step`) or an exported folder on this process, in
-    evaluation mode.
+    """Load the model of a run folder (at `step`) or an exported folder on this process, in evaluation mode.
 
     It has the precision it was trained in. Raises UsageError if the folder is neither.
     """
@@ -335,9 +333,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
 
 
 def _can_build_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
-    """Return True if the model can be built without values: the checkpoint has all, and none is
-    read before.
-    """
+    """Return True if the model can be built without values: the checkpoint has all, and none is read before."""
     from dstrain.models.params import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
@@ -346,9 +342,7 @@ def _can_build_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) ->
 
 
 def hash_weights(task: Task, include_base: bool) -> None:
-    """Cache the hashes that are compared later: of models whose outputs are precomputed, and of the
-    base of adapters.
-    """
+    """Cache the hashes that are compared later: of models whose outputs are precomputed, and of the base of adapters."""
     from dstrain.models.weights import weights_fingerprint
 
     inputs = task.loss_inputs
@@ -369,8 +363,7 @@ def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) ->
 
 
 def build_uninitialized(task: Task, checkpoint: Path) -> torch.nn.Module | None:
-    """Build the model with uninitialized weights, so that memory holds one copy; None if it would
-    differ.
+    """Build the model with uninitialized weights, so that memory holds one copy; None if it would differ.
 
     It differs from the model built from its base if the checkpoint has two values for tied weights
     (transformers unties weights when it reads two different tensors), if the family loads some

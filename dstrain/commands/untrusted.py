@@ -183,10 +183,7 @@ _SAMPLE_MODULE_NAMES = (
 
 
 def pattern_fault(key: str, value: Any) -> str:
-    """Return why a regular expression cannot be used, else ''.
-
-    Matching is tried in a process with a time limit.
-    """
+    """Return why a regular expression cannot be used, else ''. Matching is tried in a process with a time limit."""
     if not isinstance(value, (str, list, dict, type(None))):
         return f"{key} is {value!r}, but must be names of modules"
     texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
@@ -283,9 +280,7 @@ def _custom_task_fault(file: Path, task: str) -> Fault:
 
 
 def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunConfig:
-    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD,
-    PYTHONPATH).
-    """
+    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD, PYTHONPATH)."""
     if "launch" in named_keys:
         return config
     own = {"env": [] if "launch.env" not in named_keys else config.launch.env, "slurm": LaunchConfig().slurm}
@@ -297,9 +292,7 @@ def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunCon
 
 
 def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
-    """Yield a fault for each Hub model that only the folder names and that is not in this machine's
-    cache.
-    """
+    """Yield a fault for each Hub model that only the folder names and that is not in this machine's cache."""
     for key, value in _iter_model_references(config, named_keys):
         if _is_hub_model_name(value) and not _is_model_cached(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
@@ -307,8 +300,7 @@ def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) ->
 
 
 def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does
-    not.
+    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does not.
 
     An adapter's folder is followed by its base model.
     """
@@ -338,8 +330,7 @@ def _iter_path_options(config: RunConfig, named_keys: set[str]) -> Iterator[tupl
 
 
 def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if
-    it exists.
+    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if it exists.
 
     A checkpoint of full fine-tuning has all weights. Raises UsageError if there is no such config,
     or if adapters need the base weights.
@@ -381,9 +372,7 @@ def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -
 
 
 def _is_dataset_cached(name: str) -> bool:
-    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in
-    datasets/config.py).
-    """
+    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in datasets/config.py)."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
     return (place / name.replace("/", "___")).is_dir()

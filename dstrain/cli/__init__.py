@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -209,12 +210,14 @@ def bench(scratch: Path | None, steps: int, as_json: bool, **options: Any) -> No
 
     No checkpoint, metric or other file is left behind.
     """
-    from dstrain.commands.bench import BenchJob, bench_run_dir, show_bench
+    from dstrain.commands.bench import BenchJob, show_bench
     from dstrain.commands.recipe_args import TrainRequest
+    from dstrain.commands.run_job import scratch_folder
 
     request = TrainRequest(**pop_fields(TrainRequest, options))
-    with bench_run_dir(scratch) as run_dir:
-        job = BenchJob(request=request, steps=steps, run_dir=run_dir)
+    # The folder of a launch is removed by the launching process.
+    with scratch_folder() if scratch is None else nullcontext(scratch) as folder:
+        job = BenchJob(request=request, steps=steps, run_dir=folder / "run")
         run_and_exit(job, options, scratch, json.dumps if as_json else show_bench)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER, Job, make_scratch, make_scratch_path
+from dstrain.commands.run_job import SINGLE_WORKER, Job
 from dstrain.commands.trained_model import hash_weights
 from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
@@ -34,22 +33,6 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 3
 """Steps before the measured ones: the first ones allocate memory and load kernels. Their operations are counted."""
 PERCENTILES = (50, 90, 99)
-
-
-@contextlib.contextmanager
-def bench_run_dir(scratch_dir: Path | None) -> Iterator[Path]:
-    """Yield the path of a run folder for this process, and remove what is in it at the end.
-
-    `scratch_dir`: the folder of the launch, which the launching process removes.
-    """
-    folder = scratch_dir or make_scratch_path()
-    if scratch_dir is None:
-        make_scratch(folder)
-    try:
-        yield folder / "run"
-    finally:
-        if scratch_dir is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

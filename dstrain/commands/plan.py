@@ -225,7 +225,7 @@ def show_presets(plans: Sequence[MemoryPlan | str], budgets: Mapping[str, Budget
             for size in (plan.gpu_bytes, plan.host_bytes_per_node, plan.nvme_bytes_per_node)
         ]
         rows.append([plan.preset, *sizes, *(_status(plan, budget, margin) for budget in budgets.values())])
-    return "\n".join([_align(rows, 1), *notes])
+    return "\n".join([_align(rows, range(1, 4)), *notes])
 
 
 def _status(plan: MemoryPlan, budget: Budget, margin: float) -> str:
@@ -253,21 +253,17 @@ def show_lines(plan: MemoryPlan, has_formulas: bool) -> str:
         f"with the larger of {at['head']} in the head and {at['layer']} in one layer, and {at['step']} in the step"
     )
     hint = "" if has_formulas else "\n--lines prints the formula and the source of each line"
-    return f"{_align(rows, 3)}\n{peak}{hint}"
+    return f"{_align(rows, range(3, 4))}\n{peak}{hint}"
 
 
-def _align(rows: Sequence[Sequence[str]], first_number: int) -> str:
-    """Return rows as aligned columns; a size stands on the right of its column."""
+def _align(rows: Sequence[Sequence[str]], sizes: range) -> str:
+    """Return rows as aligned columns; `sizes`: columns of sizes, which stand on the right."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if _is_size(index, first_number) else cell.ljust(width)
+            cell.rjust(width) if index in sizes else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _is_size(index: int, first_number: int) -> bool:
-    return first_number <= index <= (3 if first_number == 1 else first_number)

@@ -65,6 +65,17 @@ def make_scratch(scratch_dir: Path) -> None:
         remove_stale_scratch(scratch_dir.parent)
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a new folder in TMPDIR, and remove it at the end. Raises UsageError."""
+    folder = make_scratch_path()
+    make_scratch(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def keep_scratch(scratch_dir: Path) -> None:
     """Keep the folder for the user to read: remove its owner file."""
     with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, make_scratch, make_scratch_path
+from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, scratch_folder
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
@@ -344,12 +343,8 @@ def work_folder(keep: Path | None) -> Iterator[Path]:
             raise UsageError(f"--keep {keep}: is not empty; choose another folder")
         yield keep.resolve()
         return
-    folder = make_scratch_path()
-    make_scratch(folder)
-    try:
+    with scratch_folder() as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

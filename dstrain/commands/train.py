@@ -80,7 +80,9 @@ def _check_before_launch(
 
     Before any process starts: a fault costs seconds here, minutes on a cluster.
     """
-    task, device = make_task(recipe.config), detect_device(launch)
+    task = make_task(recipe.config)
+    # As far as this host knows.
+    device = Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
     start = _guess_start(recipe.config, run_dir, resume, launch, device)
     ds_config = check_launch(task, start, run_dir, launch.world_size, device)
     check_data(task, start, resume.allowed_keys)
@@ -260,11 +262,6 @@ def show_batch(start: Start, world_size: int) -> str:
             f"{optim.scale_lr_base} to {batch.total} samples"
         )
     return "\n".join([*lines, *warnings])
-
-
-def detect_device(launch: AnyLaunch) -> Device:
-    """Return the device of the ranks, as far as this host knows."""
-    return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
 
 
 def train_as_rank(worker: Worker, request: TrainRequest) -> int:

@@ -25,7 +25,7 @@ from dstrain.commands.untrusted import (
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import CheckpointError, Fault, UsageError
-from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
+from dstrain.preset import Device, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import EXPORT_RECIPE
@@ -172,8 +172,13 @@ class SavedModel:
         """
         from dstrain.training.engine.base import with_private_nvme_path
 
-        preset = self._select_preset(preset_name, world_size)
-        if preset is None or preset.stage != 3:
+        if preset_name is not None:
+            preset = read_preset(preset_name)
+        elif self.checkpoint is not None and world_size > 1:
+            preset = read_forward_preset(self.folder)
+        else:
+            return REPLICATED_DS_CONFIG
+        if preset.stage != 3:
             return REPLICATED_DS_CONFIG
         dtype = self.task.recipe.model.dtype
         settings = RunSettings(
@@ -186,13 +191,6 @@ class SavedModel:
             nvme_path=str(self.folder / "nvme"),
         )
         return with_private_nvme_path(complete_preset(preset, settings=settings))
-
-    def _select_preset(self, preset_name: str | None, world_size: int) -> Preset | None:
-        if preset_name is not None:
-            return read_preset(preset_name)
-        if self.checkpoint is None or world_size == 1:
-            return None
-        return read_forward_preset(self.folder)
 
 
 def load_trained_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> LoadedModel:

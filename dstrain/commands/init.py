@@ -20,7 +20,7 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
-from dstrain.planner.choose import Hardware, ModelSuggestion, detect_hardware, suggest_model
+from dstrain.planner.choose import Hardware, detect_hardware, suggest_model
 from dstrain.tasks import Task, default_learning_rate, default_lora, find_task, task_options
 
 TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
@@ -56,8 +56,8 @@ def render_recipe_template(task: str, hardware: Hardware | None = None) -> str:
     Raises TaskError and UsageError.
     """
     hardware, found = hardware or detect_hardware(), find_task(task)
-    model = suggest_model(task, hardware)
-    lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if model and model.use_lora else None)
+    model, use_lora = suggest_model(task, hardware)
+    lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if use_lora else None)
     lines = [*_header(task, hardware), f"task: {task}", *_option_lines(found)]
     for name, section, defaults in TEMPLATE_SECTIONS:
         values = {**defaults, **_values_here(section, found, hardware, model, lora)}
@@ -91,12 +91,12 @@ def _values_here(
     section: type[Section],
     task: type[Task],
     hardware: Hardware,
-    model: ModelSuggestion | None,
+    model: str | None,
     lora: LoraConfig | None,
 ) -> dict[str, object]:
     """Return the values of a section that depend on the task, the machine, and the suggested model."""
     if section is ModelConfig:
-        return {"path": model.name if model else None}
+        return {"path": model}
     if section is DataConfig:
         return {"workers": hardware.loader_workers, "max_length": _max_length(task)}
     if section is BatchConfig:

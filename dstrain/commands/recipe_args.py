@@ -51,15 +51,13 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
         return path.resolve()
     if name in list_builtin_recipes():
         return RECIPES_DIR / f"{name}.yaml"
-    if path.suffix in (".yaml", ".yml") or "/" in name or path_exists(path):
-        if path_exists(path):
-            raise RecipeError(f"RECIPE {one_line(name)}: is a folder; give the YAML file in it")
-        raise RecipeError(
-            f"RECIPE {one_line(name)}: there is no such file (working directory: {Path.cwd()}); check the path"
-        )
-    raise RecipeError(
-        f"RECIPE {one_line(name)}: is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
-    )
+    if path_exists(path):
+        fault = "is a folder; give the YAML file in it"
+    elif path.suffix in (".yaml", ".yml") or "/" in name:
+        fault = f"there is no such file (working directory: {Path.cwd()}); check the path"
+    else:
+        fault = f"is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
+    raise RecipeError(f"RECIPE {one_line(name)}: {fault}")
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:

@@ -9,7 +9,7 @@ import shlex
 import stat
 import string
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from dstrain.tasks.common.reference import ReferenceTask
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
-WEIGHT_SUFFIXES = (".safetensors",)
 NO_CODE_REASON = "code that only the folder names is not run"
 TOKENIZER_LIMITS = ResourceLimits(1 << 30, 10, 60.0)
 """Limits for encoding a text of 600 characters; it usually takes a millisecond and some kilobytes."""
@@ -93,7 +92,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | 
         if (problem := _find_file_fault(path)) is not None:
             raise UsageError(f"{path}: {problem}; remove it, or copy the folder again")
         outside = not Path(os.path.realpath(path)).is_relative_to(home)
-        if outside and path.suffix not in WEIGHT_SUFFIXES:
+        if outside and path.suffix != ".safetensors":
             raise UsageError(
                 f"{path}: is a link to {os.path.realpath(path)}, outside of the folder; "
                 f"if you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and use the copy"
@@ -104,7 +103,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | 
 
 def check_configs(folder: Path) -> None:
     """Raise UsageError for JSON files that make a library import or fetch a module, and for sizes that no model has."""
-    for name, check in _CONFIG_CHECKS.items():
+    for name, check in (("adapter_config.json", _adapter_fault), ("config.json", config_fault)):
         if (folder / name).is_file() and (fault := check(read_json_object(folder / name))):
             raise UsageError(f"{folder / name}: {fault}; remove the key")
     file = folder / "config.json"
@@ -213,12 +212,6 @@ def config_fault(config: Mapping[str, Any]) -> str:
     """Return a fault if a model's config names code on the Hub, else ''."""
     found = find_hub_code(config)
     return f"{found}, and {NO_CODE_REASON}" if found else ""
-
-
-_CONFIG_CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "adapter_config.json": _adapter_fault,
-    "config.json": config_fault,
-}
 
 
 # A run folder (recipe.yaml) and an exported folder (dstrain_recipe.yaml) contain a recipe that

@@ -374,16 +374,6 @@ class Hardware:
         return max(1, min(4, self.cores // max(self.gpus, 1)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSuggestion:
-    """A model that fits the hardware."""
-
-    name: str
-    """Id on the Hub."""
-    use_lora: bool
-    """True where full training does not fit."""
-
-
 def detect_hardware(gpus: int | None = None, gpu_memory: str | None = None) -> Hardware:
     """Return the hardware of this machine, with other GPUs where given. Raises UsageError."""
     sizes = [] if gpu_memory else detect_gpu_bytes(os.environ)[0]
@@ -396,22 +386,22 @@ def detect_hardware(gpus: int | None = None, gpu_memory: str | None = None) -> H
     )  # fmt: skip
 
 
-def suggest_model(task: str, hardware: Hardware) -> ModelSuggestion | None:
-    """Return the largest packaged model that the hardware trains without offloading, with adapters if need be.
+def suggest_model(task: str, hardware: Hardware) -> tuple[str | None, bool]:
+    """Return the Hub id of the largest packaged model that the hardware trains without offloading; True if with adapters.
 
     Without a GPU, or if none fits, it is the smallest one. None for tasks that build their own model.
     """
     found = find_task(task)
     if not issubclass(found, TextTask):
-        return None
+        return None, False
     models = suggested_models("vision" if found.needs_vision else "text")
     is_planned = found.is_planned and bool(hardware.gpus and hardware.gpu_bytes)
     if is_planned:
         for name, hub_id in models.items():
             for lora in (None, SUGGESTED_LORA):
                 if _fits(task, name, lora, hardware):
-                    return ModelSuggestion(name=hub_id, use_lora=lora is not None)
-    return ModelSuggestion(name=[*models.values()][-1], use_lora=is_planned)
+                    return hub_id, lora is not None
+    return [*models.values()][-1], is_planned
 
 
 def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, hardware: Hardware) -> bool:

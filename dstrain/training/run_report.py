@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.report.page.render import RunReport, render_page
+from dstrain.report.page.render import render_page
 from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State, find_end
 from dstrain.report.run_history import RunHistory
@@ -28,14 +28,14 @@ CLOSE_TIMEOUT_SECONDS = 10.0
 """Limit for the last page: a file system that hangs must not keep a run that has ended."""
 
 
-def describe_run(history: RunHistory, state: State, reason: str = "") -> RunReport:
+def describe_run(history: RunHistory, state: State, reason: str = "") -> RunSummary:
     """Return a run with its checkpoints, as it is shown on a page."""
-    return RunReport(RunSummary(history, state, reason), list_checkpoint_rows(history.run_dir / "checkpoints"))
+    return RunSummary(history, state, reason, list_checkpoint_rows(history.run_dir / "checkpoints"))
 
 
-def write_page(runs: Sequence[RunReport], path: Path) -> None:
+def write_page(runs: Sequence[RunSummary], path: Path) -> None:
     """Write the page of runs. Readers find the old page or the new one. Raises OSError."""
-    own_page = runs[0].summary.history.run_dir / REPORT_FILE
+    own_page = runs[0].history.run_dir / REPORT_FILE
     is_rewritten = len(runs) == 1 and runs[0].is_live and path.resolve() == own_page.resolve()
     atomic_write(path, render_page(runs, is_rewritten))
 

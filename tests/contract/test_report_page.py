@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.report.page.render import RunReport, render_page
+from dstrain.report.page.render import render_page
 from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
@@ -26,7 +26,7 @@ def browser() -> Iterator[Browser]:
 
 
 def page(path: Path, *folders: Path, state: State = "finished") -> Path:
-    runs = [RunReport(RunSummary(open_run(folder), state)) for folder in folders]
+    runs = [RunSummary(open_run(folder), state) for folder in folders]
     path.write_text(render_page(runs, is_rewritten=state == "running"))
     return path
 

@@ -6,11 +6,9 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from dstrain import __version__
 from dstrain.report.page.charts import build_axes, build_charts, build_marks
@@ -45,23 +43,9 @@ CONTROLS = """<div class="controls">
 """
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """A run on the page."""
-
-    summary: RunSummary
-    checkpoints: Sequence[Mapping[str, Any]] = ()
-    """As `dstrain checkpoints --json` prints them."""
-
-    @property
-    def is_live(self) -> bool:
-        """True if the run goes on."""
-        return self.summary.state in ("running", "starting")
-
-
-def render_page(runs: Sequence[RunReport], is_rewritten: bool = False) -> str:
+def render_page(runs: Sequence[RunSummary], is_rewritten: bool = False) -> str:
     """Return the page of one or several runs. `is_rewritten`: a run writes it again, so it reloads itself."""
-    names = unique_names([run.summary.history.run_dir for run in runs])
+    names = unique_names([run.history.run_dir for run in runs])
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
     reload = f'<label><input id="live" type="checkbox" checked> reload every {RELOAD_SECONDS} s</label>'
@@ -97,16 +81,16 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, 1)]
 
 
-def _render_head(runs: Sequence[RunReport], title: str) -> str:
-    states = {run.summary.state for run in runs}
+def _render_head(runs: Sequence[RunSummary], title: str) -> str:
+    states = {run.state for run in runs}
     badge = f'<span class="badge {next(iter(states))}">{escape(next(iter(states)))}</span>' if len(states) == 1 else ""
     about = escape(_describe_run(runs[0])) if len(runs) == 1 else "overlaid, with what differs between them"
     age = f'<p class="soft small">Written {_format_now()}.<span id="age"></span></p>'
     return f'<header><div class="title"><h1>{escape(title)}</h1>{badge}</div><p class="soft">{about}</p>{age}</header>'
 
 
-def _describe_run(run: RunReport) -> str:
-    history = run.summary.history
+def _describe_run(run: RunSummary) -> str:
+    history = run.history
     environment, start = history.parse_json("environment.json"), last_start(history)
     gpus = environment.get("gpus")
     device = f"{len(gpus)} × {gpus[0]}" if isinstance(gpus, list) and gpus else "CPU"
@@ -121,23 +105,23 @@ def _describe_run(run: RunReport) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _render_summary(runs: Sequence[RunReport], names: Sequence[str]) -> str:
+def _render_summary(runs: Sequence[RunSummary], names: Sequence[str]) -> str:
     if len(runs) == 1:
-        only = runs[0].summary
+        only = runs[0]
         verdicts = f"<h2>Verdict</h2>{render_verdict_list(evaluate_rules(only))}"
         return f"{render_cards(only)}{verdicts}<h2>Where the time went</h2>{render_time_use(only)}"
-    figures = [{title: value for title, value, _ in key_figures(run.summary)} for run in runs]
+    figures = [{title: value for title, value, _ in key_figures(run)} for run in runs]
     titles = list(dict.fromkeys(title for of_run in figures for title in of_run))
     rows = []
     for name, run, of_run in zip(names, runs, figures, strict=True):
         values = [("fixed", of_run.get(title, "")) for title in titles]
-        rows.append([("key", name), ("fixed", run.summary.state), *values])
-    differences = render_diff(names, diff_settings([run.summary.history for run in runs]))
+        rows.append([("key", name), ("fixed", run.state), *values])
+    differences = render_diff(names, diff_settings([run.history for run in runs]))
     return f"<h2>Runs</h2>{render_table(('run', 'state', *titles), rows)}<h2>What differs</h2>{differences}"
 
 
-def _render_details(run: RunReport, name: str, is_multi_run: bool) -> str:
-    history = run.summary.history
+def _render_details(run: RunSummary, name: str, is_multi_run: bool) -> str:
+    history = run.history
     data = render_data(history)
     parts = (
         (f"<h2>Data</h2>{data}" if data else "") + f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
@@ -145,13 +129,13 @@ def _render_details(run: RunReport, name: str, is_multi_run: bool) -> str:
     )
     if not is_multi_run:
         return parts
-    verdicts = render_verdict_list(evaluate_rules(run.summary)) + render_time_use(run.summary)
+    verdicts = render_verdict_list(evaluate_rules(run)) + render_time_use(run)
     folded = f"<details><summary>Checkpoints, events and configuration</summary>{parts}</details>"
     return f"<h2>{escape(name)}</h2>{verdicts}{folded}"
 
 
-def _encode_data(runs: Sequence[RunReport], names: Sequence[str]) -> str:
-    histories = [run.summary.history for run in runs]
+def _encode_data(runs: Sequence[RunSummary], names: Sequence[str]) -> str:
+    histories = [run.history for run in runs]
     data = {
         "runs": [{"name": name, "axes": build_axes(history)} for name, history in zip(names, histories, strict=True)],
         "charts": build_charts(histories),

@@ -114,7 +114,7 @@ def key_figures(run: RunSummary) -> list[tuple[str, str, str]]:
             ("tokens per second", format_count(float(f"{tokens:.3g}")), f"{format_number(samples)} samples/s")
         )
     if use.total:
-        left = progress.seconds_left if run.state in ("running", "starting") else None
+        left = progress.seconds_left if run.is_live else None
         minutes = format_duration(use.total).rpartition(" m ")
         took = f"{minutes[0]} m" if " h " in minutes[0] else format_duration(use.total)
         figures.append(("time", took, f"{format_duration(left)} left" if left else "all starts"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as the rules see it."""
+    """A run as the page shows it."""
 
     history: RunHistory
     state: State
     reason: str = ""
     """Why the run failed, if that is known."""
+    checkpoints: Sequence[Mapping[str, Any]] = ()
+    """As `dstrain checkpoints --json` prints them."""
+
+    @property
+    def is_live(self) -> bool:
+        """True if the run goes on."""
+        return self.state in ("running", "starting")
 
     @cached_property
     def progress(self) -> Progress:
@@ -167,7 +174,7 @@ def _standard_error(run: RunSummary, name: str, value: float) -> float:
 
 
 def _continue_advice(run: RunSummary) -> str:
-    if run.state in ("running", "starting"):
+    if run.is_live:
         return ""
     _, lr = run.column("lr")
     if len(lr) > 1 and lr[-1] < 0.05 * lr.max():

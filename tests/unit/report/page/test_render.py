@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.report.page.render import RunReport, render_page, unique_names
+from dstrain.report.page.render import render_page, unique_names
 from dstrain.report.page.sections import choose_events, diff_settings
 from dstrain.report.page.verdicts import RunSummary
 from dstrain.report.progress import State
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 
 def render(*folders: Path, state: State = "finished") -> Page:
-    runs = [RunReport(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]
+    runs = [RunSummary(open_run(folder), state, checkpoints=[CHECKPOINT]) for folder in folders]
     return Page(render_page(runs, is_rewritten=state == "running"))
 
 
@@ -131,7 +131,7 @@ def test_no_password_of_an_address_is_on_the_page(tmp_path: Path) -> None:
     (folder / "environment.json").write_text(json.dumps(write))
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(event("warning", what="https://me:hush3@host/x")) + "\n")
-    assert "hush" not in render_page([RunReport(RunSummary(open_run(folder), "finished"))])
+    assert "hush" not in render_page([RunSummary(open_run(folder), "finished")])
 
 
 def test_runs_are_overlaid_with_what_differs_between_them(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_run_of_100000_rows_gives_a_small_page_in_seconds(tmp_path: Path) -> N
         tmp_path / "run", [*rows], [started(100_000), *(event("saved", step=step) for step in range(0, 100_000, 20))]
     )
     start = time.process_time()
-    text = render_page([RunReport(RunSummary(open_run(folder), "finished"))])
+    text = render_page([RunSummary(open_run(folder), "finished")])
     assert len(text) < 2_000_000
     assert time.process_time() - start < 20, "about 2 s on a core of 2026"
 

@@ -95,7 +95,7 @@ def suggest_fixes(
     config: RunConfig,
     preset: Preset,
     cluster: Cluster,
-    shape: ModelShape | None = None,
+    shape: ModelShape,
     budget: Budget | None = None,
     list_base: ListBase | None = None,
 ) -> list[Fix]:
@@ -104,7 +104,6 @@ def suggest_fixes(
     Each is computed by planning the changed recipe. Changes that save nothing, or that the recipe does not allow, are
     left out. `list_base`: as in `read_shape`. Raises what `plan_memory` raises for the recipe itself.
     """
-    shape = shape or read_shape(config, list_base)
     plan = plan_memory(config, preset, cluster, shape)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
     found: list[Fix] = []

@@ -154,7 +154,7 @@ class PlanInputs:
     @cached_property
     def largest_trained(self) -> int:
         """Values of the largest trained tensor."""
-        return self.shape.largest(trainable=True)
+        return max((one.numel for one, _ in self.shape.kinds if one.is_trainable), default=0)
 
     @cached_property
     def sharded(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrain.config import RunConfig, dump_recipe
-from dstrain.config.schema import ModelConfig
+from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder import find_quantization, quantized_fault, resolve_base_model, wrong_size_fault
 from dstrain.models.weights import find_weight_files
@@ -175,12 +175,8 @@ class ModelShape:
             if part in (None, tensor.part) and trainable in (None, tensor.is_trainable)
         )
 
-    def largest(self, trainable: bool | None = None) -> int:
-        """Return the number of values of the largest tensor, trainable or frozen (None: any)."""
-        return max((tensor.numel for tensor, _ in self.kinds if trainable in (None, tensor.is_trainable)), default=0)
 
-
-def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> ModelShape:
+def with_adapters(shape: ModelShape, lora: LoraConfig, heads: Iterable[str]) -> ModelShape:
     """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.
 
     A weight of (out, in) gets A (rank, in) and B (out, rank); DoRA adds a magnitude (out,). `lora`: the recipe's

@@ -22,6 +22,7 @@ from dstrain.planner.choose import (
     suggest_model,
 )
 from dstrain.planner.memory import plan_memory
+from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import preset_names, read_preset
 from tests.unit.planner.recipes import GIB, made_config
@@ -84,7 +85,7 @@ def test_adafactor_and_one_process_in_fp32_take_stage_0() -> None:
 def test_fixes_save_what_they_say_and_the_cheapest_are_first() -> None:
     config = made_config("dpo", model={"gradient_checkpointing": False}, batch={"total": 64, "micro": 8})
     preset = read_preset("zero2")
-    fixes = suggest_fixes(config, preset, EIGHT)
+    fixes = suggest_fixes(config, preset, EIGHT, read_shape(config))
     before = plan_memory(config, preset, EIGHT).gpu_bytes
     assert [*fixes[0].changes] == ["options.precompute_ref_log_probs"]
     assert [*fixes[1].changes] == ["batch.micro"]
@@ -101,7 +102,7 @@ def test_a_step_that_is_not_enough_is_replaced_by_a_smaller_one() -> None:
     config = made_config(model={"gradient_checkpointing": False}, batch={"total": 64, "micro": 8}, shape="llama-3.2-1b")
     preset = read_preset("zero2")
     plan = plan_memory(config.model_copy(update={"batch": config.batch.model_copy(update={"micro": 2})}), preset, EIGHT)
-    (fix, *_) = suggest_fixes(config, preset, EIGHT, budget=Budget(gpu_bytes=plan.gpu_bytes))
+    (fix, *_) = suggest_fixes(config, preset, EIGHT, plan.shape, Budget(gpu_bytes=plan.gpu_bytes))
     assert fix.changes == {"batch.micro": 2}
     assert fix.is_enough
 

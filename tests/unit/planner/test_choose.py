@@ -232,3 +232,15 @@ def test_a_recipe_for_gpus_leaves_the_preset_and_the_micro_batch_to_auto(task: s
     assert "on 6 GPUs with 24.0 GiB free each" in text.splitlines()[0]
     assert re.search(r"^precision: .* Here: (bf16|fp16)\.$", text, re.MULTILINE)
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
+
+
+def test_the_nearest_fix_counts_the_images_that_were_asked_for() -> None:
+    sets = ("data.max_length=16384", "data.train=t.jsonl", "batch={total: 8}", "ds_config=auto", "model.lora={rank: 8}")
+    words = [word for one in sets for word in ("--set", one)]
+    machine = ("--model-shape", "qwen2.5-vl-7b", "--gpu-memory", "6GiB", "--host-memory", "512GiB")
+    saved = list[str]()
+    for images in (1, 8):
+        output = invoke("plan", "--task", "docqa", *words, *machine, "--images", images).output
+        saved += re.findall(r"nearest fix: data.max_length 16384 -> 8192 saves ([\d.]+) GiB", output)
+    few, many = map(float, saved)
+    assert many > 2 * few

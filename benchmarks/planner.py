@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import write_table
 from dstrain.config.schema import RunConfig
-from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, Kind, MemoryLine, When
+from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, Kind, MemoryLine, When, sum_bytes
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import named_config, shape_names
 from dstrain.planner.workload import Cluster
@@ -99,6 +99,13 @@ def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, .
         saved, layers = tokens * (4 * shape.hidden + 2 * shape.intermediate), shape.layers
         by_line = {"activations of the layers": saved * layers, "one recomputed layer": saved}
         lines = [replace(line, num_bytes=max(0, line.num_bytes - by_line.get(line.name, 0))) for line in lines]
+    if case.get("evaluation_logit_bytes"):
+        size = case["evaluation_logit_bytes"] * tokens * shape.vocab
+        gathered = plan.find("gathered weights")
+        size += gathered.num_bytes if gathered else 0
+        if size > sum_bytes(lines, "gpu", "step"):  # an evaluation and an update are never at the same time
+            lines = [line for line in lines if line.when != "step"]
+            add("evaluation: gathered weights and logits", size, "G + 10 N V", "activation", "step")
     if case.get("without_deepspeed"):
         lines = [line for line in lines if line.name not in BUFFERS_OF_DEEPSPEED]
     if case.get("states_in_16_bits"):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from dstrain.models.recompute import ForwardState, GradientSums
+from dstrain.models.recompute import chunk_gradients, save_forward_state
 
 # Shapes: N targets, n targets of a slice, V vocabulary, H width.
 #
@@ -516,7 +516,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> Any:
         ctx.score_chunk, ctx.size = score_chunk, size
         ctx.parameters = parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
-        ctx.state = ForwardState.of(rows)  # of dropout in adapters of the head
+        ctx.restored = save_forward_state(rows)  # of dropout in adapters of the head
         ctx.save_for_backward(rows, targets)
         chunks = zip(rows.split(size), targets.split(size), strict=True)
         scores = [score_chunk(*chunk) for chunk in chunks]
@@ -528,32 +528,14 @@ class _ChunkedScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         rows, targets = ctx.saved_tensors
-        with ctx.state.restored():
-            row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, grad_outputs)
+
+        def score_chunk(chunk: torch.Tensor, at: slice) -> tuple[torch.Tensor, ...]:
+            scores: tuple[torch.Tensor, ...] = ctx.score_chunk(chunk, targets[at])
+            return scores
+
+        with ctx.restored():
+            row_grad, parameter_grads = chunk_gradients(
+                score_chunk, rows, ctx.size, grad_outputs, ctx.parameters, ctx.needs_input_grad[2]
+            )
         # For each argument of `forward`: score_chunk, size, rows, targets, parameters.
         return None, None, row_grad, None, *parameter_grads
-
-
-def _chunk_gradients(
-    ctx: Any, rows: torch.Tensor, targets: torch.Tensor, grad_outputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Return the gradient of the rows (N, H), and of each trainable parameter.
-
-    `grad_outputs`: those of the results, each (N, …).
-    """
-    needs_row_grad = ctx.needs_input_grad[2]
-    row_grad = torch.empty_like(rows) if needs_row_grad else None
-    sums = GradientSums(ctx.parameters)
-    for at in _slices(0, len(rows), ctx.size):
-        # A leaf, (n, H): the gradient stops here, and the model's own graph is left alone.
-        chunk = rows[at].detach().requires_grad_(needs_row_grad)
-        scores = ctx.score_chunk(chunk, targets[at])
-        outputs = [pair for pair in zip(scores, grad_outputs, strict=True) if pair[0].is_floating_point()]
-        inputs = [*ctx.parameters, *[chunk][:needs_row_grad]]
-        differentiable, given = zip(*((score, grad[at]) for score, grad in outputs), strict=True)
-        grads = [*torch.autograd.grad(differentiable, inputs, given, allow_unused=True)]
-        if row_grad is not None:
-            row_grad[at] = grads.pop()
-        sums.add(grads)
-        del scores, outputs, differentiable, grads  # before the next chunk allocates its logits
-    return row_grad, sums.pop()  # (N, H) and the shapes of the parameters

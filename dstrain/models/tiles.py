@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.recompute import ForwardState, GradientSums
+from dstrain.models.recompute import chunk_gradients, save_forward_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,22 +190,20 @@ class _Tiles(torch.autograd.Function):
         ctx.run, ctx.size = forward, size
         ctx.input = kept.grad_fn  # whose saved tensor is the input
         ctx.parameters = parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
-        ctx.state = ForwardState.of(kept)  # of dropout in adapters
+        ctx.restored = save_forward_state(kept)  # of dropout in adapters
         return _run(forward, size, kept)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (hidden,) = ctx.input.saved_tensors
-        rows, grad_rows = hidden.detach().reshape(1, -1, hidden.shape[-1]), grad.reshape(1, -1, grad.shape[-1])
-        hidden_grad, sums, start = torch.empty_like(rows), GradientSums(ctx.parameters), 0
-        with ctx.state.restored():
-            for tile in rows.split(ctx.size, dim=1):  # (1, n, H)
-                tile = tile.detach().requires_grad_()
-                at = slice(start, start := start + tile.shape[1])
-                grads = torch.autograd.grad(ctx.run(tile), [tile, *ctx.parameters], grad_rows[:, at], allow_unused=True)
-                hidden_grad[:, at] = grads[0]
-                sums.add(grads[1:])
-                del grads  # before the next tile
+        rows, grad_rows = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])  # (T, H) each
+
+        def run_tile(tile: torch.Tensor, _at: slice) -> tuple[torch.Tensor]:
+            return (ctx.run(tile[None])[0],)
+
+        with ctx.restored():
+            hidden_grad, grads = chunk_gradients(run_tile, rows, ctx.size, [grad_rows], ctx.parameters)
+        assert hidden_grad is not None
         # For each argument of `forward`: forward, size, kept, parameters, views of them.
-        return None, None, hidden_grad.view_as(hidden), None, *sums.pop()
+        return None, None, hidden_grad.view_as(hidden), None, *grads

@@ -23,7 +23,7 @@ from dstrain.models.folder import (
 from dstrain.models.gradient_checkpointing import limit_input_grads
 from dstrain.models.params import assign, full_shape, gathered, is_source_rank
 from dstrain.models.quantization import preload_bitsandbytes
-from dstrain.models.weights import open_tensors
+from dstrain.models.weights import LazyTensor, open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +114,10 @@ def continue_adapter(
     saved = [*adapter.modules_to_save, *(name for name in heads if name in module_names)]
     more = {"lora_dropout": dropout, "modules_to_save": [*dict.fromkeys(saved)] or None}
     torch.manual_seed(seed)
-    wrapped, targets = _match_tensors(model, adapter, more, heads)
+    wrapped, tensors = _match_tensors(model, adapter, more, heads)
     _cast_as_shards(wrapped)
-    stored = open_tensors([adapter.weights_file])
-    for name, target in targets.items():  # sorted: the same order on every rank, as assign is collective
-        assign(target, stored[name].read)
+    for target, stored in tensors:
+        assign(target, stored.read)
     limit_input_grads(model)
     return cast("PeftModel", wrapped)
 
@@ -212,12 +211,10 @@ def check_adapter(model: torch.nn.Module, adapter: Adapter) -> None:
 
 def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
     """Add the adapter's update to the model's weights. Collective under ZeRO-3, which gathers one layer at a time."""
-
     requires_grad = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    wrapped, targets = _match_tensors(model, adapter)
-    stored = open_tensors([adapter.weights_file])
-    for name, target in targets.items():  # sorted: the same order on every rank, as assign is collective
-        assign(target, stored[name].read)
+    wrapped, tensors = _match_tensors(model, adapter)
+    for target, stored in tensors:
+        assign(target, stored.read)
     merged = merge_adapters(wrapped)
     for parameter in merged.parameters():  # peft has frozen the base model
         parameter.requires_grad_(requires_grad.get(id(parameter), True))
@@ -226,8 +223,8 @@ def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
 
 def _match_tensors(
     model: Any, adapter: Adapter, more: Mapping[str, Any] | None = None, heads: Sequence[str] = ()
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError.
+) -> tuple[Any, list[tuple[torch.Tensor, LazyTensor]]]:
+    """Return the model with new adapters, and the target of each tensor in the file with it. Raises RecipeError.
 
     `more`: settings for peft besides the folder's. `heads`: modules that the file need not hold.
     """
@@ -264,7 +261,8 @@ def _match_tensors(
         if stored[name].shape != full_shape(target):
             shapes = f"{_model_key(name)} is {stored[name].shape} in its file and {full_shape(target)} in the model"
             raise _mismatch_error(adapter, shapes)
-    return wrapped, dict(sorted(targets.items()))
+    # Sorted: the same order on every rank, as assign is collective.
+    return wrapped, [(target, stored[name]) for name, target in sorted(targets.items())]
 
 
 def _without_saved_modules(adapter: Adapter) -> dict[str, Any]:

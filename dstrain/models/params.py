@@ -350,6 +350,7 @@ def muon_param_ids(model: torch.nn.Module) -> frozenset[int]:
     transformers', every linear layer counts.
     """
     import torch
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, with a transposed weight
 
     core = unwrap_peft(model)
     body = getattr(core, "base_model", core)
@@ -357,14 +358,7 @@ def muon_param_ids(model: torch.nn.Module) -> frozenset[int]:
     # a linear layer that shares its weight with an embedding (tied head) is an embedding
     excluded = {id(module.weight) for module in core.modules() if isinstance(module, torch.nn.Embedding)}
     excluded |= {id(getattr(output, "weight", None))}
-    return frozenset(id(layer.weight) for layer in _linear_layers(body)) - excluded
-
-
-def _linear_layers(body: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    import torch
-    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, with a transposed weight
-
-    return (module for module in body.modules() if isinstance(module, torch.nn.Linear | Conv1D))
+    return frozenset(id(one.weight) for one in body.modules() if isinstance(one, torch.nn.Linear | Conv1D)) - excluded
 
 
 def muon_lr_factor(parameter: torch.nn.Parameter) -> float:

@@ -269,11 +269,11 @@ def save_module(model: torch.nn.Module, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors, storages = {}, set()
-    for names, tensor in _iter_unique_tensors(model):
+    for name, tensor in _unique_tensors(model).items():
         value = tensor.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()
         # safetensors refuses tensors that share storage.
-        tensors[names[0]] = value.clone() if storage in storages else value
+        tensors[name] = value.clone() if storage in storages else value
         storages.add(storage)
     save_file(tensors, str(folder / MODEL_FILE), metadata={"format": "pt"})
 
@@ -286,7 +286,7 @@ def load_module(model: torch.nn.Module, folder: Path) -> None:
     file = folder / MODEL_FILE
     if not file.is_file():
         raise CheckpointError(f"{folder}: holds no {MODEL_FILE}; export the run again")
-    stored, tensors = open_tensors([file]), {names[0]: tensor for names, tensor in _iter_unique_tensors(model)}
+    stored, tensors = open_tensors([file]), _unique_tensors(model)
     missing, unexpected = sorted(tensors.keys() - stored.keys()), sorted(stored.keys() - tensors.keys())
     if missing or unexpected:
         problem = f"missing keys: {first_names(missing)}; unexpected keys: {first_names(unexpected)}"
@@ -298,15 +298,15 @@ def load_module(model: torch.nn.Module, folder: Path) -> None:
         assign(tensor, stored[name].read)
 
 
-def _iter_unique_tensors(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yield each tensor of the state dict with all of its names."""
+def _unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict, with each tensor once, under the first of its names."""
     import torch
 
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), ([], value))[0].append(name)
-    yield from found.values()
+            found.setdefault(id(value), (name, value))
+    return dict(found.values())
 
 
 @contextmanager

@@ -270,7 +270,7 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
     if batch.sequence is not None:
         targets = len(batch.tensors["target_ids"])
     keys = sum(
-        (block.queries.end - block.queries.start) * sum(one.end - one.start for one in block.keys)
+        (block.queries.stop - block.queries.start) * sum(one.stop - one.start for one in block.keys)
         for block in blocks_of(PackedLayout(batch.groups), None)
     )
     workload = replace(

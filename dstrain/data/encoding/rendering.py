@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -151,9 +151,8 @@ def render_prompt(
     have no template.
     """
     if has_chat_template(tokenizer):
-        render_fn = partial(render_conversation, tokenizer, tools=tools or None)
-        rendered = _render_with_template(render_fn, prompt, answers, (tokenizer.eos_token,))
-        checks = [_check_answer(tokenizer, render_fn, prompt, answer, tools) for answer in answers]
+        rendered = _render_with_template(tokenizer, prompt, answers, tools)
+        checks = [_check_answer(tokenizer, prompt, answer, tools) for answer in answers]
         lost = {name: max((one.counts[name] for one in checks), default=0) for name in LOST_COLUMNS}
         return replace(rendered, lost=lost)
     if tools:
@@ -247,8 +246,9 @@ def _renders_probe(tokenizer: Any, message: Any) -> bool:
 
 
 def _render_with_template(
-    render_fn: Callable[..., str], prompt: Prompt, answers: Sequence[Response], end_tokens: tuple[str, ...]
+    tokenizer: Any, prompt: Prompt, answers: Sequence[Response], tools: Sequence[Mapping[str, Any]]
 ) -> RenderedPrompt:
+    render_fn = partial(render_conversation, tokenizer, tools=tools or None)
     messages = _to_messages(prompt, "user")
     if isinstance(prompt, str):  # the space between prompt and answer belongs to neither message
         answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
@@ -260,7 +260,7 @@ def _render_with_template(
     turns = [_to_messages(answer, "assistant")[-1] for answer in answers]
     # Only what follows an end token is cut: whitespace stays, as the template writes it.
     ends = [
-        find_answer_end(text, start, len(text.rstrip()), turn, end_tokens)
+        find_answer_end(text, start, len(text.rstrip()), turn, (tokenizer.eos_token,))
         for text, turn in zip(full, turns, strict=True)
     ]
     texts = tuple(
@@ -295,16 +295,14 @@ def find_answer_end(text: str, start: int, end: int, message: Message, end_token
 
 
 def _check_answer(
-    tokenizer: Any, render_fn: Callable[..., str], prompt: Prompt, answer: Response, tools: Sequence[Mapping[str, Any]]
+    tokenizer: Any, prompt: Prompt, answer: Response, tools: Sequence[Mapping[str, Any]]
 ) -> TemplateCheck:
     """Return what the template does with a prompt and an answer to it. Raises BadRecord."""
     before, after = _to_messages(prompt, "user"), _to_messages(answer, "assistant")
     count = len(before)
 
     def locate(sample: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        rendered = _render_with_template(
-            render_fn, sample.messages[:count], [sample.messages[count:]], (tokenizer.eos_token,)
-        )
+        rendered = _render_with_template(tokenizer, sample.messages[:count], [sample.messages[count:]], tools)
         return rendered.texts[1], [(len(rendered.prompt), len(rendered.texts[1]))]
 
     trained = tuple(turn for turn in range(count, count + len(after)) if after[turn - count]["role"] == "assistant")

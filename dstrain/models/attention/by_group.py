@@ -26,19 +26,12 @@ Heads = Sequence[torch.Tensor]
 """Query (1, H, T, D), key (1, G, T, D) and value (1, G, T, D)."""
 
 
-class Range(NamedTuple):
-    """Consecutive tokens of the packed row."""
-
-    start: int
-    end: int
-
-
 class Block(NamedTuple):
     """Consecutive queries of a segment, and their keys, whose positions are consecutive too."""
 
-    queries: Range
-    keys: tuple[Range, ...]
-    """One or two ranges. The last query sees the last key."""
+    queries: slice
+    keys: tuple[slice, ...]
+    """One or two parts of the row. The last query sees the last key."""
 
 
 def attention_by_group(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
@@ -65,30 +58,28 @@ def _split_segment(segment: Segment, window: int | None) -> Iterator[Block]:
         last = min(segment.length, first + QUERY_BLOCK)
         # The position of the first key that the first query sees.
         seen = 0 if window is None else max(0, prefix + first - window + 1)
-        own = Range(start + max(0, seen - prefix), start + last)
-        shared = Range(segment.prefix_start + seen, segment.prefix_start + prefix)
+        own = slice(start + max(0, seen - prefix), start + last)
+        shared = slice(segment.prefix_start + seen, segment.prefix_start + prefix)
         if seen >= prefix:
-            keys: tuple[Range, ...] = (own,)
-        elif shared.end == own.start:
-            keys = (Range(shared.start, own.end),)
+            keys: tuple[slice, ...] = (own,)
+        elif shared.stop == own.start:
+            keys = (slice(shared.start, own.stop),)
         else:
             keys = shared, own
-        yield Block(Range(start + first, start + last), keys)
+        yield Block(slice(start + first, start + last), keys)
 
 
-def _take(tokens: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-    """Return the tokens of the ranges: (…, T, D) -> (…, K, D)."""
-    parts = [tokens[..., one.start : one.end, :] for one in ranges]
+def _take(tokens: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
+    """Return the tokens at these places: (…, T, D) -> (…, K, D)."""
+    parts = [tokens[..., one, :] for one in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
-def _add(total: torch.Tensor, ranges: Sequence[Range], tokens: torch.Tensor) -> None:
-    """Add (…, K, D) to the tokens of the ranges in (…, T, D)."""
-    begin = 0
-    for one in ranges:
-        end = begin + one.end - one.start
-        total[..., one.start : one.end, :] += tokens[..., begin:end, :]
-        begin = end
+def _add(total: torch.Tensor, places: Sequence[slice], tokens: torch.Tensor) -> None:
+    """Add (…, K, D) to the tokens at these places in (…, T, D)."""
+    parts = tokens.split([one.stop - one.start for one in places], dim=-2)
+    for one, part in zip(places, parts, strict=True):
+        total[..., one, :] += part
 
 
 def _hide(logits: torch.Tensor, window: int | None, layout: PackedLayout) -> torch.Tensor:
@@ -132,7 +123,7 @@ class _BlockAttention(torch.autograd.Function):
         for block in rows.blocks:
             weights = rows.weights(block)
             found = torch.bmm(weights, _take(value[0], block.keys))  # (G, R N, D)
-            by_head[:, :, slice(*block.queries)] = found.unflatten(1, (rows.shared, -1))
+            by_head[:, :, block.queries] = found.unflatten(1, (rows.shared, -1))
             room -= weights.nbytes
             if room >= 0:
                 saved.append(weights)
@@ -151,7 +142,7 @@ class _BlockAttention(torch.autograd.Function):
         grad_key, grad_value = (torch.zeros_like(one[0], dtype=rows.dtype) for one in (key, value))
         for number, block in enumerate(rows.blocks):
             weights = saved[number] if number < len(saved) else rows.weights(block)  # (G, R N, K)
-            queries = slice(*block.queries)
+            queries = block.queries
             grad_block = grad_out[:, :, queries].flatten(1, 2)  # (G, R N, D)
             _add(grad_value, block.keys, torch.bmm(weights.transpose(1, 2), grad_block))
             grad_weights = torch.bmm(grad_block, _take(value[0], block.keys).transpose(1, 2))
@@ -188,7 +179,7 @@ class _Rows:
     def weights(self, block: Block) -> torch.Tensor:
         """Return the attention weights of a block, (G, R N, K), in the type of the heads."""
         query, key = self._wide
-        queries = query[:, :, slice(*block.queries)].flatten(1, 2)  # (G, R N, D)
+        queries = query[:, :, block.queries].flatten(1, 2)  # (G, R N, D)
         keys = _take(key, block.keys).transpose(1, 2)  # (G, D, K)
         # The product is scaled, not the query, as in torch's kernels: the rounding of padded rows is met more closely.
         logits = torch.bmm(queries, keys).mul_(self.scale)

@@ -26,20 +26,20 @@ MIN_CAPABILITY = (8, 0)
 """Compute capability from which torch's flash kernels run."""
 
 
-def varlen_unsupported_reason(heads: Heads, settings: AttentionSettings) -> str | None:
-    """Return why torch's varlen kernel cannot compute this call, or None."""
+def supports_varlen(heads: Heads, settings: AttentionSettings) -> bool:
+    """Return True where torch's varlen kernel can compute this call."""
     query, _, value = heads
-    if query.device.type != "cuda":
-        return "it runs on CUDA devices"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not in {query.dtype}"
-    if query.shape[-1] != value.shape[-1] or query.shape[-1] > MAX_WIDTH or query.shape[-1] % 8:
-        return "it needs heads of one width, a multiple of 8 and at most 256"
-    if settings.dropout or settings.needs_logits:
-        return "it has no dropout, softcap or sinks"
-    if torch.cuda.get_device_capability(query.device) < MIN_CAPABILITY:
-        return "it needs compute capability 8.0"
-    return None if load_varlen_attn() is not None else "this torch has no varlen attention with windows"
+    width = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1]
+        and width <= MAX_WIDTH
+        and width % 8 == 0
+        and not (settings.dropout or settings.needs_logits)
+        and torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
+        and load_varlen_attn() is not None
+    )
 
 
 @cache
@@ -61,7 +61,7 @@ def packed_varlen_attention(heads: Heads, settings: AttentionSettings, layout: P
     that windows count logical positions. FlashAttention-2: Dao (arXiv 2307.08691).
     """
     varlen_attn = load_varlen_attn()
-    assert varlen_attn is not None, "varlen_unsupported_reason says so"
+    assert varlen_attn is not None, "supports_varlen"
     query, keys, tensors = _gather(heads, layout)
     window = (-1, 0) if settings.window is None else (settings.window - 1, 0)
     out = varlen_attn(
@@ -135,9 +135,9 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
             part.set_attn_implementation(EAGER)
         elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
             AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
-    for decoder in _decoders(model):
-        if share_decoder_inputs not in decoder._forward_pre_hooks.values():
-            decoder.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)
+        has_layers = isinstance(getattr(part, "layers", None), torch.nn.ModuleList)  # a text model without a head
+        if has_layers and share_decoder_inputs not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)
 
 
 def has_packed_attention(model: torch.nn.Module) -> bool:
@@ -219,7 +219,7 @@ def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kerne
     if name == "flex_attention" or settings.needs_logits:
         return packed_flex_attention
     if name == "sdpa":
-        return packed_varlen_attention if varlen_unsupported_reason(heads, settings) is None else packed_flex_attention
+        return packed_varlen_attention if supports_varlen(heads, settings) else packed_flex_attention
     return attention_by_group
 
 
@@ -228,24 +228,14 @@ def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> 
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
-def _attention_models(model: torch.nn.Module, once: bool = True) -> Iterator[Any]:
-    """Yield the text models inside a model, one per config if `once`: the layers read the implementation from it."""
+def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the text models inside a model, with a head and without: the layers read the implementation from a config."""
     from transformers import PreTrainedModel
 
     core: Any = unwrap_peft(model)
-    text_class, seen = type(core.config.get_text_config()), set()
+    text_class = type(core.config.get_text_config())
     for part in core.modules():
-        if not isinstance(part, PreTrainedModel) or (once and id(part.config) in seen):
-            continue
-        seen.add(id(part.config))
-        if isinstance(part.config, text_class):  # not a vision tower
-            yield part
-
-
-def _decoders(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the text models without a head inside a model."""
-    for part in _attention_models(model, once=False):
-        if isinstance(getattr(part, "layers", None), torch.nn.ModuleList):
+        if isinstance(part, PreTrainedModel) and isinstance(part.config, text_class):  # not a vision tower
             yield part
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.config.schema import check_limits
-from dstrain.data.records import BadRecord, BadRow, has
+from dstrain.data.records import BadRecord, has
+from dstrain.data.sources.base import BaseSource
 
 if TYPE_CHECKING:
     import torch
@@ -317,14 +318,14 @@ class SyntheticOptions:
         check_limits(self, "missing", below=1)
 
 
-class SyntheticCurves:
+class SyntheticCurves(BaseSource):
     """Curves as records {"series", "caption", "pattern"}; nothing is stored, and any process can make any range."""
 
     def __init__(self, options: SyntheticOptions) -> None:
+        super().__init__("synthetic curves", Path(), {})
         self.options = options
         described = json.dumps([GENERATOR_VERSION, asdict(options)], sort_keys=True)
         self.digest = hashlib.sha256(f"synthetic curves {described}".encode()).hexdigest()
-        self.bad_rows: list[BadRow] = []
 
     def __len__(self) -> int:
         return self.options.num_samples
@@ -336,9 +337,6 @@ class SyntheticCurves:
 
     def location(self, index: int) -> str:
         return f"synthetic curve {index}"
-
-    def get_base_dir(self, index: int) -> Path:
-        return Path()
 
 
 def make_curve(options: SyntheticOptions, index: int) -> dict[str, Any]:

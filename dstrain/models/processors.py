@@ -25,13 +25,6 @@ TOKEN_ID_KEYS = (
     "vision_end_token_id",
 )
 """Config settings with ids of the processor's special tokens."""
-UNSUPPORTED_PROCESSORS = {
-    "MllamaProcessor": (
-        "the family Llama 3.2 Vision (mllama)",
-        "its cross-attention masks depend on the complete text",
-    ),
-}
-"""Processors whose image inputs depend on the text -> family, reason."""
 PROCESSOR_KEY = "model.processor"
 PROCESSOR_FOLDER_FIX = "give a folder with its processor"
 
@@ -47,7 +40,7 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def read_processor(name: str, key: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """Load a processor from a folder or the Hub; its tokenizer gets its chat template, and a pad token if it has none.
 
-    Raises RecipeError where it cannot be loaded, is only a tokenizer, or is one of UNSUPPORTED_PROCESSORS.
+    Raises RecipeError where it cannot be loaded, is only a tokenizer, or makes image inputs that depend on the text.
     """
     from transformers import AutoProcessor
 
@@ -55,10 +48,10 @@ def read_processor(name: str, key: str, trust_remote_code: bool = False, revisio
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         problem = f"'{name}' holds a {type(processor).__name__}, not a processor of texts and images"
         raise RecipeError(Fault(key, problem, f"set {PROCESSOR_KEY} to a folder or hub id that has one"))
-    if type(processor).__name__ in UNSUPPORTED_PROCESSORS:
-        family, why = UNSUPPORTED_PROCESSORS[type(processor).__name__]
+    if type(processor).__name__ == "MllamaProcessor":
+        why = "which is not supported: its cross-attention masks depend on the complete text"
         fix = "use a model of another family (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
-        raise RecipeError(Fault(key, f"'{name}' is a model of {family}, which is not supported: {why}", fix))
+        raise RecipeError(Fault(key, f"'{name}' is a model of the family Llama 3.2 Vision (mllama), {why}", fix))
     tokenizer = processor.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = getattr(processor, "chat_template", None)

@@ -170,12 +170,8 @@ class Step:
     """Return the weight of this rank's batches of the next step; None while they are not made, and at the end."""
 
 
-@dataclass(frozen=True)
-class _StartedStep:
-    """A step whose batches are being made."""
-
-    batches: list[Future[Batch]]
-    num_samples: int
+_StartedStep = tuple[list[Future[Batch]], int]
+"""The batches of a step, which are being made, and its samples over all ranks."""
 
 
 @dataclass(kw_only=True)
@@ -238,17 +234,16 @@ class Loader:
                 consumed_samples += size
             if not queue:
                 return
-            started = queue.popleft().result()
-            batches = [future.result() for future in started.batches]
+            started, num_samples = queue.popleft().result()
+            batches = [future.result() for future in started]
             self._wait_seconds += time.perf_counter() - began
-            yield Step(batches, started.num_samples, partial(_weight_of_first, queue))
+            yield Step(batches, num_samples, partial(_weight_of_first, queue))
 
     def _start_step(self, pool: ThreadPoolExecutor, consumed_samples: int) -> _StartedStep:
         """Divide a step over the ranks, and let the threads of `pool` make this rank's batches."""
         ids = self.sampler.step_ids(consumed_samples)
         shares = self.sampler.micro_batches(ids, consumed_samples, self.rank)
-        batches = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in shares]
-        return _StartedStep(batches, len(ids))
+        return [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in shares], len(ids)
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
         batch = make_batch(self.examples, self.collate, ids, filler_id, positions, self.sequence)
@@ -264,7 +259,7 @@ def _weight_of_first(queue: Sequence[Future[_StartedStep]]) -> float | None:
     """Return the weight of this rank's batches of the first step; None without one, or before all are made."""
     if not queue or not _has_result(queue[0]):
         return None
-    batches = queue[0].result().batches
+    batches, _ = queue[0].result()
     return sum(future.result().weight for future in batches) if all(map(_has_result, batches)) else None
 
 

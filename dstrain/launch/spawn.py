@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -28,17 +29,30 @@ HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, AGENT_ENV, LISTENER_ENV)
 """Variables of the ranks of one launch on one host."""
 
 
+@dataclass(frozen=True)
+class RankEnd:
+    """How the process of a rank ended."""
+
+    status: int | None
+    """Exit code, or minus the signal; None where nobody could see it."""
+    record: RankRecord | None = None
+    """What the rank wrote; None if it did not begin."""
+    kill_reason: str = ""
+    """Evidence that the kernel killed it because memory was full."""
+
+    @property
+    def code(self) -> int | None:
+        """Exit code: the recorded one counts, since a process that is done may die while Python shuts down."""
+        return self.status if self.record is None else self.record.exit
+
+
 class WorkerGroup(ABC):
     """Ranks of a launch, on one host or several: what supervision needs of them."""
 
     def __init__(self, launch: Launch, run_dir: Path) -> None:
         self.launch, self.run_dir = launch, run_dir
-        self.ranks: Collection[int] = launch.ranks
-        """Ranks whose ends decide how the launch ended."""
-        self.exit_codes: dict[int, int | None] = {}
-        """Exit code by rank, or minus the signal, in the order seen."""
-        self.kill_reasons: dict[int, str] = {}
-        """Evidence that the kernel killed a rank because memory was full, by rank."""
+        self.ends: dict[int, RankEnd] = {}
+        """How ranks ended, in the order seen."""
         self.abort_reason = ""
         """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is none."""
 
@@ -46,11 +60,6 @@ class WorkerGroup(ABC):
     @abstractmethod
     def alive_ranks(self) -> Collection[int]:
         """Ranks that have started and not ended."""
-
-    @property
-    @abstractmethod
-    def records(self) -> Mapping[int, RankRecord]:
-        """Records that the ranks wrote, by rank."""
 
     @abstractmethod
     def start(self) -> None:
@@ -101,12 +110,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     @property
     def alive_ranks(self) -> Collection[int]:
-        return self._children.keys() - self.exit_codes.keys()
-
-    @property
-    def records(self) -> Mapping[int, RankRecord]:
-        found = {rank: read_rank_record(self.run_dir, rank, self._launch_id) for rank in self._children}
-        return {rank: record for rank, record in found.items() if record is not None}
+        return self._children.keys() - self.ends.keys()
 
     def start(self) -> None:
         # Children from before are not of this launch.
@@ -151,16 +155,17 @@ class LocalWorkerGroup(WorkerGroup):
     def poll(self) -> None:
         codes = {rank: self._children[rank].poll() for rank in self.alive_ranks}
         ended = {rank: code for rank, code in codes.items() if code is not None}
-        # The first rank in `exit_codes` is the one to blame. Of those seen in one poll killed ranks come first: the
+        # The first rank in `ends` is the one to blame. Of those seen in one poll killed ranks come first: the
         # others lost their connection to them.
         for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):
-            self.exit_codes[rank] = ended[rank]
-            if ended[rank] == -signal.SIGKILL and (
-                reason := describe_oom_kill(self._children[rank].pid, self._oom_kills)
-            ):
-                self.kill_reasons[rank] = reason
+            is_killed = ended[rank] == -signal.SIGKILL
+            reason = describe_oom_kill(self._children[rank].pid, self._oom_kills) if is_killed else ""
+            self.ends[rank] = RankEnd(ended[rank], self._read_record(rank), reason)
             if rank in self._pidfds:
                 os.close(self._pidfds.pop(rank))
+
+    def _read_record(self, rank: int) -> RankRecord | None:
+        return read_rank_record(self.run_dir, rank, self._launch_id)
 
     def send_signal(self, signum: int) -> int:
         reached = [*self.alive_ranks]
@@ -181,6 +186,8 @@ class LocalWorkerGroup(WorkerGroup):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(_REAP_SECONDS)
         self.poll()
+        for rank in self.alive_ranks:  # it hangs in the kernel, perhaps after its work was done
+            self.ends[rank] = RankEnd(None, self._read_record(rank))
         return [str(pid) for pid in remaining]
 
     def wait_for_event(self, timeout: float, extra_fds: Collection[int] = ()) -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names, is_debug
 from dstrain.host_memory import HOST_MEMORY_FIX
-from dstrain.launch.spawn import WorkerGroup
+from dstrain.launch.spawn import RankEnd, WorkerGroup
 from dstrain.launch.worker import (
     DUPLICATE_SIGNAL_SECONDS,
     TRACEBACK_HINT,
@@ -67,34 +67,29 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
             _wait_for_exit(stop_state, group, signals)
         finally:
             # Read before the kill below: these processes ended by themselves.
-            exit_codes, aborted = dict(group.exit_codes), group.abort_reason
+            ended, aborted = [*group.ends], group.abort_reason
             # Also after a success: no process of the launch may be left.
             remaining = group.kill()
             set_child_subreaper(False)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
-    result = compute_outcome(
-        group.records,
-        exit_codes if stop_state.failed_at else group.exit_codes,
-        group.ranks,
-        group.kill_reasons,
-    )
+    result = compute_outcome(group.ends, group.launch.ranks, ended if stop_state.failed_at else [*group.ends])
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
         _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
         return EXIT_FAILED
     # A signal that came while the group was killed asks for an end too; processes that stay hold memory and ports.
-    if result.code == EXIT_FAILED and not signals and not remaining and _decide_restart(stop_state, group.records):
+    if result.code == EXIT_FAILED and not signals and not remaining and _decide_restart(stop_state, group.ends):
         return EXIT_FAILED
     return _report_outcome(stop_state, group, result)
 
 
-def _decide_restart(stop_state: StopState, records: Mapping[int, RankRecord]) -> bool:
+def _decide_restart(stop_state: StopState, ends: Mapping[int, RankEnd]) -> bool:
     """Record and report the restart that ranks without memory ask for; return True if there is one.
 
     After a signal there is none: the user wants the run to end.
     """
-    restarts = {rank: record.restart for rank, record in sorted(records.items()) if record.restart}
+    restarts = {rank: record.restart for rank, record in _list_records(ends) if record.restart}
     if not restarts or not stop_state.can_restart or stop_state.first_signal_at is not None or stop_state.killed:
         return False
     stop_state.restart = next(iter(restarts.values()))
@@ -140,15 +135,12 @@ def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int
 
 def _is_failure_timeout_over(stop_state: StopState, group: WorkerGroup) -> bool:
     """Return True if the other ranks had their grace period after a rank failed."""
-    bad = {rank for rank, status in group.exit_codes.items() if status != 0}
-    if not bad:
-        return False
-    codes = {rank: record.exit for rank, record in group.records.items() if rank in bad}
-    # These were done, and died in the interpreter's shutdown.
-    bad -= {rank for rank, code in codes.items() if code in (EXIT_DONE, EXIT_STOPPED)}
-    stop_state.failed_at = (stop_state.failed_at or time.monotonic()) if bad else None
-    reported = all(codes.get(rank) not in (None, EXIT_USAGE) for rank in bad)
-    patience = FAILURE_GRACE_SECONDS if reported else KILLED_GRACE_SECONDS
+    bad = [end.record for end in group.ends.values() if end.status != 0]
+    # Those that were done died in the interpreter's shutdown.
+    failed = [record for record in bad if record is None or record.exit not in (EXIT_DONE, EXIT_STOPPED)]
+    stop_state.failed_at = (stop_state.failed_at or time.monotonic()) if failed else None
+    has_reported = all(record is not None and record.exit not in (None, EXIT_USAGE) for record in failed)
+    patience = FAILURE_GRACE_SECONDS if has_reported else KILLED_GRACE_SECONDS
     return stop_state.failed_at is not None and time.monotonic() - stop_state.failed_at > patience
 
 
@@ -190,10 +182,10 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
         return outcome.code
     if not outcome.message:
         return outcome.code
-    if stop_state.first_signal_at is not None and not group.records:
+    if stop_state.first_signal_at is not None and not _list_records(group.ends):
         _log_stderr("the signal came before a worker had begun, so there was nothing to save")
         return outcome.code
-    record = None if outcome.rank is None else group.records.get(outcome.rank)
+    record = group.ends[outcome.rank].record if outcome.rank in group.ends else None
     # Rank 0's output is copied to the terminal: its error is there already.
     is_on_terminal = outcome.rank == 0 and record is not None and record.exit is not None
     if record is not None and record.is_out_of_memory:  # one message for all ranks, and no end of a log
@@ -242,66 +234,59 @@ class LaunchOutcome:
 
 
 def compute_outcome(
-    records: Mapping[int, RankRecord],
-    exit_codes: Mapping[int, int | None],
-    ranks: Collection[int],
-    kill_reasons: Mapping[int, str] | None = None,
+    ends: Mapping[int, RankEnd], ranks: Collection[int], ended: Collection[int] | None = None
 ) -> LaunchOutcome:
-    """Return the outcome of a launch. A rank's own record counts more than the exit code of its process.
+    """Return the outcome of a launch.
 
-    `exit_codes` are in the order in which the ranks' processes ended. `kill_reasons` are those of ranks that the kernel
-    is known to have killed because memory was full. A rank that is done may still die in the interpreter's shutdown.
+    `ended`: the ranks whose processes ended by themselves, in that order; None for all.
     """
-    codes = {rank: records[rank].exit if rank in records else exit_codes.get(rank) for rank in ranks}
+    records = dict(_list_records(ends))
+    codes = {rank: ends[rank].code for rank in ranks if rank in ends}
     for rank, code in codes.items():
         if code == EXIT_USAGE:
-            return LaunchOutcome(EXIT_USAGE, _describe_failure(records, exit_codes, rank), rank)
+            return LaunchOutcome(EXIT_USAGE, _describe_failure(ends, rank), rank)
     for code in (EXIT_DONE, EXIT_STOPPED):
         if records.keys() >= set(ranks) and set(codes.values()) == {code}:
             return LaunchOutcome(code)
-    if found := _find_out_of_memory(records):
-        return found
-    bad = [rank for rank in exit_codes if rank in codes and codes[rank] not in (EXIT_DONE, EXIT_STOPPED)]
+    # Often all ranks do at the same step, and the first one to end says nothing more than the others.
+    if full := [rank for rank, record in records.items() if record.is_out_of_memory]:
+        also = f", and so did rank{'s' * (len(full) > 2)} {first_names(full[1:], 8)}" if len(full) > 1 else ""
+        first = f"{_format_rank(ends, full[0])} ran out of memory{also}"
+        return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[full[0]].error}", full[0])
+    bad = [rank for rank in (ends if ended is None else ended) if codes[rank] not in (EXIT_DONE, EXIT_STOPPED)]
     # One that ended of a SIGTERM that it was sent did not fail first.
-    for rank in [*(rank for rank in bad if codes[rank] or exit_codes[rank] != -signal.SIGTERM), *bad]:
-        cause = OUT_OF_MEMORY_HINT if exit_codes[rank] == -signal.SIGKILL else ""
-        if reason := (kill_reasons or {}).get(rank):
+    for rank in [*(rank for rank in bad if codes[rank] or ends[rank].status != -signal.SIGTERM), *bad]:
+        cause = OUT_OF_MEMORY_HINT if ends[rank].status == -signal.SIGKILL else ""
+        if reason := ends[rank].kill_reason:
             cause = f": {reason}; {HOST_MEMORY_FIX}"
-        return LaunchOutcome(EXIT_FAILED, _describe_failure(records, exit_codes, rank) + cause, rank)
+        return LaunchOutcome(EXIT_FAILED, _describe_failure(ends, rank) + cause, rank)
     silent = [rank for rank in ranks if rank not in records]
     if silent:
-        how = describe_exit(exit_codes.get(silent[0]))
+        how = describe_exit(ends[silent[0]].status if silent[0] in ends else None)
         return LaunchOutcome(EXIT_FAILED, f"rank {silent[0]} reported no result; it {how}", silent[0])
-    texts = ", ".join(f"rank {rank} with {record.exit}" for rank, record in sorted(records.items()))
+    texts = ", ".join(f"rank {rank} with {record.exit}" for rank, record in records.items())
     return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {texts}")
 
 
-def _find_out_of_memory(records: Mapping[int, RankRecord]) -> LaunchOutcome | None:
-    """Return the lowest rank that ran out of memory, in one message for all of them; None if none did.
-
-    Often all ranks do at the same step, and the first one to end says nothing more than the others.
-    """
-    ranks = [rank for rank, record in sorted(records.items()) if record.is_out_of_memory]
-    if not ranks:
-        return None
-    also = f", and so did rank{'s' * (len(ranks) > 2)} {first_names(ranks[1:], 8)}" if len(ranks) > 1 else ""
-    first = f"{_format_rank(records, ranks[0])} ran out of memory{also}"
-    return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[ranks[0]].error}", ranks[0])
+def _list_records(ends: Mapping[int, RankEnd]) -> list[tuple[int, RankRecord]]:
+    """Return (rank, its record), by rank, of the ranks that began."""
+    return [(rank, end.record) for rank, end in sorted(ends.items()) if end.record is not None]
 
 
-def _describe_failure(records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], rank: int) -> str:
+def _describe_failure(ends: Mapping[int, RankEnd], rank: int) -> str:
     """Return the rank with the error that it recorded, or with how its process ended."""
-    record = records.get(rank)
+    record = ends[rank].record
     if record is None or record.exit is None:
-        return f"{_format_rank(records, rank)} {describe_exit(exit_codes.get(rank))}"
+        return f"{_format_rank(ends, rank)} {describe_exit(ends[rank].status)}"
     error = f": {record.error}" if record.error else ""
-    return f"{_format_rank(records, rank)} failed with code {record.exit}{error}"
+    return f"{_format_rank(ends, rank)} failed with code {record.exit}{error}"
 
 
-def _format_rank(records: Mapping[int, RankRecord], rank: int) -> str:
+def _format_rank(ends: Mapping[int, RankEnd], rank: int) -> str:
     """Return `rank 3`; with its host's name if there are several hosts."""
-    several = len({record.host for record in records.values()}) > 1
-    return f"rank {rank} on {records[rank].host}" if several and rank in records else f"rank {rank}"
+    record = ends[rank].record
+    several = len({record.host for _, record in _list_records(ends)}) > 1
+    return f"rank {rank} on {record.host}" if several and record is not None else f"rank {rank}"
 
 
 def describe_exit(status: int | None) -> str:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dstrain.launch.command import free_port
+from dstrain.launch.spawn import RankEnd
 from dstrain.launch.supervise import compute_outcome
 from dstrain.launch.worker import read_rank_records
 from dstrain.tasks import find_task
@@ -115,7 +116,8 @@ def train_as_ranks(folder: Path, limit: str) -> tuple[list[int], str]:
     finally:
         for rank in ranks:
             rank.kill()
-    outcome = compute_outcome(read_rank_records(folder / "run"), dict(enumerate(codes)), range(2))
+    records = read_rank_records(folder / "run")
+    outcome = compute_outcome({rank: RankEnd(code, records.get(rank)) for rank, code in enumerate(codes)}, range(2))
     assert outcome.code == 1
     return codes, f"{(folder / 'said.txt').read_text()}\n{outcome.message}\n"
 

@@ -8,7 +8,7 @@
 #
 # Request -> reply: hello -> host_info, open -> opened, reach -> reachability, start, signal, end -> remaining_pids,
 # kill (another agent of this host, that does not answer) -> remaining_pids
-# Sent without a request: ended (rank, exit code, record, evidence of the kernel).
+# Sent without a request: ended (rank, `RankEnd`).
 # Records are included, since the launching host may see files that another host wrote only later.
 
 from __future__ import annotations
@@ -121,12 +121,10 @@ class Agent:
         if self._group is None:
             return
         self._group.poll()
-        for rank, code in self._group.exit_codes.items():
+        for rank, end in self._group.ends.items():
             if rank not in self._sent:
                 self._sent.add(rank)
-                record = self._group.records.get(rank)
-                reason = self._group.kill_reasons.get(rank)
-                self._channel.send(ended=[rank, code, None if record is None else asdict(record), reason])
+                self._channel.send(ended=[rank, asdict(end)])
 
 
 def serve(make_agent: Callable[[Channel], Agent]) -> int:

@@ -18,7 +18,7 @@ from dstrain.launch.multihost.agent_client import (
     open_agents,
     request_replies,
 )
-from dstrain.launch.spawn import LocalWorkerGroup, WorkerGroup, wait_readable
+from dstrain.launch.spawn import LocalWorkerGroup, RankEnd, WorkerGroup, wait_readable
 from dstrain.launch.worker import STOPPED_TIMEOUT_FACTOR, RankRecord, log_path, start_log_copy
 
 KILL_TIMEOUT_SECONDS = 12.0
@@ -45,7 +45,6 @@ class MultiHostWorkerGroup(WorkerGroup):
 
     def __init__(self, launch: Launch, clients: list[AgentClient], run_dir: Path) -> None:
         super().__init__(launch, run_dir)
-        self._records: dict[int, RankRecord] = {}
         self._clients = clients
         self._has_started = self._has_failed_host = False
         self._remaining_pids: dict[AgentClient, list[int]] = {}
@@ -55,11 +54,7 @@ class MultiHostWorkerGroup(WorkerGroup):
 
     @property
     def alive_ranks(self) -> set[int]:
-        return set(self.launch.ranks) - self.exit_codes.keys() if self._has_started else set()
-
-    @property
-    def records(self) -> Mapping[int, RankRecord]:
-        return self._records
+        return set(self.launch.ranks) - self.ends.keys() if self._has_started else set()
 
     @property
     def supports_bf16(self) -> bool:
@@ -109,12 +104,9 @@ class MultiHostWorkerGroup(WorkerGroup):
 
     def _handle_message(self, client: AgentClient, message: Mapping[str, Any]) -> None:
         if "ended" in message:
-            rank, code, record, kill_reason = message["ended"]
-            if record is not None:
-                self._records[rank] = RankRecord(**record)
-            if kill_reason is not None:
-                self.kill_reasons[rank] = kill_reason
-            self.exit_codes[rank] = code
+            rank, end = message["ended"]
+            record = None if end["record"] is None else RankRecord(**end["record"])
+            self.ends[rank] = RankEnd(**end | {"record": record})
         if "remaining_pids" in message:
             self._remaining_pids[client] = message["remaining_pids"]
 

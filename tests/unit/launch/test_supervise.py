@@ -11,13 +11,16 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dstrain.launch import supervise
+from dstrain.launch import spawn, supervise
+from dstrain.launch.command import Launch
+from dstrain.launch.spawn import LocalWorkerGroup, RankEnd
 from dstrain.launch.supervise import LaunchOutcome, compute_outcome
 from dstrain.launch.worker import RankRecord
 from tests.vocabulary import wait_until
@@ -303,13 +306,13 @@ class Gone:
     """A launch on two hosts: rank 0 ended and was reaped before its agent could ask how, rank 1 still waits for it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.ranks, self.abort_reason = run_dir, range(2), ""
-        self.records = {rank: RankRecord(rank, 1, None, None, f"host{rank + 1}") for rank in self.ranks}
-        self.alive_ranks, self.exit_codes = {1}, {0: None}
-        self.kill_reasons: dict[int, str] = {}
+        self.run_dir, self.abort_reason = run_dir, ""
+        self.launch = Launch(argv=[], environment={}, world_size=2, ranks=range(2))
+        self.alive_ranks, self.ends = {1}, {0: RankEnd(None, RankRecord(0, 1, None, None, "host1"))}
 
     def kill(self) -> list[str]:
-        self.alive_ranks, self.exit_codes = set(), {**self.exit_codes, 1: -signal.SIGKILL}
+        self.alive_ranks = set()
+        self.ends[1] = RankEnd(-signal.SIGKILL, RankRecord(1, 1, None, None, "host2"))
         return []
 
     def start(self) -> None: ...
@@ -366,8 +369,31 @@ def test_word_of_an_earlier_launch_does_not_count(run, tmp_path):
     assert run("os._exit(3)").end()[0] == 1
 
 
+def test_the_record_of_a_rank_that_cannot_be_ended_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in the kernel, on a disk that does not answer, after its work was done."""
+    work = "import sys, time; from pathlib import Path; from dstrain.launch.worker import record_end; "
+    work += "record_end(Path(sys.argv[1]), 0, 0); time.sleep(60)"
+    argv = [sys.executable, "-c", work, str(tmp_path)]
+    group = LocalWorkerGroup(
+        Launch(argv=argv, environment={**os.environ, "PYTHONPATH": str(ROOT)}, world_size=1, ranks=range(1)), tmp_path
+    )
+    monkeypatch.setattr(spawn, "kill_descendants", lambda excluded_pids, kept_pids: list(kept_pids))
+    group.start()
+    try:
+        wait_until(lambda: (tmp_path / ".workers/rank-00000.json").exists())
+        assert len(group.kill()) == 1
+        assert compute_outcome(group.ends, range(1)) == LaunchOutcome(0)
+    finally:
+        monkeypatch.undo()
+        group.kill()
+
+
 def records(*codes: int | None) -> dict[int, RankRecord]:
     return {rank: RankRecord(rank, 1, code, None) for rank, code in enumerate(codes)}
+
+
+def with_records(codes: dict[int, int], records: dict[int, RankRecord]) -> dict[int, RankEnd]:
+    return {rank: RankEnd(code, records.get(rank)) for rank, code in codes.items()}
 
 
 @pytest.mark.parametrize(
@@ -394,7 +420,7 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
     ],
 )
 def test_the_exit_code_follows_records_before_processes(given, ends, result):
-    assert compute_outcome(given, ends, range(2)) == result
+    assert compute_outcome(with_records(ends, given), range(2)) == result
 
 
 def failed(rank: int, error: str, restart: str = "") -> RankRecord:
@@ -404,19 +430,17 @@ def failed(rank: int, error: str, restart: str = "") -> RankRecord:
 def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
     lost = RankRecord(0, 1, 1, "step 3: rank 2 failed", "host")
     records = {0: lost, 1: failed(1, "out of memory: rank 1\n  1. batch.micro"), 2: failed(2, "out of memory: rank 2")}
-    outcome = compute_outcome(records, {0: 1, 2: 1, 1: 1}, range(3))
+    outcome = compute_outcome(with_records({0: 1, 2: 1, 1: 1}, records), range(3))
     assert (outcome.code, outcome.rank) == (1, 1)
     assert outcome.message == "rank 1 ran out of memory, and so did rank 2\nout of memory: rank 1\n  1. batch.micro"
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
-    records = {rank: RankRecord(rank, 1, None, None, "host") for rank in range(2)}
-    reasons = {1: "the kernel killed it because memory was full (kernel log: 3.0 GiB resident)"}
-    outcome = compute_outcome(records, {1: -9, 0: -15}, range(2), reasons)
-    assert outcome.message.startswith(
-        f"rank 1 was killed by SIGKILL: {reasons[1]}; lower data.workers and data.prefetch"
-    )
-    without = compute_outcome(records, {1: -9, 0: -15}, range(2))
+    ends = with_records({1: -9, 0: -15}, records(None, None))
+    reason = "the kernel killed it because memory was full (kernel log: 3.0 GiB resident)"
+    outcome = compute_outcome({**ends, 1: replace(ends[1], kill_reason=reason)}, range(2))
+    assert outcome.message.startswith(f"rank 1 was killed by SIGKILL: {reason}; lower data.workers and data.prefetch")
+    without = compute_outcome(ends, range(2))
     assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"
 
 
@@ -424,7 +448,8 @@ def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> No
     """Processes that cannot be ended still hold the memory and the ports that the next start needs."""
 
     class Group:
-        kill_reasons, ranks, abort_reason, run_dir = None, range(1), "", tmp_path
+        launch = Launch(argv=[], environment={}, world_size=1, ranks=range(1))
+        abort_reason, run_dir = "", tmp_path
 
         def start(self) -> None: ...
 
@@ -441,8 +466,8 @@ def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> No
             return self.remaining
 
         def __init__(self, is_stopped: bool, remaining: list[str]) -> None:
-            self.is_stopped, self.remaining, self.exit_codes = is_stopped, remaining, {0: 1}
-            self.records = {0: failed(0, "out of memory", "batch.micro 8 -> 4")}
+            self.is_stopped, self.remaining = is_stopped, remaining
+            self.ends = {0: RankEnd(1, failed(0, "out of memory", "batch.micro 8 -> 4"))}
 
     for is_stopped, remaining in ((False, []), (True, []), (False, ["4711"])):
         state = supervise.StopState(can_restart=True)

@@ -184,8 +184,14 @@ def test_an_agent_gives_ranks_their_environment_and_reports_their_end(tmp_path, 
         assert time.monotonic() < until
         agent.report_changes()
         messages = line.read_messages()
-    (rank, code, record, reason) = messages[0]["ended"]
-    assert (rank, code, record["rank"], record["exit"], reason) == (1, -15, 1, None, None)
+    rank, end = messages[0]["ended"]
+    assert (rank, end["status"], end["record"]["rank"], end["record"]["exit"], end["kill_reason"]) == (
+        1,
+        -15,
+        1,
+        None,
+        "",
+    )
     assert agent.kill_all() == []
     for end in (ours, theirs):
         end.close()

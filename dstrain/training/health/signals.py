@@ -40,7 +40,7 @@ class SignalHandler:
 
     Before `begin_training` a signal raises StoppedBySignal at once. Later it is recorded, and the loop finishes the
     step and saves. A second SIGTERM or SIGINT ends the process immediately. SAVE_SIGNAL is always recorded. Enter the
-    context in the main thread; entering it again inside has no effect.
+    context in the main thread.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class SignalHandler:
         self.is_done = False
         """True once the work is done: a signal must not end the process before its result is recorded."""
         self._first_signal_time: float | None = None
-        self._depth = 0
         self._is_training = False
         self._previous_handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -85,9 +84,8 @@ class SignalHandler:
             raise StoppedBySignal(self.received_signal)
 
     def __enter__(self) -> Self:
-        self._depth += 1
         # Python allows signal handlers in the main thread only.
-        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             for number in (*STOP_SIGNALS, SAVE_SIGNAL):
                 handler = signal.getsignal(number)
                 if number is signal.SIGHUP and handler is signal.SIG_IGN:
@@ -99,11 +97,8 @@ class SignalHandler:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_value: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            for number, handler in self._previous_handlers.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            self._previous_handlers = {}
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if signum == SAVE_SIGNAL:
@@ -124,22 +119,21 @@ class SignalHandler:
 
 
 def run_with_signals(function: Callable[[SignalHandler], int], signal_handler: SignalHandler, run_dir: Path) -> int:
-    """Return the exit code of `function`, or 75 after a signal before its first step.
+    """Return the exit code of `function`, or 75 after a signal before its first step. Call it in the handler's context.
 
     Raises RunError if there is no checkpoint then: code 75 promises one to the scheduler.
     """
-    with signal_handler:
-        try:
-            code = function(signal_handler)
-        except StoppedBySignal as stop:
-            signal_handler.is_done = True
-            if find_latest_complete(run_dir / "checkpoints") is None:
-                raise RunError(f"stopped by {stop}") from None
-            code = EXIT_STOPPED
-            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code counts
-                log_stdout(f"stopped by {stop}")
+    try:
+        code = function(signal_handler)
+    except StoppedBySignal as stop:
         signal_handler.is_done = True
-        return code
+        if find_latest_complete(run_dir / "checkpoints") is None:
+            raise RunError(f"stopped by {stop}") from None
+        code = EXIT_STOPPED
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code counts
+            log_stdout(f"stopped by {stop}")
+    signal_handler.is_done = True
+    return code
 
 
 STEP_TIME_WINDOW = 21

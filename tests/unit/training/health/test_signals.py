@@ -51,13 +51,14 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
         return 0
 
     said = f"stopped by {number.name} before the first step; rerun the same command"
-    with pytest.raises(RunError) as raised:
-        run_with_signals(work, SignalHandler(), tmp_path)
+    with pytest.raises(RunError) as raised, SignalHandler() as handler:
+        run_with_signals(work, handler, tmp_path)
     assert str(raised.value) == said
     monkeypatch.setattr(
         signals, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
     )
-    assert run_with_signals(work, SignalHandler(), tmp_path) == 75
+    with SignalHandler() as handler:
+        assert run_with_signals(work, handler, tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
 
 
@@ -132,15 +133,6 @@ def test_nohup_is_respected() -> None:
             assert handler.received_signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_entered_twice_it_stays_until_the_outer_is_left() -> None:
-    with SignalHandler() as handler:
-        with handler:
-            pass
-        handler.begin_training()
-        send(signal.SIGTERM)
-        assert handler.received_signal == "SIGTERM"
 
 
 # Whether a stop by a signal would be done in time.

@@ -34,7 +34,6 @@ from dstrain.training.health.liveness import (
     foreign_values,
     get_value,
     set_value,
-    store_key,
 )
 from dstrain.training.health.signals import StoppedBySignal
 
@@ -43,7 +42,6 @@ from dstrain.training.health.signals import StoppedBySignal
 #     hello/RANK      a rank's host, cache and versions     gather/N/RANK, gather/N/count   values of the N-th `gather`
 #     members         what rank 0 made of all of them       gather/N                        all of them, from rank 0
 #     data/RANK       names of the cache entries that it checked
-#     ready           number of ranks that have prepared all
 #
 # Preparing may take minutes: tokenizing with a cold cache, or hashing weights. A collective would end with the run's
 # timeout. Here only a rank without a heartbeat for that long is given up: rank 0 watches all, and all watch rank 0.
@@ -71,24 +69,21 @@ class Rendezvous:
         self.rank, self.size = worker.rank, worker.world_size
         self._num_gathers = 0
         self._timeout = timeout
+        self.store: Any = None
+        """Store to start the process group with; None for a single process."""
         self._store: Any = None
         self._first_with_cache: list[int] = []
         """By rank: the lowest rank with the same host and cache."""
 
-    @property
-    def store(self) -> Any:
-        """Store to start the process group with; None for a single process."""
-        return self._store
-
     def __enter__(self) -> Self:
-        if self.size == 1:
-            from torch.distributed import HashStore
+        from torch.distributed import HashStore, PrefixStore
 
+        if self.size == 1:
             self.liveness = Liveness(HashStore(), 0, [Member(socket.gethostname())], self._timeout)
             self.liveness.start()
             return self
         try:
-            self._store = connect_store(self._timeout)
+            self.store = connect_store(self._timeout)
         except OSError as error:  # on rank 0 alone: nobody else listens
             port, host = int(os.environ["MASTER_PORT"]), socket.gethostname()
             what = f"rank 0 cannot listen on port {port} of {host} ({error.strerror or error})"
@@ -96,6 +91,7 @@ class Rendezvous:
                 what = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
             fix = "rerun the command, with another --master-port if you gave one, or end that process"
             raise PeerFailureError("meeting the other processes", what, fix) from error
+        self._store = PrefixStore("dstrain", self.store)
         with rendezvous_errors(self._timeout), foreign_values():
             fault = self._exchange_members()
         if fault:
@@ -115,7 +111,7 @@ class Rendezvous:
             "pid": os.getpid(),
         }
         # Before the others may look for it: reading a key that is missing blocks.
-        self._store.set(store_key(f"beat/{self.rank}"), "0")
+        self._store.set(f"beat/{self.rank}", "0")
         set_value(self._store, f"hello/{self.rank}", own)
         if self.rank == 0:
             hellos = [_parse_hello(content) for content in self._store.multi_get(self._rank_keys("hello"))]
@@ -134,7 +130,7 @@ class Rendezvous:
         if not len(hosts) == len(self._first_with_cache) == self.size:
             raise ValueError(len(hosts))
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        contents = self._store.multi_get([store_key(f"hello/{rank}") for rank in here])
+        contents = self._store.multi_get([f"hello/{rank}" for rank in here])
         peers = {rank: decode(content, dict) for rank, content in zip(here, contents, strict=True)}
         pids = {rank: int(peer["pid"]) for rank, peer in peers.items() if peer["machine"] == own["machine"]}
         members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
@@ -150,9 +146,7 @@ class Rendezvous:
         try:
             if exc is not None:
                 raise exc
-            with self._translate_store_errors():
-                self._store.add(store_key("ready"), 1)
-                self._wait_until(lambda: self._store.add(store_key("ready"), 0) >= self.size)
+            self.gather(None)
         except BaseException as cause:
             self._report_failure(cause)
             self.liveness.close()
@@ -170,7 +164,7 @@ class Rendezvous:
         known: list[str] = []
         if first != self.rank:
             with self._translate_store_errors():
-                self._wait_until(lambda: self._store.check([store_key(f"data/{first}")]))
+                self._wait_until(lambda: self._store.check([f"data/{first}"]))
                 known = get_value(self._store, f"data/{first}", list)
                 with foreign_values():
                     known = [os.fspath(folder) for folder in known]
@@ -190,13 +184,13 @@ class Rendezvous:
         name, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
         with self._translate_store_errors():
             set_value(self._store, f"{name}/{self.rank}", value)
-            self._store.add(store_key(f"{name}/count"), 1)
+            self._store.add(f"{name}/count", 1)
             if self.rank == 0:
-                self._wait_until(lambda: self._store.add(store_key(f"{name}/count"), 0) >= self.size)
+                self._wait_until(lambda: self._store.add(f"{name}/count", 0) >= self.size)
                 set_value(
                     self._store, name, [decode(content) for content in self._store.multi_get(self._rank_keys(name))]
                 )
-            self._wait_until(lambda: self._store.check([store_key(name)]))
+            self._wait_until(lambda: self._store.check([name]))
             values: list[Any] = get_value(self._store, name, list)
         with foreign_values():
             if len(values) != self.size:
@@ -245,7 +239,7 @@ class Rendezvous:
         )
 
     def _rank_keys(self, kind: str) -> list[str]:
-        return [store_key(f"{kind}/{rank}") for rank in range(self.size)]
+        return [f"{kind}/{rank}" for rank in range(self.size)]
 
     @contextlib.contextmanager
     def _translate_store_errors(self) -> Iterator[None]:

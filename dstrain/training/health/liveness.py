@@ -100,14 +100,14 @@ class Liveness:
 
     def read_heartbeats(self, ranks: Sequence[int]) -> list[bytes]:
         """Return the newest heartbeat of each rank."""
-        return list(self._store.multi_get([store_key(f"beat/{rank}") for rank in ranks]))
+        return list(self._store.multi_get([f"beat/{rank}" for rank in ranks]))
 
     def read_failure(self) -> Failure | None:
         """Return why the run ends, None if no rank has published anything."""
         with self._lock:
-            if self.failure is None and self._store.check([store_key("failure")]):
-                self.failure = parse_failure(self._store.get(store_key("failure")))
-                self._store.add(store_key("failure/known"), 1)
+            if self.failure is None and self._store.check(["failure"]):
+                self.failure = parse_failure(self._store.get("failure"))
+                self._store.add("failure/known", 1)
         return self.failure
 
     def report_failure(self, failure: Failure, num_readers: int | None = None) -> None:
@@ -121,12 +121,12 @@ class Liveness:
         with self._lock:
             if self.failure is not None:  # all ranks know of one already
                 return
-            if self._store.add(store_key("failure/claims"), 1) == 1:
+            if self._store.add("failure/claims", 1) == 1:
                 self.failure = failure
                 set_value(self._store, "failure", asdict(failure))
-                self._store.add(store_key("attention"), 1)
-                self._store.add(store_key("failure/known"), 1)
-        while self.read_failure() is None or self._store.add(store_key("failure/known"), 0) < num_readers:
+                self._store.add("attention", 1)
+                self._store.add("failure/known", 1)
+        while self.read_failure() is None or self._store.add("failure/known", 0) < num_readers:
             if self._stop_event.wait(_POLL_SECONDS / 2):
                 return
 
@@ -155,7 +155,7 @@ class Liveness:
                 time.sleep(2 * self.interval)
                 if self.read_heartbeats([0]) != before:
                     return None
-                if self._store.add(store_key(f"stall/{self.log.phase}"), 1) != 1:
+                if self._store.add(f"stall/{self.log.phase}", 1) != 1:
                     return None
             return diagnose(self._collect_statuses("", timeout), self.rank)
 
@@ -165,8 +165,8 @@ class Liveness:
         while True:
             try:
                 self._num_beats += 1
-                self._store.set(store_key(f"beat/{self.rank}"), str(self._num_beats))
-                attention = self._store.add(store_key("attention"), 0)
+                self._store.set(f"beat/{self.rank}", str(self._num_beats))
+                attention = self._store.add("attention", 0)
                 if attention > self._attention_seen:
                     self._attention_seen = attention
                     self._write_status()
@@ -180,7 +180,7 @@ class Liveness:
         """Return the published failure; the first rank that asks makes it."""
         if found := self.read_failure():
             return found
-        if self._store.add(store_key("diagnosis/claims"), 1) == 1:
+        if self._store.add("diagnosis/claims", 1) == 1:
             report = self._collect_statuses(reason, STATUS_TIMEOUT_SECONDS)
             readers = [rank for rank in report.answered_ranks if report.statuses[rank].kind not in FINAL_KINDS]
             self.report_failure(diagnose(report, self.rank), num_readers=len(readers) or 1)
@@ -193,7 +193,7 @@ class Liveness:
     def _diagnose_alone(self, reason: str) -> Failure:
         """Return what this host alone tells: the store does not answer, or the rank that asks all others does not."""
         states = self._read_peer_states()
-        is_store_alive = call_with_timeout(lambda: self._store.add(store_key("attention"), 0) >= 0, False, 1.0)
+        is_store_alive = call_with_timeout(lambda: self._store.add("attention", 0) >= 0, False, 1.0)
         if not is_store_alive and self.rank != 0:
             states.setdefault(0, "")
         if not states:
@@ -209,10 +209,10 @@ class Liveness:
 
     def _collect_statuses(self, reason: str, timeout: float) -> StatusReport:
         """Request the status of all ranks, and wait for those that may still answer."""
-        request = self._store.add(store_key("attention"), 1)
+        request = self._store.add("attention", 1)
         self._attention_seen = max(request, self._attention_seen)
         self._write_status("lost" if reason else "alive", reason)
-        keys = [store_key(f"status/{rank}") for rank in range(self.size)]
+        keys = [f"status/{rank}" for rank in range(self.size)]
         started_at = time.monotonic()
         while True:
             statuses = dict(enumerate(map(_parse_status, self._store.multi_get(keys))))
@@ -281,19 +281,14 @@ def parse_failure(content: bytes) -> Failure:
         return Failure(rank=-1, error=str(error), is_peer_lost=True)
 
 
-def store_key(name: str) -> str:
-    """Return the key of the store for a name."""
-    return f"dstrain/{name}"
-
-
-def set_value(store: Any, name: str, value: Any) -> None:
+def set_value(store: Any, key: str, value: Any) -> None:
     """Set a JSON value in the store, signed with the ranks' key."""
-    store.set(store_key(name), sign(json.dumps(value).encode()))
+    store.set(key, sign(json.dumps(value).encode()))
 
 
-def get_value(store: Any, name: str, kind: type = object) -> Any:
+def get_value(store: Any, key: str, kind: type = object) -> Any:
     """Return a JSON value of the store. Blocks until it is there. Raises RunError for one that no rank wrote."""
-    return decode(store.get(store_key(name)), kind)
+    return decode(store.get(key), kind)
 
 
 def decode(content: bytes, kind: type = object) -> Any:

@@ -21,7 +21,7 @@ from dstrain.errors import DataError, PeerFailureError, RunError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.training import rendezvous
 from dstrain.training.health import liveness
-from dstrain.training.health.liveness import Failure, Liveness, Member, set_value, store_key
+from dstrain.training.health.liveness import Failure, Liveness, Member, set_value
 from dstrain.training.health.signals import StoppedBySignal
 from dstrain.training.rendezvous import Rendezvous
 
@@ -259,9 +259,9 @@ def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
 
     def act(rank: int, together: Rendezvous) -> None:
         if rank == 1:
-            together.store.set(store_key(key), content)
+            together._store.set(key, content)
             if key.startswith("gather"):
-                together.store.add(store_key("gather/0/count"), 1)
+                together._store.add("gather/0/count", 1)
             together._wait_until(lambda: False)
         if key.startswith("gather"):
             together.gather(0)
@@ -277,7 +277,7 @@ def test_a_value_in_the_store_that_no_rank_wrote_ends_in_a_clear_error(
 @pytest.mark.parametrize("hello", [7, {"host": 7}, {"host": "h", "place": "p", "software": 7}, {"host": "h"}])
 def test_a_first_message_that_no_rank_wrote_ends_in_a_clear_error(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    set_value(store, "hello/1", hello)
+    set_value(dist.PrefixStore("dstrain", store), "hello/1", hello)
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: store)
     together = Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1))
     with pytest.raises(PeerFailureError, match="the rendezvous store holds a value that no rank wrote"), together:
@@ -286,7 +286,7 @@ def test_a_first_message_that_no_rank_wrote_ends_in_a_clear_error(hello: Any, mo
 
 def test_a_first_message_without_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    store.set(store_key("hello/1"), b"{}")
+    store.set("dstrain/hello/1", b"{}")
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: store)
     with (
         pytest.raises(RunError, match="is not signed with this run's DSTRAIN_RANK_KEY"),
@@ -319,7 +319,7 @@ def test_a_rank_that_ends_before_its_first_heartbeat_keeps_nobody_from_a_failure
 def test_host_names_and_versions_of_other_ranks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     other = {"host": "h1\x1b]0;x\x07", "machine": "m", "cache": "c", "software": {"torch": "1\x1b"}, "pid": 1}
-    set_value(store, "hello/1", other)
+    set_value(dist.PrefixStore("dstrain", store), "hello/1", other)
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: store)
     monkeypatch.setattr(rendezvous, "read_package_versions", lambda: {"torch": "2"})
     with pytest.raises(UsageError) as caught, Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(seconds=1)):
@@ -332,16 +332,17 @@ def test_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, monk
     """Every rank but 0 sends and reads the same number of messages, at the start, in a gather and at the end."""
     store = CountingStore(dist.HashStore())
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: store)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
     monkeypatch.setattr(liveness.Liveness, "start", lambda own: None)
     hosts = {"hosts": ["other", "here"], "host": [0] * (size - 2) + [1, 1]}
     set_value(store.inner, "members", hosts | {"first": [0] * size, "fault": ""})
     set_value(store.inner, f"hello/{size - 2}", {"pid": 1, "machine": ""})
-    set_value(store.inner, "gather/0", [0] * size)
+    for number in range(2):
+        set_value(store.inner, f"gather/{number}", [0] * size)
     together = Rendezvous(Worker(size - 1, 1, size, "tests", 2), timedelta(seconds=10))
     with together:
         together.gather(1)
-        store.inner.add(store_key("ready"), size - 1)
-    assert (store.num_requests, store.num_keys) == (10, 12)
+    assert (store.num_requests, store.num_keys) == (12, 14)
 
 
 def test_rank_0_reads_each_key_of_a_gather_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +353,7 @@ def test_rank_0_reads_each_key_of_a_gather_once(monkeypatch: pytest.MonkeyPatch)
         together._store, together.liveness = store, make_liveness(size)
         for rank in range(1, size):
             set_value(store.inner, f"gather/0/{rank}", rank)
-        store.inner.add(store_key("gather/0/count"), size - 1)
+        store.inner.add("gather/0/count", size - 1)
         assert together.gather(0) == list(range(size))
         counts[size] = store.num_keys - size
     assert len(set(counts.values())) == 1

@@ -22,7 +22,6 @@ from dstrain.training.health.liveness import (
     Member,
     call_with_timeout,
     parse_failure,
-    store_key,
 )
 
 MakeRanks = Callable[..., list[Liveness]]
@@ -135,7 +134,7 @@ def test_rank_0_reports_a_stall(make_ranks: MakeRanks) -> None:
 
 def test_another_rank_reports_a_stall_where_rank_0_is_silent(make_ranks: MakeRanks) -> None:
     ranks = make_ranks(3, absent=(0,))
-    ranks[0]._store.set(store_key("beat/0"), "1")
+    ranks[0]._store.set("beat/0", "1")
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda one: one.diagnose_stall(0.5), ranks[1:]))
     assert [diagnosis.ranks for diagnosis in found if diagnosis] == [(0,)]

@@ -35,7 +35,7 @@ STALE_LISTING_SECONDS = 90.0
 """Time for which a listing that names a missing file is read again: Linux's NFS client caches one for up to 60 s
 (acdirmax in nfs(5))."""
 RELEASED_HEARTBEAT = "released----"
-"""Heartbeat of a released lease, as long as the others: a heartbeat is overwritten in place."""
+"""Heartbeat of a released lease."""
 _LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
 _STALE_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.25
@@ -98,16 +98,9 @@ def _parse_lease_number(name: str) -> int:
 def parse_holder(content: bytes | None) -> LeaseHolder | None:
     """Return the holder in a lease file; None if the content is not a lease, as while its launch writes it."""
     try:
-        holder = LeaseHolder(**json.loads(content or b""))
+        return LeaseHolder(**json.loads(content or b""))
     except (ValueError, TypeError, RecursionError):
         return None
-    kinds = LeaseHolder.__dataclass_fields__.values()
-    return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None
-
-
-def format_heartbeat(count: int) -> str:
-    """Return a heartbeat, always of the same length."""
-    return f"{count:012d}"
 
 
 class Lease:
@@ -166,7 +159,7 @@ class Lease:
         self._thread = None
         with contextlib.suppress(OSError):
             # After the thread has ended, which would overwrite it.
-            self._write_heartbeat(RELEASED_HEARTBEAT)
+            self._write_heartbeat()
 
     def _try_acquire(self, timeout: float) -> bool:
         """Return True if the folder is held now; False if another launch was faster: try again."""
@@ -181,7 +174,7 @@ class Lease:
             return False
         with file:
             try:
-                file.write(self._encode_holder(format_heartbeat(0)))
+                file.write(self._encode_holder())
             except OSError:  # such as a full disk: an empty lease would be waited for
                 path.unlink(missing_ok=True)
                 raise
@@ -194,9 +187,11 @@ class Lease:
                 older.unlink(missing_ok=True)
         return True
 
-    def _encode_holder(self, heartbeat: str) -> bytes:
+    def _encode_holder(self) -> bytes:
         assert self._holder is not None
-        return json.dumps(asdict(self._holder) | {"beat": heartbeat}).encode()
+        # Always of the same length: it is overwritten in place.
+        beat = RELEASED_HEARTBEAT if self._stop_event.is_set() else f"{time.monotonic_ns() // 10**6:012d}"
+        return json.dumps(asdict(self._holder) | {"beat": beat}).encode()
 
     def _is_free(self, content: bytes, timeout: float) -> bool:
         """Return True if the lease is released or its holder dead, False if it changed meanwhile.
@@ -224,11 +219,9 @@ class Lease:
             if current == content:
                 continue
             changed = parse_holder(current)
-            if holder is None or changed is None or changed.launch != holder.launch:
-                return False  # by now of another launch, or none
-            if changed.beat == RELEASED_HEARTBEAT:
+            if changed is None or changed.beat == RELEASED_HEARTBEAT:
                 return False
-            raise self._conflict_error(changed)
+            raise self._conflict_error(changed)  # it goes on, or another launch was faster
         return True
 
     def _conflict_error(self, holder: LeaseHolder) -> ResumeError:
@@ -240,16 +233,14 @@ class Lease:
         )
 
     def _run_heartbeat(self) -> None:
-        count = 0
         while not self._stop_event.wait(HEARTBEAT_SECONDS):
-            count += 1
             # Suppressed: a file system that fails for a while; the next heartbeat tries again.
             with contextlib.suppress(OSError):
-                if (conflict := self._write_heartbeat(format_heartbeat(count))) and self.on_lost is not None:
+                if (conflict := self._write_heartbeat()) and self.on_lost is not None:
                     self.on_lost(conflict)
                     return
 
-    def _write_heartbeat(self, heartbeat: str) -> str:
+    def _write_heartbeat(self) -> str:
         """Overwrite the heartbeat in place; return a message if another launch has taken the folder, else ''."""
         try:
             number, content = read_latest_lease(self._folder)
@@ -261,7 +252,7 @@ class Lease:
         # Made anew only where the user has emptied the folder.
         if number in (0, self._number):
             with lease_path(self._folder, self._number).open("r+b" if number else "wb") as file:
-                file.write(self._encode_holder(heartbeat))
+                file.write(self._encode_holder())
         return ""
 
 

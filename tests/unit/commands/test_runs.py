@@ -17,7 +17,7 @@ import pytest
 
 from dstrain.commands import runs
 from dstrain.commands.runs import find_liveness, rewrite_report
-from dstrain.launch.lease import Lease, format_heartbeat, lease_path
+from dstrain.launch.lease import Lease, lease_path
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, record_end, record_start
 from dstrain.report.run_history import open_run
 from tests.run_folders import event, finished_run, started, train_row, write_run
@@ -146,18 +146,15 @@ def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
     held: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
 ) -> None:
     path = lease_path(get_workers_dir(held), 1)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "elsewhere", "host": "node7"}))
+    elsewhere = json.loads(path.read_text()) | {"machine": "elsewhere", "host": "node7"}
+    path.write_text(json.dumps(elsewhere))
     monkeypatch.setattr(runs, "_POLL_SECONDS", 0.01)
     if beats:
         read = iter(range(1, 100))
-        original = runs.read_latest_lease
         monkeypatch.setattr(
             runs,
             "read_latest_lease",
-            lambda folder: (
-                1,
-                original(folder)[1].replace(b"000000000000", format_heartbeat(next(read)).encode()),
-            ),
+            lambda folder: (1, json.dumps(elsewhere | {"beat": f"{next(read):012d}"}).encode()),
         )
     found = find_liveness(open_run(held), timeout=0.3)
     assert found.state == ("running" if beats else "killed")

@@ -33,6 +33,7 @@ FAILURE_GRACE_SECONDS = 8.0
 KILLED_GRACE_SECONDS = 2.0
 """The same if it was killed, or refused its input: the others could only report that it is gone."""
 _POLL_SECONDS = 0.05
+_TAIL_LINES = 20
 
 
 class StopState:
@@ -41,8 +42,8 @@ class StopState:
     def __init__(self, saves_checkpoint: bool = True, can_restart: bool = False) -> None:
         self.saves_checkpoint, self.can_restart = saves_checkpoint, can_restart
         """True if the workers write a checkpoint when asked to stop; else the first signal kills them."""
-        self.first_signal_at: float | None = None
-        """Time at which a signal was first forwarded."""
+        self.is_stopping = False
+        """True once ranks were asked to save and stop."""
         self.stop_requested_at: float | None = None
         """Time of the first SIGTERM or SIGINT: the next one kills the group."""
         self.failed_at: float | None = None
@@ -90,7 +91,7 @@ def _decide_restart(stop_state: StopState, ends: Mapping[int, RankEnd]) -> bool:
     After a signal there is none: the user wants the run to end.
     """
     restarts = {rank: record.restart for rank, record in _list_records(ends) if record.restart}
-    if not restarts or not stop_state.can_restart or stop_state.first_signal_at is not None or stop_state.killed:
+    if not restarts or not stop_state.can_restart or stop_state.is_stopping or stop_state.killed:
         return False
     stop_state.restart = next(iter(restarts.values()))
     ranks = f"rank{'s' * (len(restarts) > 1)} {first_names(restarts, 8)}"
@@ -166,7 +167,7 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
         stop_state.killed = True
         print_error(f"dstrain: {name}: no worker has started yet, so there is nothing to save")
         return
-    stop_state.first_signal_at = stop_state.first_signal_at or time.monotonic()
+    stop_state.is_stopping = True
     print_error(
         f"dstrain: {name}: asked {reached} worker(s) to write a checkpoint and stop; "
         "a second SIGTERM or Ctrl-C ends them at once"
@@ -177,12 +178,12 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
     """Print the error, after the last log lines of the failed rank. Returns the exit code."""
     if stop_state.killed and outcome.code == EXIT_FAILED:
         _log_stderr(
-            "ended at once, as asked" + ("; what was not in a checkpoint is lost" if stop_state.first_signal_at else "")
+            "ended at once, as asked" + ("; what was not in a checkpoint is lost" if stop_state.is_stopping else "")
         )
         return outcome.code
     if not outcome.message:
         return outcome.code
-    if stop_state.first_signal_at is not None and not _list_records(group.ends):
+    if stop_state.is_stopping and not _list_records(group.ends):
         _log_stderr("the signal came before a worker had begun, so there was nothing to save")
         return outcome.code
     record = group.ends[outcome.rank].record if outcome.rank in group.ends else None
@@ -201,14 +202,14 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
     return outcome.code
 
 
-def _print_log_tail(path: Path | None, max_lines: int = 20) -> bool:
+def _print_log_tail(path: Path | None) -> bool:
     """Print the last lines of a log. Returns False if there are none."""
     if path is None:
         return False
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - 64 * 1024))
-            tail = log.read().decode(errors="replace").splitlines()[-max_lines:]
+            tail = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         return False
     if tail:

@@ -169,16 +169,15 @@ def expand_task_counts(text: str) -> list[int]:
     return counts
 
 
-def visible_gpus(env: Mapping[str, str], gpu_count: int | None = None) -> int:
-    """Return the number of GPUs that a process with this environment sees; `gpu_count` None counts those of the host.
+def visible_gpus(env: Mapping[str, str]) -> int:
+    """Return the number of GPUs that a process with this environment sees on this host.
 
     CUDA_VISIBLE_DEVICES is not enough: container images set it on hosts without a GPU, and so does DeepSpeed's launcher
     for processes on a CPU. Called by launchers/torchrun.sh.
     """
     if is_cpu_requested(env):
         return 0
-    gpu_count = count_gpus() if gpu_count is None else gpu_count
-    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), gpu_count))
+    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), count_gpus()))
 
 
 def is_cpu_requested(env: Mapping[str, str]) -> bool:

@@ -196,7 +196,6 @@ def build_run(
         display=display,
         meter=Meter(world, plan.task.finish_metrics),
         profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, run_log.log_event),
-        grace=saver.grace,
         trainability=TrainabilityCheck(engine, engine.train_module, run_log.log_event),
         nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], run_log.log_event),
         signal_handler=signal_handler or SignalHandler(),

@@ -198,9 +198,9 @@ class CheckpointStore:
     """Also keep every checkpoint whose step is a multiple of this."""
     best_mode: Literal["min", "max"] = "min"
     """Direction in which the metric is better; the best checkpoint is kept too."""
-    check_usable: Callable[[Path], None] | None = None
+    check_usable: Callable[[Path], None] = lambda _: None
     """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
-    check_owner: Callable[[], None] | None = None
+    check_owner: Callable[[], None] = lambda: None
     """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
     in_use: Callable[[], Collection[str]] = tuple
     """Names of checkpoints that are not pruned yet, since they are being copied."""
@@ -242,8 +242,7 @@ class CheckpointStore:
         return final
 
     def _create_partial(self, partial: Path) -> None:
-        if self.check_owner is not None:
-            self.check_owner()
+        self.check_owner()
         clear_path(partial)
         partial.mkdir(parents=True)
 
@@ -252,10 +251,8 @@ class CheckpointStore:
 
         write_index(partial, files)
         finalize_checkpoint(partial, files, run_info)
-        if self.check_owner is not None:
-            self.check_owner()
-        if self.check_usable is not None:
-            self.check_usable(partial)
+        self.check_owner()
+        self.check_usable(partial)
 
     def find_latest_valid(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
         """Return the newest complete checkpoint, or None, and the newer damaged ones. Collective."""

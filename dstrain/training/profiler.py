@@ -62,8 +62,6 @@ class StepProfiler:
         if self._first_step is None:
             self._first_step = step
             self._start_recorders(step, self._config.memory)
-        if self._step_range is not None:  # the step is taken again
-            self._step_range.__exit__(None, None, None)
         self._step_range = torch.profiler.record_function(f"step {step}")
         self._step_range.__enter__()
 

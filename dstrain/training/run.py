@@ -19,7 +19,7 @@ from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
 from dstrain.training.engine.base import Engine, seed_step
 from dstrain.training.evaluate import EarlyStopping, Evaluation
-from dstrain.training.health.signals import SAVE_SIGNAL, GracePeriod, SignalHandler
+from dstrain.training.health.signals import SAVE_SIGNAL, SignalHandler
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.training.memory import MemoryMonitor, free_cached_memory
 from dstrain.training.profiler import StepProfiler
@@ -46,7 +46,6 @@ class Run:
     sinks: Sequence[Sink]
     meter: Meter
     profiler: StepProfiler
-    grace: GracePeriod
     trainability: TrainabilityCheck
     nonfinite: NonFiniteGuard
     signal_handler: SignalHandler
@@ -108,14 +107,13 @@ class Run:
         # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
         self.profiler.begin_step(progress.step + 1)
-        self.grace.begin_step()
+        self.saver.grace.begin_step()
         lr = self.schedule.lr(progress.step)
-        if not self.memory.can_shrink:
-            return self.engine.step(step.batches, lr, weight)
         try:
             return self.engine.step(step.batches, lr, weight)
         except Exception as error:
-            self._save_before_restart(error, progress)
+            if self.memory.can_shrink:
+                self._save_before_restart(error, progress)
             raise
 
     def _save_before_restart(self, error: Exception, progress: Progress) -> None:
@@ -145,7 +143,7 @@ class Run:
         self.memory.compare_with_forecast(progress.step - start, self.run_log)
         self.trainability.check_step(result, self.schedule.lr(progress.step - 1))
         self.nonfinite.check_step(result, progress)
-        self.grace.end_step()
+        self.saver.grace.end_step()
         if self.display is not None:
             self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
 
@@ -178,7 +176,7 @@ class Run:
 
     def _log_stop(self, signal_name: str | None, progress: Progress) -> bool:
         if signal_name is not None and progress.step < self.total_steps:
-            seconds = self.grace.save_seconds
+            seconds = self.saver.grace.save_seconds
             self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)
         return signal_name is not None
 

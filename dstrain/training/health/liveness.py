@@ -286,7 +286,7 @@ def set_value(store: Any, key: str, value: Any) -> None:
     store.set(key, sign(json.dumps(value).encode()))
 
 
-def get_value(store: Any, key: str, kind: type = object) -> Any:
+def get_value(store: Any, key: str, kind: type) -> Any:
     """Return a JSON value of the store. Blocks until it is there. Raises RunError for one that no rank wrote."""
     return decode(store.get(key), kind)
 

@@ -110,48 +110,32 @@ def set_best(folder: Path, step: int) -> None:
     try:
         (folder / "best.new").symlink_to(name)
     except OSError:  # no symbolic links on this file system (exFAT, SMB); the error number differs
-        if not (folder / BEST_NAME).is_dir() and read_best_name(folder) == name:
+        if read_best_name(folder) == name:
             return
         (folder / "best.new").write_text(f"{name}\n", encoding="utf-8")
-    _remove_best_copy(folder / BEST_NAME)
     # A rename, so that `best` exists at every moment.
     os.replace(folder / "best.new", folder / BEST_NAME)
 
 
-def clear_best(folder: Path) -> None:
-    """Remove `best`."""
-    _remove_best_copy(folder / BEST_NAME)
-    (folder / BEST_NAME).unlink(missing_ok=True)
+def replace_best_copy(folder: Path, latest_step: int) -> None:
+    """Where `best` is a copy of a checkpoint, make it a link; the copy takes the place of one that is missing or damaged.
 
-
-def restore_best_copy(folder: Path, latest_step: int) -> None:
-    """If `best` is a copy of a checkpoint that is missing or damaged, rename the copy to that checkpoint's name.
-
-    A copy of a step after `latest_step`, the newest of the run, is renamed with a timestamp: a later start would
-    continue from it.
+    Any other folder is renamed with a timestamp, and so is a copy of a step after `latest_step`, the newest of the run:
+    a later start would continue from it.
     """
     best, name = folder / BEST_NAME, read_best_name(folder)
-    if best.is_symlink() or not best.is_dir() or name is None:
-        return
-    if not inspect_checkpoint(best).is_complete or inspect_checkpoint(folder / name).is_complete:
-        return
-    if parse_step(name) > latest_step:
-        _rename_with_timestamp(best)
-        return
-    if (folder / name).exists():
-        _rename_with_timestamp(folder / name)
-    best.rename(folder / name)
-
-
-def _remove_best_copy(best: Path) -> None:
-    """Remove `best` if it is a second copy of a complete checkpoint; rename any other folder with a timestamp."""
     if best.is_symlink() or not best.is_dir():
         return
-    name = read_best_name(best.parent)
-    if (best / MANIFEST_FILE).is_file() and name is not None and inspect_checkpoint(best.parent / name).is_complete:
+    if name and (best / MANIFEST_FILE).is_file() and inspect_checkpoint(folder / name).is_complete:
         shutil.rmtree(best)
+    elif name and parse_step(name) <= latest_step and inspect_checkpoint(best).is_complete:
+        if (folder / name).exists():
+            _rename_with_timestamp(folder / name)
+        best.rename(folder / name)
     else:
         _rename_with_timestamp(best)
+        return
+    set_best(folder, parse_step(name))
 
 
 def _rename_with_timestamp(folder: Path) -> None:
@@ -314,13 +298,13 @@ class CheckpointStore:
         """Point `best` to the complete checkpoint with the best metric, the older of equals; remove it without one."""
         sign = self._sign
         self._is_best_checked = True
-        restore_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
+        replace_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
         metrics = [(info.metric, info.step) for info in find_checkpoints(self.folder) if info.is_complete]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
             set_best(self.folder, min(found)[1])
         else:
-            clear_best(self.folder)
+            (self.folder / BEST_NAME).unlink(missing_ok=True)
 
     def _prune(self, current_step: int) -> None:
         """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
@@ -423,7 +407,7 @@ def _replace_newer(folder: Path, checkpoint: CheckpointInfo) -> list[str]:
     # Checkpoints of another run are not this one's to rename.
     if checkpoint.path.parent.resolve() != folder.resolve():
         return []
-    restore_best_copy(folder, checkpoint.step)
+    replace_best_copy(folder, checkpoint.step)
     newer = [folder / name for name in list_checkpoint_names(folder) if parse_step(name) > checkpoint.step]
     for path in newer:
         rename_folder(path, folder / f"superseded-{time.time_ns()}-{path.name}")

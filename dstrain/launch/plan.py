@@ -24,7 +24,6 @@ from dstrain.launch.command import (
 )
 from dstrain.launch.multihost.agent_client import agent_command
 from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
-from dstrain.launch.multihost.probe import find_route_interface
 from dstrain.launch.spawn import HOST_ONLY_VARIABLES
 from dstrain.launch.topology import count_gpus, is_cpu_requested
 
@@ -85,8 +84,6 @@ def _plan_this_host(
     here, address = hosts[options.node_rank], options.master_addr or hosts[0].name
     use_cpu = is_cpu_requested(env) or not count_gpus()
     environment = host_environment(env, [] if use_cpu else [*map(str, here.slots)], len(here.slots))
-    if interface := find_route_interface(address):
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     first = sum(len(host.slots) for host in hosts[: options.node_rank])
     return Launch(
         argv=rank_command(arguments), environment=environment, world_size=sum(len(host.slots) for host in hosts),

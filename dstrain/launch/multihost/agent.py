@@ -28,7 +28,7 @@ import psutil
 from dstrain.errors import UsageError
 from dstrain.launch.command import Launch, host_environment
 from dstrain.launch.multihost.channel import Channel
-from dstrain.launch.multihost.probe import collect_host_info, find_route_interface, try_connect
+from dstrain.launch.multihost.probe import collect_host_info, try_connect
 from dstrain.launch.processes import kill_processes, process_state, start_time
 from dstrain.launch.spawn import LocalWorkerGroup, open_listener, wait_readable
 from dstrain.process_setup import raise_open_files_limit, set_child_subreaper
@@ -85,21 +85,19 @@ class Agent:
         return [] if self._group is None else self._group.kill()
 
     def open_listener(self, address: str, port: int) -> dict[str, Any]:
-        """Listen for the ranks. Returns the port and the interface that has the address, or a fault."""
+        """Listen for the ranks. Returns the port, or a fault."""
         try:
             self._listener = open_listener(address, port)
         except UsageError as error:
             return {"fault": str(error)}
-        return {"port": self._listener.getsockname()[1], "interface": find_route_interface(address)}
+        return {"port": self._listener.getsockname()[1]}
 
-    def start_ranks(self, launch: dict[str, Any], run_dir: str, cwd: str, interface: str) -> None:
+    def start_ranks(self, launch: dict[str, Any], run_dir: str, cwd: str) -> None:
         """Start the ranks of this host. `launch` has the fields of `Launch`, with the bounds of `ranks`."""
         os.chdir(cwd)
         own = Launch(**launch | {"ranks": range(*launch["ranks"])})
         devices = [] if own.use_cpu else own.devices
         environment = host_environment({**os.environ, **own.environment}, devices, len(own.ranks))
-        if interface:
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         # Like the agent's own stderr, the ranks' output goes to the launching process's log of this host.
         output = os.fdopen(os.dup(2), "wb")
         self._group = LocalWorkerGroup(replace(own, environment=environment), Path(run_dir), self._listener, output)

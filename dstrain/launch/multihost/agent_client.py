@@ -93,8 +93,6 @@ class AgentClient:
         self.nonce = secrets.token_hex(8)
         """Random word in the command line of this session's agent; identifies it among other agents."""
         self.host_info: dict[str, Any] = {}
-        self.interface = ""
-        """Network interface over which the host reaches the master address."""
         with log_path.open("ab") as errors:
             # No preexec_fn: with it Python forks a copy of this process for each of many hosts.
             self.process = subprocess.Popen(
@@ -342,10 +340,8 @@ def choose_master(launch: Launch, clients: list[AgentClient]) -> Launch:
     opening = request([first], lambda _: {"open": place}, "opened")[first]
     if "fault" in opening:
         raise UsageError(f"{first.host.name}: {opening['fault']}")
-    first.interface, port = opening["interface"] if others else "", opening["port"]
+    port = opening["port"]
     replies = request(others, lambda _: {"reach": {"address": address, "port": port}}, "reachability")
-    for client in others:
-        client.interface = replies[client].get("interface", "")
     if faults := [
         client.make_fault(
             f"does not reach {first.host.name} at {address}, port {port} ({found['fault']})",

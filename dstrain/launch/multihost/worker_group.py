@@ -76,14 +76,8 @@ class MultiHostWorkerGroup(WorkerGroup):
         for index, client in enumerate(self._clients):
             ranks, devices = self.launch.ranks_of(index), tuple(map(str, client.host.slots))
             own = asdict(replace(self.launch, environment=environment, devices=devices, hosts=()))
-            client.channel.send(
-                start={
-                    "launch": own | {"ranks": [ranks.start, ranks.stop]},
-                    "run_dir": str(self.run_dir),
-                    "cwd": os.getcwd(),
-                    "interface": client.interface,
-                }
-            )
+            own["ranks"] = [ranks.start, ranks.stop]
+            client.channel.send(start={"launch": own, "run_dir": str(self.run_dir), "cwd": os.getcwd()})
         self._last_poll_at = time.monotonic()
 
     def poll(self) -> None:

@@ -93,7 +93,7 @@ def start_request(folder: Path, argv: list[str]) -> dict[str, Any]:
         "argv": argv, "environment": environment, "world_size": 2, "ranks": [1, 2], "master_addr": "10.0.0.1",
         "master_port": 29501, "devices": ["3"], "heartbeat_timeout": 30.0,
     }  # fmt: skip
-    return {"launch": launch, "run_dir": str(folder), "cwd": "/", "interface": "eth0"}
+    return {"launch": launch, "run_dir": str(folder), "cwd": "/"}
 
 
 class Started:
@@ -152,7 +152,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from typing import Any
 from dstrain.launch.worker import record_start
-names = ("HF_TOKEN", "RANK", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "DSTRAIN_SUPERVISOR")
+names = ("HF_TOKEN", "RANK", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "DSTRAIN_SUPERVISOR")
 record_start(Path(sys.argv[1]), 1)
 Path(sys.argv[1], "seen.new").write_text(json.dumps({name: os.environ[name] for name in names}))
 os.rename(Path(sys.argv[1], "seen.new"), Path(sys.argv[1], "seen"))
@@ -172,7 +172,7 @@ def test_an_agent_gives_ranks_their_environment_and_reports_their_end(tmp_path, 
     found = json.loads((tmp_path / "seen").read_text())
     assert found.pop("OMP_NUM_THREADS") != "99"
     assert found == {
-        "HF_TOKEN": "secret", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0",
+        "HF_TOKEN": "secret", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1",
         "DSTRAIN_SUPERVISOR": f"{socket.gethostname()} {os.getpid()}",
     }  # fmt: skip
     agent.report_changes()

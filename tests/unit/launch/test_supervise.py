@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 
 import psutil
@@ -80,27 +78,14 @@ class Run:
         )
 
     def pids(self, count: int = 2) -> list[int]:
-        """The workers' pids, once all are at work and the supervisor has seen those that have a record."""
-        pids = self.wait_for_workers("ready", count)
-        has_record = [(self.folder / f"run/.workers/rank-{rank:05d}.json").exists() for rank in range(count)]
-        until = time.monotonic() + 3  # where the kernel does not show what a descriptor watches
-        while not self._watched().issuperset(compress(pids, has_record)) and time.monotonic() < until:
-            time.sleep(0.01)
-        return pids
+        """The workers' pids, once all are at work."""
+        return self.wait_for_workers("ready", count)
 
     def wait_for_workers(self, what: str, count: int = 2) -> list[int]:
         """Wait until so many workers told this; return their pids."""
         files = [self.folder / f"{what}-{rank}" for rank in range(count)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
-
-    def _watched(self) -> set[int]:
-        """The processes whose end wakes the supervisor: it has a pidfd of each."""
-        found = set()
-        for file in Path(f"/proc/{self.process.pid}/fdinfo").glob("*"):
-            with contextlib.suppress(OSError):
-                found |= {int(pid) for pid in re.findall(r"^Pid:\s+(\d+)", file.read_text(), re.M)}
-        return found
 
     def end(self) -> tuple[int, str]:
         said, _ = self.process.communicate(timeout=60)

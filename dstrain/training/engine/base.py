@@ -20,9 +20,9 @@ from dstrain.distributed.world import World
 from dstrain.models.params import ParamGroup, init_deepspeed
 from dstrain.models.tiles import use_leaf_modules
 from dstrain.training.engine.module import (
+    StepAccumulator,
     TrainModule,
     compute_step_stats,
-    evaluate_batch,
     total_step_weight,
     with_scores,
     with_step_stats,
@@ -46,12 +46,17 @@ class EvalEngine(ABC):
     def unwrapped(self) -> Any:
         """The module without DeepSpeed's engine; its submodules' weights are gathered in their forward passes."""
 
+    @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
         """Return the sums over one batch without changing the weights; the module must be a TrainModule.
 
         Collective at stage 3.
         """
-        return evaluate_batch(self.module, batch, self.world)
+        self.module.eval()
+        (batch,) = with_scores(self.module, [batch], self.world)
+        sums = StepAccumulator()
+        sums.add(*self.module(batch.to(self.world.device)))
+        return sums.result([batch])
 
     def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """Return the extra columns of each batch for a task with step statistics. Collective."""

@@ -251,16 +251,6 @@ def _count_padding(batch: Batch) -> int:
 
 
 @torch.no_grad()
-def evaluate_batch(module: torch.nn.Module, batch: Batch, world: World) -> StepResult:
-    """Return the sums over one batch in evaluation mode; `module` is a TrainModule, or an engine around one."""
-    module.eval()
-    (batch,) = with_scores(module, [batch], world)
-    sums = StepAccumulator()
-    sums.add(*module(batch.to(world.device)))
-    return sums.result([batch])
-
-
-@torch.no_grad()
 def with_scores(module: torch.nn.Module, batches: Sequence[Batch], world: World) -> Sequence[Batch]:
     """Return the batches with the scores of the reward models in memory, and with the weights that follow from them.
 

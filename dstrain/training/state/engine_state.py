@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,13 @@ class StoredModel:
     def shapes(self) -> dict[str, list[int]]:
         """Return name -> full shape of every stored parameter and persistent buffer, also where ZeRO-3 shards it."""
         model = self.model
-        parameters = (pair for pair in model.named_parameters() if not self.adapters_only or self._is_trained(pair[0]))
+        parameters = (
+            pair for pair in model.named_parameters() if not self.adapters_only or pair[0] in self.trainable_names
+        )
         # `named_buffers` also has those that are never saved, such as rotary frequencies.
         persistent = model.state_dict(keep_vars=True).keys()
         buffers = (pair for pair in model.named_buffers() if pair[0] in persistent)
         return {name: list(full_shape(tensor)) for name, tensor in (*parameters, *buffers)}
-
-    def _is_trained(self, name: str) -> bool:
-        return name in self.trainable_names
 
     def estimate_checkpoint_bytes(self, optimizer_name: str) -> int:
         """Return the approximate size of a checkpoint: fp32 masters and optimizer state, and frozen weights as is."""
@@ -62,7 +60,7 @@ class StoredModel:
             if name in names:
                 # 4: the fp32 master weight.
                 trained = 4 + STATE_BYTES_PER_PARAM[optimizer_name]
-                size += full_numel(parameter) * (trained if self._is_trained(name) else parameter.element_size())
+                size += full_numel(parameter) * (trained if name in self.trainable_names else parameter.element_size())
         return size
 
 
@@ -249,7 +247,7 @@ def _load_sharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader 
         values, tensor = read_tensor(name), tensors[name]
         if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: replicated, and small
             values = world.broadcast(values)
-        assign(tensor, None if values is None else partial(_identity, values))
+        assign(tensor, None if values is None else values.detach)
     with raise_on_all_ranks(world):
         if faults:
             raise CheckpointError(faults[0])
@@ -263,10 +261,6 @@ def _load_unsharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReade
             reader.read_into(name, WEIGHT_KEY, target.view(-1))
         else:
             target.copy_(reader.read_tensor(name))
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _open_checked(tensors: Mapping[str, torch.Tensor], checkpoint: Path, adapters_only: bool) -> CheckpointReader:

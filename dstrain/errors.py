@@ -24,7 +24,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -64,8 +64,17 @@ class Fault:
     """How to fix it, without a full stop."""
 
     def __str__(self) -> str:
-        where = one_line(self.where)
+        where = one_line(_locate_key(self.where))
         return f"{where}: {self.problem}; {self.fix}" if self.fix else f"{where}: {self.problem}"
+
+
+_locate_key: Callable[[str], str] = str
+
+
+def set_key_locations(locate: Callable[[str], str] = str) -> None:
+    """Let the faults of this process name a recipe's keys by file and line. `locate`: `optim.lr` -> `recipe.yaml:12 optim.lr`."""
+    global _locate_key
+    _locate_key = locate
 
 
 class DstrainError(Exception):

@@ -8,16 +8,18 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import click
 
 from dstrain.cache import file_digest
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
-from dstrain.errors import Fault, RecipeError, UsageError, one_line, suggest_name
+from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_locations, suggest_name
 from dstrain.files import not_file_reason
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
@@ -117,11 +119,14 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
     _check_dir_options(request)
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
     recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
+    if (command := click.get_current_context(silent=True)) is not None:
+        set_key_locations(recipe.locate_key)
+        command.call_on_close(set_key_locations)
     check_run_dir(request, recipe.name)
     check_keys(request.allowed_changes, "--allow-change")
     # Absolute: workers may start in another folder.
     config = resolve_paths(recipe.config, recipe.folder)
-    return Recipe(fill_learning_rate(fill_lora(config)), recipe.name, recipe.folder)
+    return replace(recipe, config=fill_learning_rate(fill_lora(config)))
 
 
 def get_run_dir(request: TrainRequest, name: str) -> Path:
@@ -203,20 +208,20 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
         del values["model"]["lora"]  # a null would mean no adapters
     faults: list[Fault] = []
     runs = {key: run for key in ("path", "init") if (run := find_run(values["model"][key], recipe_dir))}
-    items = [(source, TrainDatasetConfig.default_split) for source in values["data"]["train"]]
-    items += [(values["data"]["eval"], DatasetConfig.default_split)] if values["data"]["eval"] else []
-    for place, usual_split in items:
+    items = [("data.train", source, TrainDatasetConfig.default_split) for source in values["data"]["train"]]
+    items += [("data.eval", values["data"]["eval"], DatasetConfig.default_split)] if values["data"]["eval"] else []
+    for split, place, usual_split in items:
         if place["media_dir"] is not None:
             place["media_dir"] = str(find_path(place["media_dir"], recipe_dir) or place["media_dir"])
         found = find_path(place["path"], recipe_dir)
         if found is not None:
             problem = f"works only for Hub datasets; {place['path']} is a local file"
-            faults += [Fault(key, problem, "remove it") for key in ("split", "name") if place[key]]
+            faults += [Fault(f"{split}.{key}", problem, "remove it") for key in ("split", "name") if place[key]]
             place["path"] = str(found)
         elif is_hub_name(place["path"]):
             place["split"] = place["split"] or usual_split
         else:
-            faults.append(_missing_file_fault(str(place["path"]), recipe_dir))
+            faults.append(_missing_file_fault(split, str(place["path"]), recipe_dir))
     for place, key in (
         (values["model"], "path"),
         (values["model"], "tokenizer"),
@@ -314,17 +319,17 @@ def _is_path(text: str, key: str) -> bool:
     return key not in ("task", "ds_config") and path_exists(Path(text)) and Path(text).is_dir()
 
 
-def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
+def _missing_file_fault(key: str, text: str, recipe_dir: Path) -> Fault:
     path = Path(text).expanduser()
     if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
-        return Fault(f"data file {text}", reason, "give a .jsonl, .json or .parquet file")
+        return Fault(f"{key} {text}", reason, "give a .jsonl, .json or .parquet file")
     if "$" in text:
-        return Fault(f"data file {text}", "holds a $, and variables are not replaced", "write the path out")
+        return Fault(f"{key} {text}", "holds a $, and variables are not replaced", "write the path out")
     if scheme := re.match(r"[A-Za-z][\w+.-]+://", text):
         fix = "download or mount it, and give the local path; or write org/name for a dataset on the hub"
-        return Fault(f"data file {text}", f"data is not read from {scheme[0]}", fix)
+        return Fault(f"{key} {text}", f"data is not read from {scheme[0]}", fix)
     places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
     siblings = [other.name for other in path.parent.glob("*")] if path_exists(path.parent) else []
     hint = suggest_name(path.name, siblings) if siblings else ""
     fix = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
-    return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", fix)
+    return Fault(f"{key} {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", fix)

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,15 @@ class Recipe:
     """Stem of the file, or the task's name."""
     folder: Path
     """Folder in which relative paths are looked up after the working directory."""
+    source: SourceMap = field(default_factory=lambda: SourceMap(COMMAND_LINE))
+
+    def locate_key(self, where: str) -> str:
+        """Return `recipe.yaml:12 optim.lr` for a place `optim.lr`; other places as they are."""
+        key, _, rest = where.partition(" ")
+        path = tuple(key.split("."))
+        if path[0] not in RunConfig.model_fields or not self.source.values:
+            return where
+        return f"{self.source.get_location(path)} {rest}".rstrip()
 
 
 def read_recipe(
@@ -221,7 +230,7 @@ def read_recipe(
     resolve_overrides(source)
     config = check_values(source, os.path.relpath(path) if path else "")
     name = path.stem if path else Path(config.task).stem
-    return Recipe(config, name, path.parent.resolve() if path else Path.cwd())
+    return Recipe(config, name, path.parent.resolve() if path else Path.cwd(), source)
 
 
 def check_values(source: SourceMap, file: str = "") -> RunConfig:

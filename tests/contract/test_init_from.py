@@ -327,7 +327,7 @@ def test_a_file_that_is_found_stays_beside_one_to_fill_in(folder: Path) -> None:
     missing = ["FILL IN the file of other", "FILL IN the file of third"]
     assert recipe["data"]["train"] == ["data/../alpaca.jsonl", *missing]
     said = invoke("init", "--from", "theirs.yaml", "--to", "recipe.yaml")
-    assert "data file FILL IN the file of other: there is no such file" in invoke("train", "recipe.yaml").stderr
+    assert "data.train FILL IN the file of other: there is no such file" in invoke("train", "recipe.yaml").stderr
     said = invoke("init", "--from", "theirs.yaml")
     assert "# FILL IN: the file of other third, in no dataset_info.json here" in said.stdout
     assert "fill in data.train" in said.stderr

@@ -106,9 +106,7 @@ def test_the_packaged_recipe_says_that_a_model_is_missing(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     found = invoke("train", "temporal", "--dry-run")
     assert found.exit_code == 2
-    missing = (
-        "error: model.path: is not set, nor is model.config; set model.path, or model.config to train from scratch"
-    )
+    missing = "error: temporal.yaml:12 model.path: is not set, nor is model.config; set model.path, or model.config to train from scratch"
     assert found.stderr.splitlines() == [missing]
 
 

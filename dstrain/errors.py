@@ -24,6 +24,7 @@ import difflib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -254,7 +255,33 @@ def explain_system_error(error: Exception) -> DstrainError | None:
         return UsageError("a path holds a NUL character; remove it")
     if "home directory" in str(error):  # pathlib for `~nobody`
         return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
+    if "failed to build/load" in str(error) or "Error building extension" in str(error):
+        return _explain_failed_build(error)
     return None
+
+
+def _explain_failed_build(error: BaseException) -> RunError:
+    """Return why a kernel could not be compiled: DeepSpeed's message does not say it."""
+    texts = [str(error)]
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+        texts.append(str(error))
+    found = re.search(r"(\w+) op, which|extension '(\w+)'", "\n".join(texts))
+    kernel = f"the kernel {found[1] or found[2]}" if found else "a kernel"
+    compiler = os.environ.get("CXX", "g++")
+    if isinstance(error, OSError) and error.filename:
+        problem, fix = f"{error.filename}: {error.strerror}", "set TORCH_EXTENSIONS_DIR to a folder that can be written"
+    elif shutil.which(compiler) is None:
+        problem, fix = (
+            f"there is no compiler {compiler}",
+            "install it (apt install g++), or name a preset without offload",
+        )
+    else:
+        # Of the innermost errors first: the outermost says only that it failed.
+        lines = [line.strip() for text in reversed(texts) for line in text.splitlines() if line.strip()]
+        problem = one_line(next((line for line in lines if "error:" in line), lines[0]))[:MAX_UNEXPECTED_LENGTH]
+        fix = "the log of the rank has the compiler's output; `dstrain doctor` shows the versions"
+    return RunError(f"DeepSpeed cannot compile {kernel} ({problem}); {fix}")
 
 
 def is_debug(env: Mapping[str, str] = os.environ) -> bool:

@@ -38,7 +38,7 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
     monkeypatch.setattr("dstrain.launch.supervise.supervise", None)
     found = invoke(*command, name)
     assert found.exit_code == 2
-    assert found.stderr.splitlines() == [
+    assert [re.sub(rf"{name}\.yaml(:\d+)? ", "", line) for line in found.stderr.splitlines()] == [
         "error: model.path: is not set, nor is model.config; set model.path, or model.config to train from scratch",
         "data.train: is not set; write `data: {train: pairs.jsonl}`",
     ]

@@ -273,6 +273,32 @@ def test_a_limit_of_the_system_is_explained(error: Exception, kind: type[Excepti
     assert words in str(found)
 
 
+@pytest.mark.parametrize(
+    ("cause", "compiler", "words"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/.cache"),
+            "sh",
+            "cpu_adam (/.cache: Permission denied); set TORCH_EXT",
+        ),
+        (RuntimeError("Error building extension 'cpu_adam'"), "no-gxx", "there is no compiler no-gxx); install it"),
+        (
+            RuntimeError("Error building\n[1/3] c++ x\nx.cpp:3: fatal error: y.h: No such file\n"),
+            "sh",
+            "(x.cpp:3: fatal",
+        ),
+        (RuntimeError("no reason"), "sh", "(no reason); the log of the rank"),
+    ],
+)
+def test_a_kernel_that_cannot_be_compiled_is_explained_by_its_cause(
+    cause: Exception, compiler: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    error = RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.")
+    error.__cause__ = cause
+    assert words in str(explain_system_error(error))
+
+
 def test_an_error_out_of_memory_knows_what_the_next_start_does() -> None:
     assert (str(error := OutOfMemoryError("too much", "batch.micro 2")), error.restart) == ("too much", "batch.micro 2")
 

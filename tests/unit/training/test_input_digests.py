@@ -294,7 +294,7 @@ def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     words = ["train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2"]
     told = CliRunner().invoke(main, words)
     assert told.exit_code == 2
-    assert "error: data.train: its content is not" in told.output
+    assert "error: recipe.yaml:7 data.train: its content is not" in told.output
     assert not logs.exists()
 
 

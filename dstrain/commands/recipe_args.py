@@ -71,6 +71,13 @@ def find_path(text: str, recipe_dir: Path) -> Path | None:
     return next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
 
 
+def find_pattern(text: str, recipe_dir: Path) -> Path | None:
+    """Return the pattern of data files that `text` means, absolute; None if no file fits."""
+    path = Path(text).expanduser()
+    places = (path, recipe_dir / path) if "*" in path.name else ()
+    return next((place.parent.resolve() / place.name for place in places if any(place.parent.glob(place.name))), None)
+
+
 def path_exists(path: Path) -> bool:
     """Return True if the path exists; False for one that is too long, or in a folder without permission."""
     try:
@@ -213,7 +220,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     for split, place, usual_split in items:
         if place["media_dir"] is not None:
             place["media_dir"] = str(find_path(place["media_dir"], recipe_dir) or place["media_dir"])
-        found = find_path(place["path"], recipe_dir)
+        found = find_path(place["path"], recipe_dir) or find_pattern(place["path"], recipe_dir)
         if found is not None:
             problem = f"works only for Hub datasets; {place['path']} is a local file"
             faults += [Fault(f"{split}.{key}", problem, "remove it") for key in ("split", "name") if place[key]]

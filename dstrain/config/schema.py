@@ -210,7 +210,7 @@ class DatasetConfig(Section):
     default_split: ClassVar[str] = "test"
 
     path: Annotated[str, Field(min_length=1)]
-    """A jsonl, json or parquet file, or a Hub dataset: org/name."""
+    """A jsonl, json or parquet file, a pattern of several (train-*.parquet), or a Hub dataset: org/name."""
     split: SplitName | None = None
     """Split of a Hub dataset. Empty: test; in data.train: train."""
     name: Annotated[str, Field(min_length=1)] | None = None

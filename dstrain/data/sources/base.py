@@ -188,7 +188,8 @@ class HeadSource(WrappedSource):
 
 def check_columns_exist(sources: Sequence[Source]) -> None:
     """Raise DataError for a column of data.columns that none of the files has."""
-    absent: list[dict[str, str]] = [getattr(source, "missing_columns", {}) for source in sources]
+    files = [file for source in sources for file in (source.sources if isinstance(source, WrappedSource) else [source])]
+    absent: list[dict[str, str]] = [getattr(file, "missing_columns", {}) for file in files]
     for name in sorted(set.intersection(*map(set, absent)) if absent else ()):
         raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
 

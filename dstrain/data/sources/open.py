@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.sources.base import BaseSource, Columns, LazySource, Source
+from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySource, Source
 from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError, Fault
@@ -73,6 +74,28 @@ class FolderSource(BaseSource):
         return display_path(self.files[index])
 
 
+_SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)(?=\.)")
+
+
+def find_shards(path: Path) -> list[Path]:
+    """Return the files that a pattern such as `data/train-*.parquet` means, by name; [] for a name without `*`.
+
+    Raises DataError where their names, as those of the Hub (`train-00000-of-00003.parquet`), say that some are missing.
+    """
+    if "*" not in path.name or not path.parent.is_dir():
+        return []
+    files = sorted(one for one in path.parent.glob(path.name) if one.is_file() and not one.name.startswith("."))
+    shards = {(one.name[: found.start()], int(found[2])) for one in files if (found := _SHARD.search(one.name))}
+    for stem, total in sorted(shards):
+        have = {
+            int(found[1]) for one in files if (found := _SHARD.search(one.name)) and one.name.startswith(f"{stem}-")
+        }
+        if missing := sorted({*range(total)} - have):
+            problem = f"the files lack shard {missing[0]} of {total} of {stem!r}"
+            raise DataError(Fault(display_path(path), problem, "download the rest, or name the files one by one"))
+    return files
+
+
 READER_VERSION = 3
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
@@ -92,7 +115,8 @@ def open_source(
     columns: Columns | None = None,
     source_types: SourceTypes | None = None,
 ) -> Source:
-    """Open a .jsonl, .json (both also .gz) or .parquet file, a folder of .pdb or .cif files, or a dataset of the Hub.
+    """Open a .jsonl, .json (both also .gz) or .parquet file, or several by a pattern (`train-*.parquet`), a folder of .pdb
+    or .cif files, or a dataset of the Hub.
 
     `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives split and
     configuration, and `columns` of its own, which take the place of the argument; in a string they may follow the
@@ -104,9 +128,11 @@ def open_source(
         columns = path_or_config.columns
     source = _open(path_or_config, columns or {}, SOURCE_TYPES if source_types is None else source_types)
     if isinstance(path_or_config, DatasetConfig) and (media_dir := path_or_config.media_dir) is not None:
-        if not isinstance(source, (BaseSource, LazySource)) or not Path(media_dir).is_dir():
+        if not Path(media_dir).is_dir():
             raise DataError(Fault("media_dir", f"{media_dir} is no folder here", "name the folder of the images"))
-        source.base_dir = Path(media_dir)
+        for part in source.sources if isinstance(source, ConcatSource) else [source]:
+            assert isinstance(part, BaseSource | LazySource)
+            part.base_dir = Path(media_dir)
     return source
 
 
@@ -119,6 +145,8 @@ def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_t
             return _open_file(path, columns, source_types)
         if path.is_dir() and find_structure_files(path):
             return FolderSource(path, columns)
+        if files := find_shards(path):
+            return ConcatSource([_open_file(file, columns, source_types) for file in files])
     except RuntimeError as fault:
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
@@ -180,7 +208,9 @@ def _format_extensions(source_types: SourceTypes) -> str:
 
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
-        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it, or a folder of .pdb or .cif files"
+        kinds = sorted({file_extension(one.name) for one in path.iterdir()} & {*SOURCE_TYPES})
+        several = f" ({path / ('*' + kinds[0])} for all of them)" if kinds else ""
+        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent

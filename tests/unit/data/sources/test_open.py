@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.sources.base import ConcatSource, HeadSource
+from dstrain.data.sources.base import ConcatSource, HeadSource, check_columns_exist
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 
@@ -314,3 +315,48 @@ def test_images_are_looked_up_in_the_folder_that_the_recipe_names(tmp_path):
     assert open_source(data.model_copy(update={"media_dir": None})).get_base_dir(0) == tmp_path
     with pytest.raises(DataError, match=r"media_dir: .*/nowhere is no folder here; name the folder of the images"):
         open_source(data.model_copy(update={"media_dir": str(tmp_path / "nowhere")}))
+
+
+def write_shards(folder: Path, *names: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text(json.dumps({"chosen": f"{name} yes", "rejected": f"{name} no"}) + "\n")
+
+
+def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write_shards(tmp_path, "b.jsonl", "a.jsonl", ".hidden.jsonl", "other.json")
+    source = open_source(tmp_path / "*.jsonl")
+    assert [source[index]["chosen"] for index in range(len(source))] == ["a.jsonl yes", "b.jsonl yes"]
+    assert source.location(1).endswith("b.jsonl:1")
+    before = source.digest
+    write_shards(tmp_path, "c.jsonl")
+    assert open_source(tmp_path / "*.jsonl").digest != before
+
+
+def test_shards_that_are_missing_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl", "test-00000-of-00001.jsonl")
+    assert len(open_source(tmp_path / "test-*.jsonl")) == 1
+    with pytest.raises(DataError, match=r"train-\*\.jsonl: the files lack shard 1 of 3 of 'train'; download the rest"):
+        open_source(tmp_path / "train-*.jsonl")
+    write_shards(tmp_path, "train-00001-of-00003.jsonl")
+    assert len(open_source(tmp_path / "train-*.jsonl")) == 3
+
+
+def test_a_recipe_names_a_pattern_relative_to_itself(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl")
+    (tmp_path / "recipe.yaml").write_text("task: rm\ndata: {train: data/train-*.jsonl}\nsteps: 1\noptim: {lr: 1}\n")
+    config = resolve_recipe(TrainRequest(recipe=str(tmp_path / "recipe.yaml"))).config
+    assert config.data.train[0].path == f"{tmp_path}/data/train-*.jsonl"
+
+
+def test_a_folder_of_shards_names_their_pattern(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", "train-00000-of-00001.jsonl")
+    with pytest.raises(DataError, match=r"is a folder; .* in it \(.*data/\*\.jsonl for all of them\)"):
+        open_source(tmp_path / "data")
+
+
+def test_a_column_that_one_of_the_shards_has_is_no_fault(tmp_path: Path) -> None:
+    write_shards(tmp_path, "a.jsonl", "b.jsonl")
+    check_columns_exist([open_source(tmp_path / "*.jsonl", {"chosen": "rejected"})])
+    with pytest.raises(DataError, match=r"no file has the column 'better'"):
+        check_columns_exist([open_source(tmp_path / "*.jsonl", {"better": "chosen"})])

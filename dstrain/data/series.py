@@ -335,9 +335,6 @@ class SyntheticCurves(BaseSource):
             raise IndexError(index)
         return make_curve(self.options, index)
 
-    def location(self, index: int) -> str:
-        return f"synthetic curve {index}"
-
 
 def make_curve(options: SyntheticOptions, index: int) -> dict[str, Any]:
     """Return curve `index`: a pattern with noise, at a random mean and scale."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dstrain.data.formats.columns import ColumnReport, add_record
 from dstrain.data.records import BadRecord
 from dstrain.data.series import (
     CURVES,
@@ -245,3 +246,9 @@ def test_a_caption_is_right_if_references_name_all_that_it_names() -> None:
     assert names_right_pattern("a curve", references) == 0
     assert names_right_pattern("a curve", ["no order"]) == 1
     assert names_right_pattern("rises", ["no order"]) == 0
+
+
+def test_a_synthetic_curve_is_named_as_a_record_of_its_source() -> None:
+    reports: dict[str, ColumnReport] = {}
+    add_record(reports, SyntheticCurves(OPTIONS).location(2), {"series": []})
+    assert [*reports] == ["synthetic curves"]

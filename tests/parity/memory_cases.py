@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -134,6 +135,7 @@ def states(
 
     def step() -> None:
         if engine.engine.is_gradient_accumulation_boundary():
+            time.sleep(0.1)  # until gloo's thread has dropped the last message
             seen.append(live_storages())
             with NewStorages() as made:
                 inner()

@@ -52,10 +52,12 @@ def test_the_states_of_each_rank_are_predicted(
         assert moments == pytest.approx(rank["parts"]["moments"], rel=STATES)
         step = rank["step"]
         print(f"  in the step: {step['measured']} bytes, predicted {step['predicted']}")
-        # Norms, scales and counters are not predicted. Weights gathered again are found where they have a new address.
+        # Norms, scales, counters and copies of vectors are not predicted. Weights gathered again are found where they
+        # have a new address.
         low, high = step["predicted"], max(step["predicted"], step["again"])
-        assert low * (1 - STATES) - 2_000 <= step["whole"], step
-        assert step["measured"] <= high * (1 + STATES) + 2_000, step
+        slack = 2_000 + rank["measured"] / 1_000
+        assert low * (1 - STATES) - slack <= step["whole"], step
+        assert step["measured"] <= high * (1 + STATES) + slack, step
 
 
 TINY = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,

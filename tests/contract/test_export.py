@@ -445,8 +445,9 @@ def test_an_export_holds_the_model_once(kind: str, tmp_path: Path, one: Workers)
     """The peak of anonymous memory (RssAnon) above the process's own stays within the model's size and a fifth.
 
     Pages of files that were mapped are left out: the kernel drops them where somebody needs the memory. Of a model of
-    640 MB the fifth is 128 MB: blocks of the checkpoint, activations, a few matrices in fp32, and what malloc keeps of
-    them. They do not grow with the number of layers.
+    640 MB the fifth is 128 MB: blocks of the checkpoint, activations, a few matrices in fp32. They do not grow with the
+    number of layers. So is what glibc keeps of freed blocks: with its own threshold, which grows with the blocks, it is up
+    to another sixth of the model.
     """
     runs = []
     for size, config in (("tiny", None), ("big", BIG | {"num_hidden_layers": 22 if kind == "fp32" else 44})):
@@ -466,7 +467,7 @@ def test_an_export_holds_the_model_once(kind: str, tmp_path: Path, one: Workers)
         runs.append(str(where / "run"))
     flags = ["--merge"] if "merged" in kind else []
     words = [sys.executable, "-m", "tests.contract.export_cases", *runs, str(tmp_path / "out"), *flags]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
     assert child.stdin is not None
     assert child.stdout is not None

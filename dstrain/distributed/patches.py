@@ -273,6 +273,26 @@ def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Ten
     return flat
 
 
+def save_inputs_of_trained_weights() -> None:
+    """Let ZeRO-3's linear layers keep their inputs for the backward pass only where the weight is trained.
+
+    DeepSpeed replaces torch.nn.functional.linear by a function that keeps input, weight and bias
+    (runtime/zero/linear.py); torch's own keeps the input for the gradient of the weight only. Without the patch adapters
+    with dropout or on some layers, and frozen models with a trained projector, keep the inputs of all frozen layers.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    setup_context = inspect.unwrap(LinearFunctionForZeroStage3.setup_context)
+
+    @wraps(setup_context)
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        input, weight, *rest = inputs
+        setup_context(ctx, (input if weight.requires_grad else None, weight, *rest), output)
+
+    LinearFunctionForZeroStage3.setup_context = staticmethod(setup)
+
+
 def disable_muon_compile() -> Any:
     """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
 

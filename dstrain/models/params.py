@@ -11,7 +11,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dstrain.config.schema import GroupConfig, OptimConfig, RunConfig
-from dstrain.distributed.patches import reuse_hpz_group, skip_shm_comm_build
+from dstrain.distributed.patches import reuse_hpz_group, save_inputs_of_trained_weights, skip_shm_comm_build
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
     if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
         reuse_hpz_group()
     init_deepspeed()  # without it zero.Init assumes one process, and rejects the batch of several
+    save_inputs_of_trained_weights()
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     token = _ZERO3_CONFIG.set(told)
     try:

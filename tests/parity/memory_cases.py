@@ -18,10 +18,12 @@ from dstrain.batch import Batch
 from dstrain.config import resolve_batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.patches import save_inputs_of_trained_weights
 from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params import build_param_groups, unwrap_peft, zero3_init
+from dstrain.patching import replaced
 from dstrain.planner.lines import (
     HEAD_ROWS,
     LAYER_ROWS,
@@ -236,8 +238,18 @@ def gathered_again(task: Task, config: dict[str, Any], ranks: World) -> int:
     )
 
 
-def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sft") -> dict[str, float]:
-    """Return the bytes that autograd keeps of one forward pass, and those that the plan predicts."""
+def activations(
+    changes: dict[str, Any], dtype: str, count: int, name: str = "sft", is_zero3: bool = False
+) -> dict[str, float]:
+    """Return the bytes that autograd keeps of one forward pass, and those that the plan predicts.
+
+    `is_zero3`: with the linear layers of DeepSpeed's stage 3, as dstrain changes them.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    save_inputs_of_trained_weights()
+    # A model in shards that was built before in this process leaves DeepSpeed's function behind.
+    linear = zero3_linear_wrap if is_zero3 else torch._C._nn.linear
     changes = {**changes, "model": {**changes.get("model", {}), "dtype": dtype}}
     task = tiny_task(name, changes)
     model = build_model(task)
@@ -255,7 +267,10 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
         return tensor
 
     model.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        replaced(torch.nn.functional, "linear", linear),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         loss = task.loss(unwrap_peft(model), batch)
     saved = sum(kept.values())
     loss.total.backward()

@@ -167,6 +167,20 @@ def test_the_activations_of_other_layers_are_predicted(one: Workers, name: str, 
         assert abs(error) <= ACTIVATIONS, found
 
 
+@pytest.mark.parametrize("trained", ["all", "q_proj", "embedding"])
+def test_the_activations_of_stage_3_are_those_of_other_stages(one: Workers, trained: str) -> None:
+    """Also where most weights are frozen: DeepSpeed's linear layers would keep their inputs."""
+    lora = {"rank": 8, "dropout": 0.1} | ({"targets": ["q_proj"]} if trained == "q_proj" else {})
+    frozen = {"freeze": ["*layers*", "lm_head"]} if trained == "embedding" else {"lora": lora}
+    model = {"config": {"model_type": "llama", **TINY}, "gradient_checkpointing": False, **frozen}
+    changes = {"model": model, "batch": {"packing": False}, "data": {"max_length": 200}}
+    found = [
+        one("tests.parity.memory_cases:activations", dtype="bfloat16", count=3, changes=changes, is_zero3=is_zero3)[0]
+        for is_zero3 in (False, True)
+    ]
+    assert found[1]["measured"] == pytest.approx(found[0]["measured"], rel=0.001)
+
+
 LONG = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
 SLOPE = 0.05

@@ -36,6 +36,7 @@ from dstrain.distributed.patches import (
     keep_unaligned_gradients,
     replay_bias_correction,
     reuse_hpz_group,
+    save_inputs_of_trained_weights,
     skip_shm_comm_build,
 )
 from dstrain.distributed.world import TorchWorld
@@ -116,6 +117,34 @@ def fresh_copy(module: ModuleType) -> Any:
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     return copy
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_frozen_layer_of_stage_3_keeps_its_input_without_the_patch_alone(
+    is_patched: bool, is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
+
+    plain = inspect.unwrap(LinearFunctionForZeroStage3.setup_context)
+    monkeypatch.setattr(LinearFunctionForZeroStage3, "setup_context", staticmethod(plain))
+    for _ in range(2 * is_patched):
+        save_inputs_of_trained_weights()
+    given = torch.randn(2, 3, 4, requires_grad=True)
+    weight, bias = torch.randn(5, 4, requires_grad=is_trained), torch.randn(5)
+    leaves = [given, *[weight] * is_trained]
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = zero3_linear_wrap(given, weight, bias)
+    assert (given.untyped_storage().data_ptr() in kept) == (is_trained or not is_patched)
+    expected = torch.autograd.grad((given @ weight.T + bias).square().sum(), leaves)
+    for one, other in zip(torch.autograd.grad(found.square().sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:

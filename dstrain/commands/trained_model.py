@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.cache import file_digest, hash_key
+from dstrain.commands.recipe_args import find_path, find_pattern
 from dstrain.commands.untrusted import (
     check_folder,
     check_head,
@@ -90,15 +91,15 @@ class ModelSelector:
 
 
 def resolve_data_path(data: str) -> str:
-    """Return an absolute path of a file, for processes in another working directory."""
-    return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
+    """Return an absolute path of a file, or of the pattern of several, for processes in another working directory."""
+    return str(find_path(data, Path.cwd()) or find_pattern(data, Path.cwd()) or data)
 
 
 def make_eval_source(data: str) -> Any:
     """Return the value for `data.eval`. Raises UsageError where `data` is neither a file nor a Hub dataset."""
     part = parse_hub_split(data)
-    if Path(data).expanduser().exists():
-        return resolve_data_path(data)
+    if found := find_path(data, Path.cwd()) or find_pattern(data, Path.cwd()):
+        return str(found)
     if part is None:
         raise UsageError(f"--data {data}: there is no such file (working directory: {Path.cwd()}); check the path")
     return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.config_name}

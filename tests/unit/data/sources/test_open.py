@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.trained_model import make_eval_source
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import ConcatSource, HeadSource, check_columns_exist
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError
+from dstrain.errors import DataError, UsageError
 
 
 def test_records_and_lines_are_found_past_blank_lines_windows_ends_and_a_byte_order_mark(write_lines):
@@ -360,3 +361,13 @@ def test_a_column_that_one_of_the_shards_has_is_no_fault(tmp_path: Path) -> None
     check_columns_exist([open_source(tmp_path / "*.jsonl", {"chosen": "rejected"})])
     with pytest.raises(DataError, match=r"no file has the column 'better'"):
         check_columns_exist([open_source(tmp_path / "*.jsonl", {"better": "chosen"})])
+
+
+def test_commands_take_a_pattern_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "data", "a.jsonl", "b.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert (
+        make_eval_source("data/*.jsonl") == make_eval_source(f"{tmp_path}/data/*.jsonl") == f"{tmp_path}/data/*.jsonl"
+    )
+    with pytest.raises(UsageError, match=r"--data data/\*\.json: there is no such file"):
+        make_eval_source("data/*.json")

@@ -35,6 +35,8 @@ STATUS_TIMEOUT_SECONDS = 5.0
 """Wait for the status of other ranks; a rank known to have ended is not waited for."""
 FAILURE_WAIT_SECONDS = 5.0
 """Time for the others to learn of a rank's failure before it exits; the store ends with rank 0."""
+EXIT_SECONDS = 1.0
+"""Wait for the end of a process of this host whose connections are closed: the kernel closes them first."""
 _POLL_SECONDS = 0.1
 _STATE_TIMEOUT_SECONDS = {"gone": _POLL_SECONDS, "T": 1.0}
 """Shorter waits for processes that do not answer, by their kernel state."""
@@ -192,9 +194,13 @@ class Liveness:
 
     def _diagnose_alone(self, reason: str) -> Failure:
         """Return what this host alone tells: the store does not answer, or the rank that asks all others does not."""
-        states = self._read_peer_states()
         is_store_alive = call_with_timeout(lambda: self._store.add("attention", 0) >= 0, False, 1.0)
+        states = self._read_peer_states()
         if not is_store_alive and self.rank != 0:
+            deadline = time.monotonic() + EXIT_SECONDS
+            while 0 not in states and self.members[0].pid and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                states = self._read_peer_states()
             states.setdefault(0, "")
         if not states:
             return Failure(rank=self.rank, error=unknown_peer_message(reason), is_peer_lost=True)

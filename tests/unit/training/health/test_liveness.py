@@ -109,6 +109,19 @@ def test_without_a_store_rank_0_is_lost(make_ranks: MakeRanks, monkeypatch: pyte
     assert found.error.startswith("rank 0 on h0 has ended, or lost the network")
 
 
+def test_the_end_of_rank_0_is_waited_for_where_its_connections_are_closed_already(make_ranks: MakeRanks) -> None:
+    ending = os.fork()
+    if not ending:
+        time.sleep(0.4)
+        os._exit(0)
+    ranks = make_ranks(2, members=[Member("h", ending), Member("h", os.getpid())])
+    ranks[1].close()
+    ranks[1]._store = None
+    found = ranks[1].diagnose_failure("Connection reset by peer")
+    os.waitpid(ending, 0)
+    assert found.error.startswith("rank 0 on h has ended without a report")
+
+
 def test_a_store_that_hangs_is_not_waited_for(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "STATUS_TIMEOUT_SECONDS", 0.2)
 

@@ -24,6 +24,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,19 +269,18 @@ def _explain_failed_build(error: BaseException) -> RunError:
         texts.append(str(error))
     found = re.search(r"(\w+) op, which|extension '(\w+)'", "\n".join(texts))
     kernel = f"the kernel {found[1] or found[2]}" if found else "a kernel"
-    compiler = os.environ.get("CXX", "g++")
+    # Of the innermost errors first: the outermost says only that it failed.
+    lines = [line.strip() for text in reversed(texts) for line in text.splitlines() if line.strip()]
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # as torch looks for it
+    problem = one_line(next((line for line in lines if "error:" in line), ""))[:MAX_UNEXPECTED_LENGTH]
+    fix = "the log of the rank has the compiler's output; `dstrain doctor` shows the versions"
     if isinstance(error, OSError) and error.filename:
         problem, fix = f"{error.filename}: {error.strerror}", "set TORCH_EXTENSIONS_DIR to a folder that can be written"
-    elif shutil.which(compiler) is None:
-        problem, fix = (
-            f"there is no compiler {compiler}",
-            "install it (apt install g++), or name a preset without offload",
-        )
-    else:
-        # Of the innermost errors first: the outermost says only that it failed.
-        lines = [line.strip() for text in reversed(texts) for line in text.splitlines() if line.strip()]
-        problem = one_line(next((line for line in lines if "error:" in line), lines[0]))[:MAX_UNEXPECTED_LENGTH]
-        fix = "the log of the rank has the compiler's output; `dstrain doctor` shows the versions"
+    elif not problem and shutil.which(compiler[0]) is None:
+        problem = f"there is no compiler {compiler[0]}"
+        fix = "install it (apt install g++), or name a preset without offload"
+    elif not problem:
+        problem = one_line(lines[0])[:MAX_UNEXPECTED_LENGTH]
     return RunError(f"DeepSpeed cannot compile {kernel} ({problem}); {fix}")
 
 

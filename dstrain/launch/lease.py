@@ -98,9 +98,11 @@ def _parse_lease_number(name: str) -> int:
 def parse_holder(content: bytes | None) -> LeaseHolder | None:
     """Return the holder in a lease file; None if the content is not a lease, as while its launch writes it."""
     try:
-        return LeaseHolder(**json.loads(content or b""))
+        holder = LeaseHolder(**json.loads(content or b""))
     except (ValueError, TypeError, RecursionError):
         return None
+    kinds = LeaseHolder.__dataclass_fields__.values()
+    return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None
 
 
 class Lease:
@@ -125,6 +127,7 @@ class Lease:
 
     def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
         """Acquire the folder. Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then."""
+        self._stop_event.clear()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._holder = LeaseHolder(

@@ -121,6 +121,9 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         if known is not None:
             code, error = known.exit_code, known
             log_stderr((format_traceback(fault) if is_debug() else "") + f"error: {known}")
+            if not isinstance(fault, DstrainError | OSError) and not is_debug():
+                finish_log_copy()
+                log_stderr(format_traceback(fault))  # into the log alone: a compiler's output may be in it
         else:
             error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
             _log_traceback(fault, rank, error)

@@ -282,6 +282,7 @@ def test_a_limit_of_the_system_is_explained(error: Exception, kind: type[Excepti
             "cpu_adam (/.cache: Permission denied); set TORCH_EXT",
         ),
         (RuntimeError("Error building extension 'cpu_adam'"), "no-gxx", "there is no compiler no-gxx); install it"),
+        (RuntimeError("[1/3] nice c++\nx.cpp:3: error: y\n"), "no-gxx -O3", "(x.cpp:3: error: y); the log of the rank"),
         (
             RuntimeError("Error building\n[1/3] c++ x\nx.cpp:3: fatal error: y.h: No such file\n"),
             "sh",

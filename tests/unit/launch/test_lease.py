@@ -161,6 +161,13 @@ def test_a_file_that_says_nothing_is_waited_for_and_replaced(content: bytes, tmp
         assert holder_of(tmp_path).launch == lease.launch_id
 
 
+def test_a_lease_with_a_value_of_another_type_is_waited_for_and_replaced(tmp_path: Path) -> None:
+    write(tmp_path, replace(gone(tmp_path), pid="12"))  # type: ignore[arg-type]
+    with Lease(tmp_path) as lease:
+        lease.acquire(timeout=0.1)
+        assert holder_of(tmp_path).launch == lease.launch_id
+
+
 def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_path: Path) -> None:
     heard: list[str] = []
     with Lease(tmp_path) as lease:

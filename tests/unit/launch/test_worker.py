@@ -205,3 +205,18 @@ sys.exit(run_worker(Path(sys.argv[1]), 0, work))
     said = "environment.json: No space left on device; free some space or inodes (`df -h`, `df -i`), or write to another disk"
     assert read_rank_records(tmp_path)[0].error == said
     assert log_path(tmp_path, 0).read_text() == f"error: {said}\n"
+
+
+def test_the_log_alone_has_the_output_of_a_compiler_that_failed(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from dstrain.launch.worker import run_worker
+def work():
+    raise RuntimeError("Error building extension 'cpu_adam'\\nx.cpp:3: error: y\\nnote: line 4")
+sys.exit(run_worker(Path(sys.argv[1]), 0, work))
+"""
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "error: DeepSpeed cannot compile the kernel cpu_adam (x.cpp:3: error: y)" in told.stdout + told.stderr
+    assert "note: line 4" not in told.stdout + told.stderr
+    assert "note: line 4" in log_path(tmp_path, 0).read_text()

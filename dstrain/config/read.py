@@ -92,6 +92,7 @@ _YAML_ERRORS = {
     "found character '\\t'": "a tab, which YAML does not accept as indentation; use spaces",
     "another document": "a second YAML document begins; a recipe is one: remove the `---`",
     "could not determine a constructor for the tag": "a tag (`!name`), which is not accepted; write the plain value",
+    "expected alphabetic or numeric character": "a value begins with `*` or `&`; put it in quotes",
     "found undefined tag handle": "a tag (`!name`), which is not accepted; write the plain value",
 }
 """Part of PyYAML's message -> our message."""
@@ -206,10 +207,12 @@ class Recipe:
     def locate_key(self, where: str) -> str:
         """Return `recipe.yaml:12 optim.lr` for a place `optim.lr`; other places as they are."""
         key, _, rest = where.partition(" ")
-        path = tuple(key.split("."))
-        if path[0] not in RunConfig.model_fields or not self.source.values:
+        # `options.safety.helpful_rm: model.config` is a key of another run's recipe.
+        path, end = tuple(key.removesuffix(":").split(".")), ":" * key.endswith(":")
+        is_file = ":" in key[:-1] or path[-1] in ("json", "jsonl", "gz", "parquet", "yaml", "yml")
+        if path[0] not in RunConfig.model_fields or is_file or not self.source.values:
             return where
-        return f"{self.source.get_location(path)} {rest}".rstrip()
+        return f"{self.source.get_location(path)}{end} {rest}".rstrip()
 
 
 def read_recipe(

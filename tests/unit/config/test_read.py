@@ -247,3 +247,18 @@ def test_accumulate_alone_says_not_what_changes(tmp_path: Path) -> None:
 )
 def test_the_metric_says_what_is_best_where_the_recipe_does_not(values: dict[str, str], best: str) -> None:
     assert EvalConfig.model_validate(values).best == best
+
+
+def test_a_place_that_is_a_key_gets_its_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("task: dpo\noptions:\n  safety:\n    helpful_rm: x\nmodel: {path: m}\n")
+    recipe = read_recipe(tmp_path / "r.yaml", ["optim.lr=1"])
+    for where, found in {
+        "model.path": "r.yaml:5 model.path",
+        "model.freeze 'vision'": "r.yaml:5 model.freeze 'vision'",
+        "optim.lr": "--set optim.lr",
+        "options.safety.helpful_rm: model.config": "r.yaml:4 options.safety.helpful_rm: model.config",
+        "data.json:1 zero_optimization.stage": "data.json:1 zero_optimization.stage",
+        "optim.json": "optim.json",
+        "train.jsonl:12": "train.jsonl:12",
+    }.items():
+        assert recipe.locate_key(where) == found

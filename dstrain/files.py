@@ -238,6 +238,18 @@ class WatchedFile:
         return None if type(self).from_path(path) == self else f"{display_path(path)} has changed"
 
 
+def match_files(pattern: Path) -> list[Path]:
+    """Return what a pattern such as `data/train-*.parquet` fits in its folder, by name; [] for a name without `*`.
+
+    `*` stands for any characters in the name. Folders and hidden files are left out, broken links are not.
+    """
+    if "*" not in pattern.name or not pattern.parent.is_dir():
+        return []
+    expression = re.compile(".*".join(map(re.escape, pattern.name.split("*"))), re.DOTALL)
+    names = [name for name in os.listdir(pattern.parent) if expression.fullmatch(name) and not name.startswith(".")]
+    return [path for name in sorted(names) if not (path := pattern.parent / name).is_dir()]
+
+
 def stat_or_none(path: Path) -> os.stat_result | None:
     """Return the status of a file; None if there is none, or if its path has a null byte."""
     try:

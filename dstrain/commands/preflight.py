@@ -17,6 +17,7 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
 from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import UsageError
+from dstrain.files import match_files
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import read_shape
@@ -65,7 +66,8 @@ def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
     """
     config = task.recipe
     items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
-    files = [Path(item.path).expanduser() for item in items]
+    paths = [Path(item.path).expanduser() for item in items]
+    files = [file for path in paths for file in (match_files(path) or [path])]
     # Hub datasets, and files that only other hosts have, are left to the ranks.
     if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MAX_CHECKED_BYTES:
         return

@@ -20,7 +20,7 @@ from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_locations, suggest_name
-from dstrain.files import not_file_reason
+from dstrain.files import match_files, not_file_reason
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import fill_learning_rate, fill_lora, find_task
@@ -74,8 +74,8 @@ def find_path(text: str, recipe_dir: Path) -> Path | None:
 def find_pattern(text: str, recipe_dir: Path) -> Path | None:
     """Return the pattern of data files that `text` means, absolute; None if no file fits."""
     path = Path(text).expanduser()
-    places = (path, recipe_dir / path) if "*" in path.name else ()
-    return next((place.parent.resolve() / place.name for place in places if any(place.parent.glob(place.name))), None)
+    found = next((place for place in (path, recipe_dir / path) if match_files(place)), None)
+    return None if found is None else found.parent.resolve() / found.name
 
 
 def path_exists(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import os
 import re
@@ -17,7 +18,7 @@ from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySou
 from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError, Fault
-from dstrain.files import display_path, not_file_reason
+from dstrain.files import display_path, match_files, not_file_reason
 
 STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
 """Ends of the names of structure files; each may be followed by .gz."""
@@ -74,25 +75,43 @@ class FolderSource(BaseSource):
         return display_path(self.files[index])
 
 
-_SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)(?=\.)")
+_SHARD = re.compile(r"[-._]([0-9]+)[-_]of[-_]([0-9]+)(?=[-._])")
 
 
-def find_shards(path: Path) -> list[Path]:
-    """Return the files that a pattern such as `data/train-*.parquet` means, by name; [] for a name without `*`.
+def find_shards(pattern: Path) -> list[Path]:
+    """Return the files that a pattern means, by name; [] for a name without `*`.
 
-    Raises DataError where their names, as those of the Hub (`train-00000-of-00003.parquet`), say that some are missing.
+    Raises DataError where one cannot be read, where names that count (`train-00000-of-00003.parquet`) lack a shard or
+    have one twice, and where a file is there packed too.
     """
-    if "*" not in path.name or not path.parent.is_dir():
-        return []
-    files = sorted(one for one in path.parent.glob(path.name) if one.is_file() and not one.name.startswith("."))
-    shards = {(one.name[: found.start()], int(found[2])) for one in files if (found := _SHARD.search(one.name))}
-    for stem, total in sorted(shards):
-        have = {
-            int(found[1]) for one in files if (found := _SHARD.search(one.name)) and one.name.startswith(f"{stem}-")
-        }
-        if missing := sorted({*range(total)} - have):
-            problem = f"the files lack shard {missing[0]} of {total} of {stem!r}"
-            raise DataError(Fault(display_path(path), problem, "download the rest, or name the files one by one"))
+    files, groups = match_files(pattern), dict[tuple[str, str], dict[int, list[int]]]()
+    for file in files:
+        if reason := not_file_reason(file):
+            raise DataError(
+                Fault(display_path(file), f"{reason}, and {pattern.name} fits it", "remove it, or name the others")
+            )
+        if file.with_name(f"{file.name}.gz") in files:
+            raise DataError(
+                Fault(display_path(file), "is there packed too (.gz)", f"name one of them in place of {pattern.name}")
+            )
+        if found := _SHARD.search(file.name):
+            totals = groups.setdefault((file.name[: found.start()], file.name[found.end() :]), {})
+            totals.setdefault(int(found[2]), []).append(int(found[1]))
+    for (stem, _), totals in sorted(groups.items()):
+        total, numbers = next(iter(totals.items()))
+        first = min(1, min(numbers))
+        missing = next((n for n in range(first, first + total) if n not in numbers), None)
+        if len(totals) > 1:
+            problem = f"holds shards of {' and of '.join(map(str, sorted(totals)))} files of {stem!r}"
+        elif missing is not None:
+            problem = f"the files lack shard {missing} of {total} of {stem!r}"
+        elif len(numbers) != total:
+            problem = f"holds {len(numbers)} files where the names of {stem!r} count {total}"
+        else:
+            continue
+        raise DataError(
+            Fault(display_path(pattern), problem, "download all of one version, or name the files one by one")
+        )
     return files
 
 
@@ -150,7 +169,8 @@ def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_t
     except RuntimeError as fault:
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
-        raise DataError(f"{path} cannot be read ({fault.strerror}); check the path and its permissions") from fault
+        fix = "raise `ulimit -n`" if fault.errno == errno.EMFILE else "check the path and its permissions"
+        raise DataError(f"{path} cannot be read ({fault.strerror}); {fix}") from fault
     hub_split = _find_hub_split(path_or_config)
     if hub_split is None or path.is_dir():
         raise DataError(_missing_file_message(path))
@@ -209,7 +229,7 @@ def _format_extensions(source_types: SourceTypes) -> str:
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
         kinds = sorted({file_extension(one.name) for one in path.iterdir()} & {*SOURCE_TYPES})
-        several = f" ({path / ('*' + kinds[0])} for all of them)" if kinds else ""
+        several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"

@@ -337,10 +337,61 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path) -
 def test_shards_that_are_missing_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, "train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl", "test-00000-of-00001.jsonl")
     assert len(open_source(tmp_path / "test-*.jsonl")) == 1
-    with pytest.raises(DataError, match=r"train-\*\.jsonl: the files lack shard 1 of 3 of 'train'; download the rest"):
+    with pytest.raises(DataError, match=r"train-\*\.jsonl: the files lack shard 1 of 3 of 'train'; download all"):
         open_source(tmp_path / "train-*.jsonl")
     write_shards(tmp_path, "train-00001-of-00003.jsonl")
     assert len(open_source(tmp_path / "train-*.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "wanted"),
+    [
+        (["t-00000-of-00003-a09b74.jsonl", "t-00002-of-00003-a09b74.jsonl"], "t-*", "lack shard 1 of 3 of 't'"),
+        (["c4-train.00001-of-00002.jsonl"], "*.jsonl", "lack shard 2 of 2 of 'c4-train'"),
+        (
+            ["train-0-of-2.jsonl", "train-extra-0-of-2.jsonl", "train-extra-1-of-2.jsonl"],
+            "*",
+            "lack shard 1 of 2 of 'train'",
+        ),
+        (["t-0-of-2.jsonl", "t-1-of-2.jsonl", "t-1-of-3.jsonl"], "t-*", "shards of 2 and of 3 files of 't'"),
+        (["t-0-of-2.jsonl", "t-1-of-2.json"], "t-*", "lack shard [02] of 2 of 't'"),
+        (
+            ["t-0-of-2.jsonl", "t-1-of-2.jsonl", "t-00-of-2.jsonl"],
+            "t-*",
+            "holds 3 files where the names of 't' count 2",
+        ),
+        (["a.jsonl", "a.jsonl.gz"], "a*", "is there packed too"),
+        (["x-0-of-900000000.jsonl"], "x-*", "lack shard 1 of 900000000"),
+    ],
+)
+def test_a_pattern_with_too_few_or_too_many_files_is_refused(
+    names: list[str], pattern: str, wanted: str, tmp_path: Path
+) -> None:
+    write_shards(tmp_path, *names)
+    with pytest.raises(DataError, match=wanted):
+        open_source(tmp_path / pattern)
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "count"),
+    [
+        (["t-00001-of-00002.jsonl", "t-00002-of-00002.jsonl"], "t-*.jsonl", 2),
+        (["w[1].jsonl", "w[1]-b.jsonl", "w1.jsonl"], "w[1]*.jsonl", 2),
+        (["a.jsonl", "b.jsonl"], "**.jsonl", 2),
+        (["a.jsonl", ".b.jsonl"], "*.jsonl", 1),
+    ],
+)
+def test_a_star_alone_is_special_in_a_pattern(names: list[str], pattern: str, count: int, tmp_path: Path) -> None:
+    write_shards(tmp_path, *names)
+    (tmp_path / f"t-folder-{count}.jsonl").mkdir()
+    assert len(open_source(tmp_path / pattern)) == count
+
+
+def test_a_broken_link_that_fits_a_pattern_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("/nowhere")
+    with pytest.raises(DataError, match=r"b\.jsonl: .*; remove it, or name the others"):
+        open_source(tmp_path / "*.jsonl")
 
 
 def test_a_recipe_names_a_pattern_relative_to_itself(tmp_path: Path) -> None:

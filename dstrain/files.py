@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, BinaryIO, Self
 
+from dstrain.errors import RecipeError
+
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
 NOT_REGULAR = "is not a regular file"
@@ -248,6 +250,30 @@ def match_files(pattern: Path) -> list[Path]:
     expression = re.compile(".*".join(map(re.escape, pattern.name.split("*"))), re.DOTALL)
     names = [name for name in os.listdir(pattern.parent) if expression.fullmatch(name) and not name.startswith(".")]
     return [path for name in sorted(names) if not (path := pattern.parent / name).is_dir()]
+
+
+def find_path(text: str, recipe_dir: Path) -> Path | None:
+    """Return the existing path that `text` means, absolute; None if there is none. Raises RecipeError."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
+    return next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
+
+
+def find_pattern(text: str, recipe_dir: Path) -> Path | None:
+    """Return the pattern of data files that `text` means, absolute; None if no file fits."""
+    path = Path(text).expanduser()
+    found = next((place for place in (path, recipe_dir / path) if match_files(place)), None)
+    return None if found is None else found.parent.resolve() / found.name
+
+
+def path_exists(path: Path) -> bool:
+    """Return True if the path exists; False for one that is too long, or in a folder without permission."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def stat_or_none(path: Path) -> os.stat_result | None:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.commands.recipe_args import find_path, find_recipe, find_run
+from dstrain.commands.recipe_args import find_recipe, find_run
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
+from dstrain.files import find_path
 from dstrain.launch.topology import visible_gpus
 from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
 from dstrain.planner.lines import When

@@ -20,7 +20,7 @@ from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_locations, suggest_name
-from dstrain.files import match_files, not_file_reason
+from dstrain.files import find_path, find_pattern, not_file_reason, path_exists
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import fill_learning_rate, fill_lora, find_task
@@ -60,30 +60,6 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
     else:
         fault = f"is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
     raise RecipeError(f"RECIPE {one_line(name)}: {fault}")
-
-
-def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """Return the existing path that `text` means, absolute; None if there is none. Raises RecipeError."""
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:
-        raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
-    return next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
-
-
-def find_pattern(text: str, recipe_dir: Path) -> Path | None:
-    """Return the pattern of data files that `text` means, absolute; None if no file fits."""
-    path = Path(text).expanduser()
-    found = next((place for place in (path, recipe_dir / path) if match_files(place)), None)
-    return None if found is None else found.parent.resolve() / found.name
-
-
-def path_exists(path: Path) -> bool:
-    """Return True if the path exists; False for one that is too long, or in a folder without permission."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 SYSTEM_FOLDERS = frozenset(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.cache import file_digest, hash_key
-from dstrain.commands.recipe_args import find_path, find_pattern
 from dstrain.commands.untrusted import (
     check_folder,
     check_head,
@@ -26,6 +25,7 @@ from dstrain.commands.untrusted import (
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import CheckpointError, Fault, UsageError
+from dstrain.files import find_path, find_pattern
 from dstrain.preset import Device, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task

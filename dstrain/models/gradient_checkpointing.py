@@ -36,19 +36,40 @@ def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) ->
 
 
 def limit_input_grads(model: torch.nn.Module) -> None:
-    """Make the outputs of the decoder's embedding require gradients, and those of no encoder.
+    """Let no output of an embedding require gradients on its own.
 
-    transformers and peft make those of all embeddings do so, which only checkpoints with `use_reentrant` need. Of an
-    encoder that is frozen every layer would then be recomputed, and gradients sent through it to nothing
-    (transformers/modeling_utils.py, `enable_input_require_grads`). The decoder's stay: ZeRO-3 frees the gathered
-    weights of a layer after its backward pass only if its input has a gradient.
+    transformers and peft make those of all embeddings do so, which only checkpoints with `use_reentrant` need. Every
+    frozen layer below the first trained one would then be recomputed, and gradients sent through it to nothing
+    (transformers/modeling_utils.py, `enable_input_require_grads`).
     """
-    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        pretrained: Any = model
+        if hasattr(model, "get_decoder"):
+            pretrained.disable_input_require_grads()
+
+
+def require_input_grads(model: torch.nn.Module) -> None:
+    """Make the input of the decoder's first layer with a trained weight require gradients. Call it after freezing.
+
+    ZeRO-3 frees the gathered weights of a layer after its backward pass only if its input has a gradient.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)] if decoder else []
+    if not any(layer.gradient_checkpointing for layer in layers):
         return
-    pretrained: Any = model
-    if hasattr(model, "get_decoder"):
-        pretrained.disable_input_require_grads()
-        pretrained.get_decoder().enable_input_require_grads()
+    trained = [any(weight.requires_grad for weight in layer.parameters()) for layer in layers]
+    if trained[0]:
+        decoder.enable_input_require_grads()
+    elif any(trained):  # outside of the first trained layer, whose input is recomputed from
+        layers[trained.index(True) - 1].register_forward_hook(_require_grad)
+
+
+def _require_grad(layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if layer.training and hidden.is_leaf:
+        hidden.requires_grad_()
 
 
 def choose_layers(count: int, share: float) -> list[bool]:

@@ -279,9 +279,9 @@ def _read_math_shepherd(record: Mapping[str, Any]) -> Solution:
     if not isinstance(text, str) or not isinstance(label, str) or MATH_SHEPHERD_STEP not in text:
         problem = f"'input' and 'label' are not texts whose steps end with '{MATH_SHEPHERD_STEP}'"
         raise BadRecord(f"{problem}; write 'prompt', 'completions' and 'labels', or rename columns with data.columns")
-    *steps, rest = text.split(MATH_SHEPHERD_STEP)
-    pattern = "([+-])".join(re.escape(part) for part in [*steps, ""]) + re.escape(rest)
-    found = re.fullmatch(pattern.strip(), label.strip(), flags=re.S) or re.fullmatch(pattern, label, flags=re.S)
+    *steps, rest = text.strip().split(MATH_SHEPHERD_STEP)
+    pattern = r"\s*([+-])".join(re.escape(part.rstrip()) for part in [*steps, ""]) + re.escape(rest)
+    found = re.fullmatch(pattern, label.strip(), flags=re.S)
     if found is None:
         raise BadRecord("'label' is not the text of 'input' with + or - at the end of each step; correct it")
     start = re.search(r"Step 1:", steps[0])

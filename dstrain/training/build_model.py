@@ -11,6 +11,7 @@ import torch
 from dstrain.config import RunConfig
 from dstrain.models.adapters import add_adapters, add_reference_adapter, continue_adapter
 from dstrain.models.folder import read_adapter
+from dstrain.models.gradient_checkpointing import require_input_grads
 from dstrain.models.init_weights import load_init
 from dstrain.models.params import freeze, full_numel, unwrap_peft
 from dstrain.models.quantization import quantize_model
@@ -90,6 +91,7 @@ def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Mod
             )  # also of the adapters; their saved config keeps its lora_dropout
     # After the adapters, so that patterns can name them.
     freeze(model, wanted.freeze)
+    require_input_grads(unwrap_peft(model))
     return model
 
 

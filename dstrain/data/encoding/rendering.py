@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dstrain.data.encoding.template_check import FIX, LOST_COLUMNS, TemplateCheck, check_template
+from dstrain.data.encoding.template_check import FIX, LOST_COLUMNS, TemplateCheck, check_answers, check_template
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import (
     IMAGE_PLACEHOLDER,
@@ -312,7 +312,9 @@ def _check_answer(
         raise BadRecord(check.reason)
     if check.removed_turns:
         raise BadRecord(f"the chat template writes the result of a tool into the answer; {FIX}")
-    return check
+    text, spans = locate(sample)
+    lost = check_answers(sample, "".join(text[slice(*span)] for span in spans))
+    return replace(check, lost=check.lost | frozenset(lost))
 
 
 def keep_system_text(tokenizer: Any, messages: list[Message], num_context: int) -> list[Message]:

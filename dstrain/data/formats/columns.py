@@ -58,6 +58,8 @@ ID_ENDS = ("id", "ids", "idx", "index", "uuid", "source", "key", "avatar", "avat
 """Ends of the names of columns that identify a record or its author, with a path perhaps."""
 ORIGIN_ENDS = ("path", "file", "filename", "name", "url", "uri")
 """Ends of the names of columns that say where an image comes from, beside the image itself."""
+MAX_BLANKS_IN_PATH = 8
+"""A longer text that ends with the address of an image is a text."""
 MIN_RENDERED = 20
 """Characters of a record's texts, at least, for a text that contains them all to be a rendering of the record."""
 LABELS = {"label", "labels", "preference", "winner", "ktotag", "betterresponseid", "overallresponse"}
@@ -95,7 +97,7 @@ def is_image(value: Any) -> bool:
         return isinstance(value.get("bytes"), bytes) or is_image(value.get("path") or value.get("url"))
     if isinstance(value, bytes):
         return True
-    if not isinstance(value, str) or len(value) > 4096 or "\n" in value:
+    if not isinstance(value, str) or len(value) > 4096 or "\n" in value or value.count(" ") > MAX_BLANKS_IN_PATH:
         return False
     return value.startswith("data:image/") or value.lower().split("?")[0].endswith(MEDIA_SUFFIXES)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dstrain.data.formats.messages import (
     MESSAGES_KEYS,
+    ROLE_ALIASES,
     Message,
     get_turn_pair,
     is_null_image,
@@ -331,7 +332,7 @@ def _with_dummy_answer(record: Record) -> Record:
             if isinstance(last, str):
                 return full if len(turns) % 2 == 0 else full.derive({**full, key: [*turns, DUMMY_ANSWER]})
             answered = isinstance(last, Mapping) and (
-                get_turn_pair(last) or last.get("role", last.get("from")) in ("assistant", "gpt")
+                get_turn_pair(last) or ROLE_ALIASES.get(str(last.get("role", last.get("from"))).lower()) == "assistant"
             )
             return full if answered else full.derive({**full, key: [*turns, ANSWER_MESSAGE]})
     for key, answer_key in ANSWER_KEYS.items():

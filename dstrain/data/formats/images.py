@@ -146,7 +146,8 @@ def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
     if held is None:
-        return IMAGE_PLACEHOLDER
+        index = part.get("index")
+        return IMAGE_PLACEHOLDER if not isinstance(index, int) or index < 0 else _indexed_char(index + 1)
     # Two parts with the same image are two placeholders of one image.
     if held not in inline_images:
         inline_images.append(held)

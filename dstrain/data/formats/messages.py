@@ -248,6 +248,10 @@ def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(read_tool_function(tool, key, "parameters") for tool in tools or [])
 
 
+CALL_KEYS = {"name", "id", "type", "index", "description", "strict"}
+"""Keys of a call besides its arguments."""
+
+
 def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, Any]:
     """Return a function or a call as {"type": "function", "function": {"name", …}}.
 
@@ -256,6 +260,14 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
+    if arguments_key == "arguments" and not has(function, arguments_key):
+        given = {name for name in function if has(function, name)} - CALL_KEYS
+        if given - {"parameters"}:
+            name = sorted(given - {"parameters"})[0]
+            raise BadRecord(f"'{key}' calls {function['name']!r:.60} with {name!r}; write its values under 'arguments'")
+        # Llama 3.1 writes its calls so.
+        function = {**function, arguments_key: function.get("parameters") or {}}
+        function.pop("parameters", None)
     # Keep fields next to the function, such as the id of a call.
     outside = value if "function" in value else {}
     return {
@@ -291,6 +303,9 @@ def has_images(record: Mapping[str, Any]) -> bool:
     """Return whether the record names images, under a key or in parts of its messages."""
     values = [item for value in record.values() for item in (value if isinstance(value, list) else [value])]
     turns = [turn for turn in values if isinstance(turn, Mapping)]
+    # OpenAI's preferences have the prompt under input.messages.
+    turns += [turn for value in turns if isinstance(held := value.get("messages"), list) for turn in held]
+    turns = [turn for turn in turns if isinstance(turn, Mapping)]
     contents = [content for turn in turns if isinstance(content := turn.get("content", turn.get("value")), list)]
     parts = [part for content in contents for part in content if isinstance(part, Mapping)]
     return bool(read_images(record)) or any(part.get("type") in IMAGE_PART_TYPES for part in parts)

@@ -109,9 +109,8 @@ class ProcessRewardModel(TextTask):
                     labels.append(label)
             if places:
                 cut = int(len(ids) > data.max_length)
-                found.append(
-                    {"input_ids": ids[: data.max_length], "ends": places, "labels": labels, "response_cut": cut}
-                )
+                columns = {"input_ids": ids[: data.max_length], "ends": places, "labels": labels}
+                found.append({**columns, "response_cut": cut, "prompt_cut": int(prompt.is_cut)})
             else:
                 limit = f"data.max_length {data.max_length}"
                 found.append(BadRecord(f"no step with a label ends within {limit}; raise it or remove the record"))

@@ -47,6 +47,14 @@ def test_published_forms_are_read(record: dict[str, Any], wanted: Solution, tmp_
     assert make(tmp_path).parse(record) == wanted
 
 
+@pytest.mark.parametrize(("limit", "is_cut"), [(8, 1), (None, 0)])
+def test_prompts_that_are_cut_are_counted(limit: int | None, is_cut: int, tmp_path: Path) -> None:
+    values = find_task("prm").tiny(tmp_path)
+    task = make(tmp_path, data=values["data"] | {"max_prompt_length": limit})
+    (found,) = task.encode([task.parse(STEPS | {"prompt": "How much is 2+2+1 if one adds all of them up?"})], None)
+    assert found["prompt_cut"] == is_cut
+
+
 @pytest.mark.parametrize(
     ("record", "wanted"),
     [

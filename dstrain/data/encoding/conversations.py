@@ -279,6 +279,8 @@ class EncodedPrompt:
     """Time series whose soft tokens are in the ids."""
     prompt: Prompt = ""
     """The prompt as it was read: a text, or messages."""
+    is_cut: bool = False
+    """True if the ids lack the beginning of the text."""
 
 
 def encode_prompts(
@@ -316,7 +318,7 @@ def encode_prompts(
             ids = insert_soft_tokens(tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
-        return EncodedPrompt(text, ids, series=prompt.series, prompt=prompt.prompt)
+        return EncodedPrompt(text, ids, series=prompt.series, prompt=prompt.prompt, is_cut=keep < len(body))
 
     return [try_parse(encode, *item) for item in enumerate(prompts)]
 

@@ -35,8 +35,8 @@ IMAGE_NAMES = {word + end for word in _IMAGE_WORDS for end in _IMAGE_ENDS}
 QUESTION_NAMES = {
     "prompt", "prompts", "question", "questions", "query", "queries", "instruction", "instructions", "input", "inputs",
     "problem", "post", "context", "history", "system", "systemprompt", "systemmessage", "userprompt", "human",
-    "userinput", "usermessage", "request", "document", "passage", "article", "choices", "dialog",
-    "dialogue", "conversation", "conversations", "messages", "contextmessages", "turns", "chat", "tools", "functions",
+    "userinput", "usermessage", "request", "document", "passage", "passages", "paragraph", "article", "choices", "options",
+    "dialog", "dialogue", "conversation", "conversations", "messages", "contextmessages", "turns", "chat", "tools", "functions",
 }  # fmt: skip
 """Names of columns that hold a part of the prompt."""
 ANSWER_NAMES = {

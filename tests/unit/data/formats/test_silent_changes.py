@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.rendering import render_prompt
-from dstrain.data.formats.columns import is_image
+from dstrain.data.formats.columns import is_image, parse_record
 from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import has_images, read_tool_function
@@ -61,3 +61,11 @@ def test_a_text_that_ends_with_an_address_is_no_image() -> None:
 def test_a_solution_may_end_with_white_space(end: str) -> None:
     record = {"input": f"Q? Step 1: a ки\nStep 2: b ки{end}", "label": f"Q? Step 1: a +\nStep 2: b -{end}"}
     assert _read_math_shepherd(record).labels == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["options", "choices", "passages", "paragraph"])
+def test_what_belongs_to_a_question_is_not_left_out(name: str) -> None:
+    record = {"question": "Which?", name: ["A: yes", "B: no"], "answer": "B"}
+    with pytest.raises(BadRecord, match=name):
+        parse_record(read_conversation, record)
+    assert parse_record(read_conversation, {**record, name: []})

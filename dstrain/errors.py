@@ -74,7 +74,10 @@ _locate_key: Callable[[str], str] = str
 
 
 def set_key_locations(locate: Callable[[str], str] = str) -> None:
-    """Let the faults of this process name a recipe's keys by file and line. `locate`: `optim.lr` -> `recipe.yaml:12 optim.lr`."""
+    """Let the faults of this process name a recipe's keys by file and line.
+
+    `locate`: `optim.lr` -> `recipe.yaml:12 optim.lr`.
+    """
     global _locate_key
     _locate_key = locate
 

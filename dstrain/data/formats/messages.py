@@ -261,10 +261,11 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
     if arguments_key == "arguments" and not has(function, arguments_key):
-        given = {name for name in function if has(function, name)} - CALL_KEYS
-        if given - {"parameters"}:
-            name = sorted(given - {"parameters"})[0]
-            raise BadRecord(f"'{key}' calls {function['name']!r:.60} with {name!r}; write its values under 'arguments'")
+        unknown = {name for name in function if has(function, name)} - CALL_KEYS - {"parameters"}
+        if unknown:
+            raise BadRecord(
+                f"'{key}' calls {function['name']!r:.60} with {min(unknown)!r}; write its values under 'arguments'"
+            )
         # Llama 3.1 writes its calls so.
         function = {**function, arguments_key: function.get("parameters") or {}}
         function.pop("parameters", None)

@@ -226,15 +226,23 @@ def _format_extensions(source_types: SourceTypes) -> str:
     return f"{', '.join(most)} or {last}"
 
 
+def _list_folder(folder: Path) -> list[Path]:
+    """Return the entries of a folder; none where it does not exist or cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
-        kinds = sorted({file_extension(one.name) for one in path.iterdir()} & {*SOURCE_TYPES})
+        kinds = sorted({file_extension(one.name) for one in _list_folder(path)} & {*SOURCE_TYPES})
         several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []
+    names = sorted(entry.name for entry in _list_folder(folder) if entry.is_file())
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     similar = f"similar names: {', '.join(near)}" if near else f"{folder} has no similar name, or does not exist"
     return f"there is no file {path} (looked from {Path.cwd()}; {similar}); check the path"

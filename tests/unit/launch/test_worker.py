@@ -139,7 +139,12 @@ def test_the_last_words_of_a_killed_rank_reach_log_and_terminal(tmp_path):
 def test_nothing_is_left_of_a_rank_that_ended(tmp_path):
     process = start("redirect_output(Path('a.log'), True); os._exit(0)", tmp_path, stdout=subprocess.DEVNULL)
     process.wait(timeout=60)
-    wait_until(lambda: not any(copies_into(tmp_path, other) for other in psutil.process_iter()))
+
+    def find_copies() -> list[psutil.Process]:
+        return [other for other in psutil.process_iter() if copies_into(tmp_path, other)]
+
+    wait_until(lambda: not find_copies())
+    assert not find_copies()
 
 
 def copies_into(folder: Path, process: psutil.Process) -> bool:

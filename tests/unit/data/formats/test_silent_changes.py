@@ -12,7 +12,7 @@ from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import has_images, read_tool_function
 from dstrain.data.records import BadRecord
-from dstrain.tasks.prm import _read_math_shepherd
+from dstrain.tasks.prm import read_solution
 from tests.unit.data.encoding.test_rendering import tokenizer_with
 
 CUTTING = (
@@ -60,7 +60,7 @@ def test_a_text_that_ends_with_an_address_is_no_image() -> None:
 @pytest.mark.parametrize("end", ["", "\n", " "])
 def test_a_solution_may_end_with_white_space(end: str) -> None:
     record = {"input": f"Q? Step 1: a ки\nStep 2: b ки{end}", "label": f"Q? Step 1: a +\nStep 2: b -{end}"}
-    assert _read_math_shepherd(record).labels == [1, 0]
+    assert read_solution(record).labels == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["options", "choices", "passages", "paragraph"])

@@ -240,16 +240,24 @@ class WatchedFile:
         return None if type(self).from_path(path) == self else f"{display_path(path)} has changed"
 
 
+def list_entries(folder: Path) -> list[Path]:
+    """Return the entries of a folder; none where it does not exist or cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def match_files(pattern: Path) -> list[Path]:
     """Return what a pattern such as `data/train-*.parquet` fits in its folder, by name; [] for a name without `*`.
 
     `*` stands for any characters in the name. Folders and hidden files are left out, broken links are not.
     """
-    if "*" not in pattern.name or not pattern.parent.is_dir():
+    if "*" not in pattern.name:
         return []
     expression = re.compile(".*".join(map(re.escape, pattern.name.split("*"))), re.DOTALL)
-    names = [name for name in os.listdir(pattern.parent) if expression.fullmatch(name) and not name.startswith(".")]
-    return [path for name in sorted(names) if not (path := pattern.parent / name).is_dir()]
+    fit = [path for path in list_entries(pattern.parent) if expression.fullmatch(path.name) and path.name[0] != "."]
+    return sorted(path for path in fit if not path.is_dir())
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:

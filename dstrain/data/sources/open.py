@@ -18,7 +18,7 @@ from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySou
 from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError, Fault
-from dstrain.files import display_path, match_files, not_file_reason
+from dstrain.files import display_path, list_entries, match_files, not_file_reason
 
 STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
 """Ends of the names of structure files; each may be followed by .gz."""
@@ -82,7 +82,7 @@ def find_shards(pattern: Path) -> list[Path]:
     """Return the files that a pattern means, by name; [] for a name without `*`.
 
     Raises DataError where one cannot be read, where names that count (`train-00000-of-00003.parquet`) lack a shard or
-    have one twice, and where a file is there packed too.
+    have one twice, and where a file exists compressed too.
     """
     files, groups = match_files(pattern), dict[tuple[str, str], dict[int, list[int]]]()
     for file in files:
@@ -92,7 +92,7 @@ def find_shards(pattern: Path) -> list[Path]:
             )
         if file.with_name(f"{file.name}.gz") in files:
             raise DataError(
-                Fault(display_path(file), "is there packed too (.gz)", f"name one of them in place of {pattern.name}")
+                Fault(display_path(file), "exists compressed too (.gz)", f"name one of them in place of {pattern.name}")
             )
         if found := _SHARD.search(file.name):
             totals = groups.setdefault((file.name[: found.start()], file.name[found.end() :]), {})
@@ -226,23 +226,15 @@ def _format_extensions(source_types: SourceTypes) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def _list_folder(folder: Path) -> list[Path]:
-    """Return the entries of a folder; none where it does not exist or cannot be read."""
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
-        kinds = sorted({file_extension(one.name) for one in _list_folder(path)} & {*SOURCE_TYPES})
+        kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*SOURCE_TYPES})
         several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent
-    names = sorted(entry.name for entry in _list_folder(folder) if entry.is_file())
+    names = sorted(entry.name for entry in list_entries(folder) if entry.is_file())
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     similar = f"similar names: {', '.join(near)}" if near else f"{folder} has no similar name, or does not exist"
     return f"there is no file {path} (looked from {Path.cwd()}; {similar}); check the path"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -360,7 +362,7 @@ def test_shards_that_are_missing_are_refused(tmp_path: Path) -> None:
             "t-*",
             "holds 3 files where the names of 't' count 2",
         ),
-        (["a.jsonl", "a.jsonl.gz"], "a*", "is there packed too"),
+        (["a.jsonl", "a.jsonl.gz"], "a*", "exists compressed too"),
         (["x-0-of-900000000.jsonl"], "x-*", "lack shard 1 of 900000000"),
     ],
 )
@@ -422,3 +424,15 @@ def test_commands_take_a_pattern_for_data(tmp_path: Path, monkeypatch: pytest.Mo
     )
     with pytest.raises(UsageError, match=r"--data data/\*\.json: there is no such file"):
         make_eval_source("data/*.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "*.jsonl", ""])
+def test_a_folder_that_cannot_be_listed_is_no_unexpected_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(DataError, match="name a .jsonl" if not name else "no file"):
+        open_source(tmp_path / name)

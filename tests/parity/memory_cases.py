@@ -267,13 +267,11 @@ def activations(
         return tensor
 
     model.train()
-    with (
-        replaced(torch.nn.functional, "linear", linear),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        loss = task.loss(unwrap_peft(model), batch)
-    saved = sum(kept.values())
-    loss.total.backward()
+    with replaced(torch.nn.functional, "linear", linear):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = task.loss(unwrap_peft(model), batch)
+        saved = sum(kept.values())
+        loss.total.backward()  # recomputes layers by the same function
     predicted = predicted_activations(task.recipe, batch, 2 if dtype == "bfloat16" else 4)
     return {"measured": saved, **predicted}
 

@@ -127,6 +127,8 @@ class StepResult:
     """Units that this rank's loss sums over."""
     metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
     """Name -> (sum, weight) of this rank: scalar tensors on the device; the weight may be a float."""
+    micro_batches: int = 0
+    """Backward passes of this rank, fillers included."""
     samples: int = 0
     """Samples of this rank, without fillers."""
     tokens: int = 0

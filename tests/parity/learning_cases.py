@@ -35,6 +35,9 @@ class Parts(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Sum(Task):
+    unused_in: str = ""
+    """Where `nought` takes the place of `used`: the "second" micro-batch of a step, a "rank", "later" than step 1."""
+
     def examples(self, split: str) -> Sequence[int]:
         return range(64)
 
@@ -47,15 +50,20 @@ class Sum(Task):
         return Parts()
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        (sample,) = batch.samples
+        is_left_out = {"": False, "second": sample % 2 == 1, "rank": sample % 4 >= 2, "later": sample >= 8}
+        if self.unused_in:
+            part: Any = model.nought if is_left_out[self.unused_in] else model.used
+            return Loss(total=part(batch.tensors["x"]).sum())
         return Loss(total=model(batch.tensors["x"]).sum())
 
 
-def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
+def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1), unused_in: str = "") -> Any:
     """Return what is reported after steps with these rates; `kind`: a preset, or torch. Collective."""
     recipe = RunConfig.model_validate(
         {"task": "sum", "optim": {"name": "sgd", "lr": 0.1, "clip": 0.0}, "precision": "fp32"}
     )
-    task, ranks = Sum(recipe=recipe), world()
+    task, ranks = Sum(recipe=recipe, unused_in=unused_in), world()
     told: list[Any] = []
 
     def tell(event: str, **about: Any) -> None:

@@ -67,6 +67,9 @@ class EvalEngine(ABC):
 class Engine(EvalEngine):
     """A module with an optimizer: a step, and what a checkpoint holds."""
 
+    needs_all_gradients = False
+    """True where a step is wrong unless every micro-batch gives the same weights a gradient."""
+
     def __init__(self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig) -> None:
         self.train_module = train_module
         self._lr_scales = [group.lr_scale for group in param_groups]

@@ -75,6 +75,8 @@ class DeepSpeedEngine(Engine):
         self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=config)
         self.module = self.engine
         self.is_sharded = zero["stage"] == 3
+        # ZeRO reduces a gradient in its weight's hook, and adds what the ranks have at the same place of a bucket.
+        self.needs_all_gradients = zero["stage"] > 0
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)

@@ -228,6 +228,7 @@ class StepAccumulator:
             loss=torch.stack(self.losses).sum(),
             weight=sum(batch.weight for batch in batches),
             metrics=self.metrics,
+            micro_batches=len(batches),
             samples=sum(len(batch.samples) for batch in batches),
             tokens=sum(batch.tokens for batch in batches),
             computed_tokens=sum(map(_count_computed, batches)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,11 +24,13 @@ CHUNK_NUMEL = 1 << 22
 class TrainabilityCheck:
     """Report of trainable parameters without a gradient or without a change after the first steps.
 
-    It is an error if none changed.
+    It is an error if none changed and, with ZeRO, if some micro-batches give a parameter a gradient and others do not.
     """
 
     def __init__(self, engine: Engine, train_module: TrainModule, log_event: Callable[..., None]) -> None:
         self._engine, self._train_module, self._log_event = engine, train_module, log_event
+        self._num_grads: Counter[str] = Counter()
+        """Parameter -> gradients in this step."""
         self._names_with_grad: set[str] = set()
         self._hooks: list[Any] = []
         self._trainable_names: list[str] = []
@@ -46,19 +49,32 @@ class TrainabilityCheck:
     def check_step(self, result: StepResult, lr: float) -> None:
         """Count a step, and run the check after the last of `CHECKED_STEPS`; that call is collective.
 
-        Raises RunError on every rank alike if no parameter changed.
+        Raises RunError on every rank alike if no parameter changed, and on this rank if its micro-batches differ in the
+        parameters that get a gradient.
         """
+        if self._engine.needs_all_gradients:
+            self._compare_micro_batches(result.micro_batches)
+        self._names_with_grad |= self._num_grads.keys()
+        self._num_grads.clear()
         # A skipped step, or one with learning rate 0, changes nothing.
         if not self._steps_left or not result.applied or not lr:
             return
         self._steps_left -= 1
         if not self._steps_left:
-            for hook in self._hooks:
-                hook.remove()
+            if not self._engine.needs_all_gradients:
+                for hook in self._hooks:
+                    hook.remove()
             self._check_updates(lr)
 
     def _make_grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._names_with_grad.add(name)
+        return lambda gradient: self._num_grads.update((name,))
+
+    def _compare_micro_batches(self, num_micro_batches: int) -> None:
+        """Raise RunError if a parameter has a gradient in some micro-batches of this rank, of all steps, but not in all."""
+        expected = self._names_with_grad or self._num_grads.keys()  # of the first step: those of any micro-batch
+        missing = {name for name in expected if self._num_grads[name] < num_micro_batches}
+        if uneven := missing | (self._num_grads.keys() - expected):
+            raise _uneven_gradients([name for name in self._trainable_names if name in uneven])
 
     def _check_updates(self, lr: float) -> None:
         world = self._engine.world
@@ -69,7 +85,10 @@ class TrainabilityCheck:
         }
         # Each rank holds a part of the state, and a rank's micro-batches may not reach every parameter.
         moved = set().union(*world.gather(moved))
-        reached = set().union(*world.gather(self._names_with_grad))
+        reached_by_rank = world.gather(self._names_with_grad)
+        reached = set().union(*reached_by_rank)
+        if self._engine.needs_all_gradients and (uneven := reached.difference(set.intersection(*reached_by_rank))):
+            raise _uneven_gradients([name for name in self._trainable_names if name in uneven])
         without = [name for name in self._trainable_names if name not in reached]
         still = [name for name in self._trainable_names if name in reached and name not in moved]
         if not moved:
@@ -92,6 +111,14 @@ class TrainabilityCheck:
             )
         if unchanged:
             yield f"warning: {len(unchanged)} of {total} did not change, their gradients were zero: {first_names(unchanged)}"
+
+
+def _uneven_gradients(names: Sequence[str]) -> RunError:
+    return RunError(
+        f"{len(names)} trained parameters got a gradient in some micro-batches but not in all: {first_names(names)}; ZeRO "
+        "would add gradients of different parameters, or of an earlier step: let the loss of every micro-batch depend on "
+        "them, with 0.0 * weight.sum() where they are not used, or train with --ds-config zero0"
+    )
 
 
 def _iter_checksums(slices: Iterable[Sequence[StateSlice]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:

@@ -67,7 +67,10 @@ class TrainabilityCheck:
             self._check_updates(lr)
 
     def _make_grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._num_grads.update((name,))
+        def count(gradient: torch.Tensor) -> None:
+            self._num_grads[name] += 1
+
+        return count
 
     def _compare_micro_batches(self, num_micro_batches: int) -> None:
         """Raise RunError if a parameter has a gradient in some micro-batches of this rank, of all steps, but not in all."""

@@ -137,7 +137,10 @@ class Run:
         log.activity = activity
 
     def end_step(self, result: StepResult, progress: Progress) -> None:
-        """Add the step to the metrics and check it. Raises RunError on every rank alike. Collective."""
+        """Add the step to the metrics and check it. Collective.
+
+        Raises RunError: on every rank alike, or where the micro-batches of one rank differ in their gradients.
+        """
         self.meter.add(result)
         start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
         self.memory.compare_with_forecast(progress.step - start, self.run_log)

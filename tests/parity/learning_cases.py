@@ -54,14 +54,19 @@ class Sum(Task):
         is_left_out = {"": False, "second": sample % 2 == 1, "rank": sample % 4 >= 2, "later": sample >= 8}
         if self.unused_in:
             part: Any = model.nought if is_left_out[self.unused_in] else model.used
-            return Loss(total=part(batch.tensors["x"]).sum())
-        return Loss(total=model(batch.tensors["x"]).sum())
+            return Loss(total=part(batch.tensors["x"].to(model.used.weight.dtype)).sum())
+        return Loss(total=model(batch.tensors["x"].to(model.used.weight.dtype)).sum())
 
 
-def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1), unused_in: str = "") -> Any:
-    """Return what is reported after steps with these rates; `kind`: a preset, or torch. Collective."""
+def look(
+    kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1), unused_in: str = "", precision: str = "fp32"
+) -> tuple[list[Any], dict[str, list[float]]]:
+    """Return what is reported after steps with these rates, and the trained weights of stage 0 and torch. Collective.
+
+    `kind`: a preset, or torch.
+    """
     recipe = RunConfig.model_validate(
-        {"task": "sum", "optim": {"name": "sgd", "lr": 0.1, "clip": 0.0}, "precision": "fp32"}
+        {"task": "sum", "optim": {"name": "sgd", "lr": 0.1, "clip": 0.0}, "precision": precision}
     )
     task, ranks = Sum(recipe=recipe, unused_in=unused_in), world()
     told: list[Any] = []
@@ -83,7 +88,9 @@ def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1), unused_in: str = "
     learning = TrainabilityCheck(engine, engine.train_module, tell)
     learning.start()
     for number, rate in enumerate(rates):
-        first = number * 8 + ranks.rank * 4 // ranks.size
-        result: StepResult = engine.step([task.collate([first + i]) for i in range(2)], rate)
+        own = 4 // ranks.size
+        first = number * 8 + ranks.rank * own
+        result: StepResult = engine.step([task.collate([first + i]) for i in range(own)], rate)
         learning.check_step(result, rate)
-    return told
+    weights = {name: weight.flatten().tolist() for name, weight in engine.train_module.model.named_parameters()}
+    return told, weights

@@ -119,8 +119,8 @@ class TrainabilityCheck:
 def _uneven_gradients(names: Sequence[str]) -> RunError:
     return RunError(
         f"{len(names)} trained parameters got a gradient in some micro-batches but not in all: {first_names(names)}; ZeRO "
-        "would add gradients of different parameters, or of an earlier step: let the loss of every micro-batch depend on "
-        "them, with 0.0 * weight.sum() where they are not used, or train with --ds-config zero0"
+        "adds gradients of different parameters then, or those of an earlier step: let the loss of every micro-batch depend "
+        "on them, with 0.0 * weight.sum() where they are not used, or train with --ds-config zero0"
     )
 
 

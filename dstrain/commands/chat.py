@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrain.commands.generate import get_text_task, max_prompt_tokens
+from dstrain.commands.generate import describe_changes, get_text_task, max_prompt_tokens
 from dstrain.commands.trained_model import (
     ADAPTER_CONFIG,
     REPLICATED_DS_CONFIG,
@@ -25,7 +25,7 @@ from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DstrainError, UsageError, escape_controls
-from dstrain.process_setup import log_if_slow
+from dstrain.process_setup import log_if_slow, log_stderr
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.task import EXPORT_RECIPE
 
@@ -54,6 +54,8 @@ class Speaker:
     max_prompt_tokens: int | None
     messages: list[dict[str, str]] = field(default_factory=list)
     """The turns of the user and its own answers, without the system prompt."""
+    notes: list[str] = field(default_factory=list)
+    """What was said about prompts that the model does not see as they are."""
 
     def answer(
         self, system: str | None, images: Sequence[str], sampling: SamplingParams, write: Callable[[str], None]
@@ -79,6 +81,10 @@ class Speaker:
         (prompt,) = reader.encode([reader.parse(record)], [Path.cwd()])
         if isinstance(prompt, BadRecord):
             raise prompt
+        for note in describe_changes([prompt], self.max_prompt_tokens):
+            if note not in self.notes:
+                self.notes.append(note)
+                log_stderr(f"{self.name}: {note}")
         stream = Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
         processor = self.task.model_source.vision_processor
         try:

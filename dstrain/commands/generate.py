@@ -21,6 +21,7 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
+from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_lost
 from dstrain.data.formats.answers import COMPLETIONS
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import ParsedPrompt
@@ -107,6 +108,8 @@ class GenerateJob(Job):
         encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
         prompts = [check_prompt(item, "--prompt") for item in encoded]
         prompts += _read_prompts(task, limit) if self.data else []
+        for line in describe_changes(prompts, limit):
+            log_stderr(line)
         if self.num_samples > 1 and any(prompt.images or prompt.series for prompt in prompts):
             raise DataError("--num-samples: several answers are written for prompts of text only; remove the images")
         return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
@@ -140,7 +143,12 @@ class GenerateJob(Job):
         lengths = [len(answer) for answer in answers]
         return [
             # The prompt as a record has it, so that `dstrain score` reads the line.
-            {"prompt": prompt.prompt, COMPLETIONS: texts[at : at + count], "tokens": lengths[at : at + count]}
+            {
+                "prompt": prompt.prompt,
+                **({"tools": [*prompt.tools]} if prompt.tools else {}),
+                COMPLETIONS: texts[at : at + count],
+                "tokens": lengths[at : at + count],
+            }
             for at, prompt in zip(range(0, len(texts), count), prepared.prompts, strict=True)
         ]
 
@@ -163,6 +171,18 @@ def max_prompt_tokens(task: TextTask, max_new_tokens: int) -> int | None:
         asked = f"--max-new-tokens {max_new_tokens}"
         raise UsageError(f"{asked}: the model has {positions} positions, prompt included; ask for fewer")
     return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
+
+
+def describe_changes(prompts: Sequence[EncodedPrompt], limit: int | None) -> list[str]:
+    """Return a sentence for each way in which the model does not see prompts as they are; `limit`: tokens of a prompt."""
+    lines = []
+    if cut := sum(prompt.is_cut for prompt in prompts):
+        lines.append(
+            f"{cut} of {len(prompts)} prompts have more than {limit} tokens, and the model sees the last {limit} only; "
+            "shorten them, lower --max-new-tokens, or raise data.max_prompt_length where it is set"
+        )
+    counts = {name: sum(prompt.lost.get(name, 0) for prompt in prompts) for name in LOST_COLUMNS}
+    return lines + describe_lost({"kept": len(prompts), "cuts": counts})
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:

@@ -19,6 +19,7 @@ from dstrain.commands.trained_model import (
     resolve_data_path,
 )
 from dstrain.config import RunConfig
+from dstrain.data.encoding.template_check import describe_lost
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.token_store import TokenizedDataset
@@ -113,13 +114,13 @@ class ScoreJob(Job):
         if world.rank > 0:
             return None
         rows = partial(_iter_rows, task, prepared.answers, columns)
-        first = next(iter(columns))
+        first, counts = next(iter(columns)), prepared.answers.summarize()
         summary: dict[str, Any] = {
             "model": str(saved.folder),
             "step": saved.step,
             "answers": len(prepared.answers),
             f"mean_{first}": float(np.hstack([*columns[first]]).mean()),
-            "cut": describe_cuts(prepared.answers.summarize()),
+            "notes": [line for line in (describe_cuts(counts), *describe_lost(counts)) if line],
         }
         if self.out == STDOUT:
             return {**summary, "rows": [*rows()]}
@@ -152,4 +153,4 @@ def show_scores(summary: Mapping[str, Any]) -> str:
         return "\n".join(json.dumps(row, ensure_ascii=False, default=lambda value: None) for row in summary["rows"])
     name = next(key for key in summary if key.startswith("mean_"))
     lines = [f"{summary['answers']} answers, {name.replace('_', ' ')} {summary[name]:.6g}: {summary['out']}"]
-    return "\n".join([*lines, *([summary["cut"]] if summary["cut"] else [])])
+    return "\n".join([*lines, *summary["notes"]])

@@ -108,9 +108,10 @@ class ProcessRewardModel(TextTask):
                     places.append(len(ids) - 1)
                     labels.append(label)
             if places:
-                cut = int(len(ids) > data.max_length)
-                columns = {"input_ids": ids[: data.max_length], "ends": places, "labels": labels}
-                found.append({**columns, "response_cut": cut, "prompt_cut": int(prompt.is_cut)})
+                cuts = {"response_cut": int(len(ids) > data.max_length), "prompt_cut": int(prompt.is_cut)}
+                found.append(
+                    {"input_ids": ids[: data.max_length], "ends": places, "labels": labels, **cuts, **prompt.lost}
+                )
             else:
                 limit = f"data.max_length {data.max_length}"
                 found.append(BadRecord(f"no step with a label ends within {limit}; raise it or remove the record"))

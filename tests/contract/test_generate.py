@@ -14,7 +14,7 @@ from dstrain.commands.trained_model import ModelSelector
 from dstrain.data.formats.answers import read_prompt_answers
 from dstrain.tasks import find_task
 from tests.contract.test_evaluate import start
-from tests.vocabulary import RUN, invoke, write_recipe
+from tests.vocabulary import RUN, invoke, message, write_recipe
 from tests.workers import Workers
 
 GENERATE = "tests.contract.export_cases:generate"
@@ -158,6 +158,19 @@ def test_several_answers_to_a_prompt_are_different_and_ready_to_be_scored(
         assert len(row["tokens"]) == 3
     assert two(GENERATE, **few)[0] == rows
     assert show_answers(rows, False).count("--- answer") == 6
+
+
+def test_answers_are_scored_with_the_tools_of_their_prompt(trained: Any, tmp_path: Path, one: Workers) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    asking = {"messages": [message("user", "Rain?")], "tools": tools}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(asking) + "\n")
+    (tmp_path / "template").write_text(
+        "{{ tools[0].function.name if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    few = asked(trained("sft"), max_new_tokens=4, num_samples=2, temperature=2.0)
+    few |= {"data": str(tmp_path / "asked.jsonl"), "sets": [f"model.chat_template={tmp_path}/template"]}
+    (row,) = one(GENERATE, **few)[0]
+    assert [*read_prompt_answers(row).tools] == tools
 
 
 def test_answers_are_shown_for_people_or_for_programs() -> None:

@@ -55,6 +55,14 @@ def test_prompts_that_are_cut_are_counted(limit: int | None, is_cut: int, tmp_pa
     assert found["prompt_cut"] == is_cut
 
 
+def test_a_system_text_that_the_template_drops_is_counted(tmp_path: Path) -> None:
+    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    task = make(tmp_path, model=find_task("prm").tiny(tmp_path)["model"] | {"chat_template": template})
+    asked = [message("system", "Add up."), message("user", "2+2+1?")]
+    (found,) = task.encode([task.parse(STEPS | {"prompt": asked})], None)
+    assert found["system_lost"] == 1
+
+
 @pytest.mark.parametrize(
     ("record", "wanted"),
     [

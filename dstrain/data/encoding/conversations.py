@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -279,8 +279,12 @@ class EncodedPrompt:
     """Time series whose soft tokens are in the ids."""
     prompt: Prompt = ""
     """The prompt as it was read: a text, or messages."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions that the assistant may call."""
     is_cut: bool = False
     """True if the ids lack the beginning of the text."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """LOST_COLUMNS of the prompt."""
 
 
 def encode_prompts(
@@ -318,7 +322,7 @@ def encode_prompts(
             ids = insert_soft_tokens(tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
-        return EncodedPrompt(text, ids, series=prompt.series, prompt=prompt.prompt, is_cut=keep < len(body))
+        return EncodedPrompt(text, ids, (), prompt.series, prompt.prompt, prompt.tools, keep < len(body), rendered.lost)
 
     return [try_parse(encode, *item) for item in enumerate(prompts)]
 

@@ -152,9 +152,12 @@ def render_prompt(
     """
     if has_chat_template(tokenizer):
         rendered = _render_with_template(tokenizer, prompt, answers, tools)
-        checks = [_check_answer(tokenizer, prompt, answer, tools) for answer in answers]
-        lost = {name: max((one.counts[name] for one in checks), default=0) for name in LOST_COLUMNS}
-        return replace(rendered, lost=lost)
+        checks = [
+            _check_answer(tokenizer, prompt, answer, text, tools)
+            for answer, text in zip(answers, rendered.answers, strict=True)
+        ]
+        checks = checks or [_check_prompt(tokenizer, prompt, tools)]
+        return replace(rendered, lost={name: max(one.counts[name] for one in checks) for name in LOST_COLUMNS})
     if tools:
         raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
     if isinstance(prompt, str):
@@ -294,10 +297,20 @@ def find_answer_end(text: str, start: int, end: int, message: Message, end_token
     return stripped if text.endswith(end_tokens, start, stripped) else end
 
 
+def _check_prompt(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> TemplateCheck:
+    """Return what the template does with a prompt that no answer follows."""
+
+    def locate(sample: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        return _render_with_template(tokenizer, sample.messages, (), tools).prompt, []
+
+    sample = Conversation(_to_messages(prompt, "user"), (), tuple(dict(tool) for tool in tools))
+    return check_template(tokenizer, sample, "prompt", locate)
+
+
 def _check_answer(
-    tokenizer: Any, prompt: Prompt, answer: Response, tools: Sequence[Mapping[str, Any]]
+    tokenizer: Any, prompt: Prompt, answer: Response, text: str, tools: Sequence[Mapping[str, Any]]
 ) -> TemplateCheck:
-    """Return what the template does with a prompt and an answer to it. Raises BadRecord."""
+    """Return what the template does with a prompt and an answer to it, rendered as `text`. Raises BadRecord."""
     before, after = _to_messages(prompt, "user"), _to_messages(answer, "assistant")
     count = len(before)
 
@@ -312,9 +325,7 @@ def _check_answer(
         raise BadRecord(check.reason)
     if check.removed_turns:
         raise BadRecord(f"the chat template writes the result of a tool into the answer; {FIX}")
-    text, spans = locate(sample)
-    lost = check_answers(sample, "".join(text[slice(*span)] for span in spans))
-    return replace(check, lost=check.lost | frozenset(lost))
+    return replace(check, lost=check.lost | frozenset(check_answers(sample, text)))
 
 
 def keep_system_text(tokenizer: Any, messages: list[Message], num_context: int) -> list[Message]:

@@ -17,11 +17,11 @@ Span = tuple[int, int]
 Locate = Callable[[Conversation], tuple[str, Sequence[Span]]]
 """Conversation -> its text and the spans that are learnt, as a task renders it. Raises BadRecord."""
 LOST_COLUMNS = ("system_lost", "tools_lost", "turns_lost", "thoughts_lost")
-"""Columns that are 1 where the chat template drops a text of the record: the system text, the tools or their results,
-other turns, thoughts. They are counted, and not stored."""
+"""Columns that are 1 where the chat template drops a text of the record: the system text, tools, calls of turns that are
+not learnt or results of calls, other turns, thoughts. They are counted, and not stored."""
 _LOST_TEXTS = {
     "system_lost": "their system text",
-    "tools_lost": "their tools or the results of calls",
+    "tools_lost": "their tools, calls or the results of calls",
     "turns_lost": "the text of another turn",
     "thoughts_lost": "thoughts",
 }
@@ -108,8 +108,7 @@ def _check_shape(sample: Conversation, locate: Locate, context: Collection[int])
                 how = "drops" if missing not in text else "writes outside of the learnt text"
                 problem = f"{how} {what} of turn {turn + 1}"
             return TemplateCheck(f"the chat template {problem}; {FIX}")
-        names = [call["function"]["name"] for call in get_message_field(message, "tool_calls") or ()]
-        if absent := next((name for name in names if name not in learnt), None):
+        if absent := next((name for name in _call_names(message) if name not in learnt), None):
             return TemplateCheck(
                 f"the chat template does not write the tool calls of an assistant's turn (turn {turn + 1}: "
                 f"'{absent}'); {FIX}"
@@ -136,6 +135,10 @@ def _shape(sample: Conversation) -> Any:
         sample.trained_turns,
         tuple(tool["function"]["name"] for tool in sample.tools),
     )
+
+
+def _call_names(message: Message) -> list[str]:
+    return [call["function"]["name"] for call in get_message_field(message, "tool_calls") or ()]
 
 
 def _structure(value: Any) -> Any:
@@ -178,12 +181,15 @@ def _mark_leaves(value: Any, turn: int, numbers: Iterator[int]) -> Any:
 
 def _find_dropped(marked: Conversation, marks: Sequence[Sequence[str]], text: str) -> Iterator[str]:
     """Yield the LOST_COLUMNS of texts that are not in the rendered text."""
-    for message, own in zip(marked.messages, marks, strict=True):
+    roles = {"system": "system_lost", "tool": "tools_lost"}
+    columns = {"thought": "thoughts_lost", "call": "tools_lost"}
+    for turn, (message, own) in enumerate(zip(marked.messages, marks, strict=True)):
         for mark in own:
-            if mark in text or (_part(mark) == "call" and message["role"] == "assistant"):
-                continue
-            roles = {"system": "system_lost", "tool": "tools_lost"}
-            yield "thoughts_lost" if _part(mark) == "thought" else roles.get(message["role"], "turns_lost")
+            # A learnt call that is missing makes the record bad.
+            if mark not in text and not (_part(mark) == "call" and turn in marked.trained_turns):
+                yield columns.get(_part(mark)) or roles.get(message["role"], "turns_lost")
+        if turn not in marked.trained_turns and any(name not in text for name in _call_names(message)):
+            yield "tools_lost"
     if any(tool["function"]["name"] not in text for tool in marked.tools):
         yield "tools_lost"
 

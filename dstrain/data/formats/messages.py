@@ -303,10 +303,10 @@ def is_null_image(value: Any) -> bool:
 def has_images(record: Mapping[str, Any]) -> bool:
     """Return whether the record names images, under a key or in parts of its messages."""
     values = [item for value in record.values() for item in (value if isinstance(value, list) else [value])]
-    turns = [turn for turn in values if isinstance(turn, Mapping)]
+    objects = [value for value in values if isinstance(value, Mapping)]
     # OpenAI's preferences have the prompt under input.messages.
-    turns += [turn for value in turns if isinstance(held := value.get("messages"), list) for turn in held]
-    turns = [turn for turn in turns if isinstance(turn, Mapping)]
+    held = [turn for one in objects if isinstance(turns := one.get("messages"), list) for turn in turns]
+    turns = [*objects, *(turn for turn in held if isinstance(turn, Mapping))]
     contents = [content for turn in turns if isinstance(content := turn.get("content", turn.get("value")), list)]
     parts = [part for content in contents for part in content if isinstance(part, Mapping)]
     return bool(read_images(record)) or any(part.get("type") in IMAGE_PART_TYPES for part in parts)

@@ -73,6 +73,24 @@ def test_commands_change_the_conversation(runs: list[Path]) -> None:
             chat.run_command(line)
 
 
+def test_a_conversation_that_the_model_does_not_see_whole_is_told(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = open_chat(runs[:1], None, "last", ["data.max_prompt_length=40"], "Be brief.", FEW)
+    chat.speakers[
+        0
+    ].task.tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    )
+    for _ in range(2):
+        chat.send_message(
+            "How do I mend the pump and the kettle, and who sells parts of both of them?", lambda text: None
+        )
+    cut, lost = capsys.readouterr().err.splitlines()
+    assert cut.startswith("run: 1 of 1 prompts have more than 40 tokens, and the model sees the last 40 only; shorten")
+    assert lost.startswith("run: the chat template drops their system text in 1 of 1 samples")
+
+
 def test_a_message_that_cannot_be_asked_changes_nothing(runs: list[Path]) -> None:
     chat = open_chat(runs[:1], None, "last", [], None, FEW)
     chat.images.append("photo.png")  # of a text-only model

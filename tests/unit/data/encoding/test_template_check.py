@@ -236,6 +236,27 @@ def test_what_a_template_drops_is_counted() -> None:
     ]
 
 
+def test_calls_of_the_context_that_a_template_drops_are_counted() -> None:
+    asked = [USER, call("Argone") | {"weight": 0}, RESULT, ONE]
+    row = encode(NO_CALLS, {"messages": asked, "tools": TOOLS})[2]  # type: ignore[index]
+    assert [name for name in LOST_COLUMNS if row[name]] == ["tools_lost"]
+    without_arguments = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    for calls in (call("Argone"), message("assistant", "") | {"tool_calls": [without_arguments]}):
+        pair = {"prompt": [USER, calls, RESULT], "chosen": [ONE], "rejected": [TWO]}
+        for template, count in ((NO_CALLS, 1), (PLAIN, 0)):
+            (both,) = encode_preferences(with_template(template), [read_preference(pair)], 20_000)
+            assert not isinstance(both, BadRecord)
+            assert both["tools_lost"] == count
+
+
+def test_what_a_template_drops_of_a_prompt_is_counted() -> None:
+    for template, names in ((NO_SYSTEM, ["system_lost"]), (NO_CALLS, ["tools_lost"]), (PLAIN, [])):
+        asked = ParsedPrompt([SYSTEM, USER, call("Argone"), RESULT], tuple(TOOLS))
+        (prompt,) = encode_prompts(with_template(template), [asked])
+        assert not isinstance(prompt, BadRecord)
+        assert [name for name in LOST_COLUMNS if prompt.lost[name]] == names
+
+
 def test_a_text_beside_a_call_that_is_dropped_makes_a_bad_record() -> None:
     reason = encode(TEXT_WITHOUT_CALL, CONVERSATIONS["a call with text"])
     assert str(reason).startswith("the chat template drops the answer of turn 2; name another")

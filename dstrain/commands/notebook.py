@@ -22,7 +22,7 @@ from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.records import BadRecord
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, RunError, UsageError
-from dstrain.launch.command import LaunchOptions
+from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.topology import worker_from_env
 from dstrain.report.run_log import read_rows
 from dstrain.tasks.common.generation import PromptReader
@@ -296,10 +296,9 @@ def _run_command(arguments: Sequence[str], shows_output: bool = True) -> tuple[i
     Returns the exit code, the message of an error, and what it wrote to stdout, which `shows_output` prints too. Ctrl-C is given to the command, which saves and stops; then
     raises KeyboardInterrupt.
     """
-    command = [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
     # In a session of its own: a terminal's Ctrl-C must not reach the ranks twice.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+        rank_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
         text=True, errors="replace", bufsize=1,
     )  # fmt: skip
     output, faults = list[str](), list[str]()

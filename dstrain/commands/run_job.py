@@ -174,10 +174,8 @@ def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | Non
         config = job.check_recipe()
         new_scratch_dir = make_scratch_path()
         options = LaunchOptions(**launch_options)
-        # `python -m` would import from the working directory first, which may be an untrusted
-        # folder.
-        env = {**os.environ, "PYTHONSAFEPATH": "1"}
-        launch = plan_launch(options, [*job.to_argv(), "--scratch", str(new_scratch_dir)], env, config.launch)
+        arguments = [*job.to_argv(), "--scratch", str(new_scratch_dir)]
+        launch = plan_launch(options, arguments, os.environ, config.launch)
         if job.is_parallel and (line := cpu_overload_warning(launch)):
             log_stderr(f"warning: {line}")
         if (launch.world_size > 1 and job.is_parallel) or launch.hosts:

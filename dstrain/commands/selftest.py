@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, scratch_folde
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
+from dstrain.launch.command import rank_command
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.preset import preset_names, read_preset
 from dstrain.report.run_log import read_rows
@@ -429,7 +429,7 @@ def run_phase(job: SelftestJob, processes: Processes, report_line: Callable[[str
 
 def launch(job: SelftestJob, processes: Processes) -> str:
     """Run a launch to its end; return what is known of a failure."""
-    command = [sys.executable, "-P", "-m", "dstrain.cli", *job.to_argv(), "--processes", str(processes.count)]
+    command = rank_command([*job.to_argv(), "--processes", str(processes.count)])
     for name in ("tmp", "logs"):
         (job.folder / name).mkdir(exist_ok=True)
     env = {**os.environ, "TMPDIR": str(job.folder / "tmp"), "DSTRAIN_CACHE": str(job.folder / "cache")}

@@ -82,8 +82,8 @@ class Launch:
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command of a rank of `dstrain ARGUMENTS`."""
-    return [sys.executable, "-u", "-m", "dstrain.cli", *arguments]
+    """Return the command of a rank of `dstrain ARGUMENTS`, which imports nothing from the working directory (-P)."""
+    return [sys.executable, "-P", "-u", "-m", "dstrain.cli", *arguments]
 
 
 def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:

@@ -686,7 +686,7 @@ def _list_in_subprocess(config: RunConfig, *options: str) -> MetaParameters:
     """Return the parameters of a recipe's model, which a subprocess builds on the meta device. Raises RecipeError."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", META_MODULE, *options], input=dump_recipe(config), capture_output=True, text=True,
+            [sys.executable, "-P", "-m", META_MODULE, *options], input=dump_recipe(config), capture_output=True, text=True,
             timeout=META_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

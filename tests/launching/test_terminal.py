@@ -37,7 +37,8 @@ PLANTED = [value.partition("me:")[2].partition("@")[0] or value for value in SEC
 
 def run_in_terminal(folder: Path, width: int, *words: str, stop_after: str = "") -> tuple[int, str, bool]:
     """Train in a pseudo-terminal, with Ctrl-C after a text; return exit code, output, and if the terminal is as before."""
-    command = [sys.executable, "-m", "dstrain", "train", "recipe.yaml", "--run-dir", "run", "--num-gpus", "1", *words]
+    train = ["train", "recipe.yaml", "--run-dir", "run", "--num-gpus", "1", *words]
+    command = [sys.executable, "-P", "-m", "dstrain", *train]  # -P: as the script `dstrain` does
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -65,6 +66,8 @@ def folder(tmp_path: Path) -> Path:
     values = find_task("rm").tiny(tmp_path) | {"steps": 6, "launch": {"env": ["MY_SERVICE_PASSWORD"]}}
     values["log"] = {"every": 2, "tensorboard": True, "wandb": {"project": "p", "mode": "offline"}}
     write_recipe(tmp_path, values)
+    # A file of the working directory with a package's name: no process imports it.
+    (tmp_path / "safetensors.py").write_text("raise ImportError('imported from the working directory')")
     return tmp_path
 
 

@@ -59,7 +59,7 @@ def agent_command(
     """
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
     # -u: a message must not wait in a buffer.
-    words = ["/usr/bin/env", *path, sys.executable, "-u", "-m", module, f"{heartbeat_timeout:g}", nonce]
+    words = ["/usr/bin/env", *path, sys.executable, "-P", "-u", "-m", module, f"{heartbeat_timeout:g}", nonce]
     # Three missed answers end the session, after about the heartbeat timeout. A configuration with LogLevel QUIET would
     # hide why a host cannot be reached.
     options = (

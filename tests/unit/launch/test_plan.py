@@ -46,7 +46,7 @@ def test_an_agents_command_survives_the_remote_shell(plan, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/a b:/c")
     words = agent_command(plan().hosts[1], 30.0, "a1b2")
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
-    assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
+    assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-P", "-u", "-m",
                                       "dstrain.launch.multihost.agent", "30", "a1b2"]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
     lines = show_launch(plan()).splitlines()
     assert [line.split()[0] for line in lines] == ["ssh", "ssh", "RANK=<0", "RANK=<2"]
     assert lines[-1].startswith("RANK=<2 to 5> LOCAL_RANK=<0 to 3> WORLD_SIZE=6 LOCAL_WORLD_SIZE=4 ")
-    assert f"MASTER_ADDR=<address of host1> MASTER_PORT=<free port on host1> {PYTHON} -u -m dstrain.cli" in lines[-1]
+    assert f"MASTER_ADDR=<address of host1> MASTER_PORT=<free port on host1> {PYTHON} -P -u -m dstrain.cli" in lines[-1]
 
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):

@@ -134,6 +134,9 @@ class GenerateJob(Job):
             task.tokenizer,
             task.model_source.vision_processor,
         )
+        limit = int(self.sampling["max_new_tokens"])
+        if world.rank == 0 and (cut := sum(len(answer) == limit for answer in answers)):
+            log_stderr(f"{cut} of {len(answers)} answers are cut off after --max-new-tokens {limit}")
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
         if count == 1:
             return [

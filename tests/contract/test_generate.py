@@ -173,6 +173,15 @@ def test_answers_are_scored_with_the_tools_of_their_prompt(trained: Any, tmp_pat
     assert [*read_prompt_answers(row).tools] == tools
 
 
+def test_answers_and_prompts_that_are_cut_off_are_told(trained: Any) -> None:
+    words = f"generate {trained('sft')}/run --step last --prompt How_do_I_mend_the_pump? --json --max-new-tokens"
+    told = invoke(*words.split(), "1", "--set", "data.max_prompt_length=2")
+    assert told.exit_code == 0, told.output
+    assert "1 of 1 answers are cut off after --max-new-tokens 1" in told.stderr
+    assert "1 of 1 prompts have more than 2 tokens, and the model sees the last 2 only" in told.stderr
+    assert "1 of 1" not in invoke(*words.split(), "60").stderr
+
+
 def test_answers_are_shown_for_people_or_for_programs() -> None:
     rows = [{"prompt": "\n\nHuman: hi\n\nAssistant:", "answer": " Hello.", "tokens": 3}]
     assert json.loads(show_answers(rows, True)) == rows[0]

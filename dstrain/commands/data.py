@@ -14,10 +14,8 @@ from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.conversations import describe_missing_end
-from dstrain.data.encoding.template_check import describe_lost
-from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import describe_columns, warn_without_images
-from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, format_bad_rows
+from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, describe_examples, format_bad_rows
 from dstrain.data.records import BadRow
 from dstrain.data.series import SERIES_TOKEN_ID
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
@@ -86,7 +84,7 @@ def _describe_truncation(source: Source, task: TextTask, validation: ValidationR
     report = task.build_store(ConcatSource([source])).report
     validation.bad += [row for row in report.bad if row.location not in known]
     counts = {"kept": report.kept, "cuts": report.cuts}
-    return "\n".join(filter(None, [describe_cuts(counts), *describe_lost(counts)]))
+    return "\n".join(describe_examples(counts))
 
 
 def show_validation(validation: ValidationReport, show_all: bool = False, is_terminal: bool = True) -> tuple[str, str]:
@@ -131,7 +129,7 @@ def show_file(
     for example in examples:
         yield _show_example(made, source.location(example["sample"]), example, use_color)
     counts = {"kept": store.report.kept, "cuts": store.report.cuts}
-    yield from (f"--- {line}" for line in (describe_cuts(counts), *describe_lost(counts)) if line)
+    yield from (f"--- {line}" for line in describe_examples(counts))
     if examples:
         yield _show_batch(made, examples)
 

@@ -19,9 +19,10 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.dataset import Dataset
+from dstrain.data.prepare import describe_examples
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
-from dstrain.process_setup import log_if_slow
+from dstrain.process_setup import log_if_slow, log_stderr
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import check_generation_data, check_judge
 from dstrain.tasks.common.task import load_split
@@ -65,6 +66,8 @@ class EvaluateJob(Job):
         examples = load_split(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
+        for line in describe_examples(examples.summarize()):
+            log_stderr(line)
         check_generation_data(found.task, examples)
         return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
 

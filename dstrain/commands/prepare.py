@@ -13,9 +13,7 @@ from dstrain.commands.trained_model import hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
-from dstrain.data.encoding.template_check import describe_lost
-from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.columns import describe_columns
+from dstrain.data.prepare import describe_examples
 from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
@@ -25,9 +23,6 @@ from dstrain.units import format_count
 
 if TYPE_CHECKING:
     from dstrain.distributed.world import World
-
-MAX_LISTED_RECORDS = 10
-"""Skipped records that are listed."""
 
 
 @dataclass(frozen=True)
@@ -114,19 +109,8 @@ def show_prepared(summary: Mapping[str, Any]) -> str:
         lines.append(f"{name}: {split['samples']} samples{size}")
         if "images" in split:
             lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
-        lines += [f"  {line}" for line in describe_columns(split.get("columns", {}))]
-        lines += [f"  {cuts}"] if (cuts := describe_cuts(split)) else []
+        lines += [f"  {line}" for line in describe_examples(split)]
         lines += [f"  {name}: {split['selection']}"] if "selection" in split else []
-        lines += [f"  {note}" for note in (*describe_lost(split), *split.get("notes", ()))]
-        if split.get("skipped"):
-            lines.append(f"  {split['skipped']} of {split['read']} records skipped:")
-            named = split["skipped_records"]
-            lines += [f"    {record}" for record in named[:MAX_LISTED_RECORDS]]
-            lines += (
-                [f"    … and {split['skipped'] - MAX_LISTED_RECORDS} more"]
-                if split["skipped"] > MAX_LISTED_RECORDS
-                else []
-            )
     said = {"kept": "reference: its outputs for all samples are cached", "none": "reference: none is needed"}
     lines.append(
         said.get(

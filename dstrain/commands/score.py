@@ -19,8 +19,7 @@ from dstrain.commands.trained_model import (
     resolve_data_path,
 )
 from dstrain.config import RunConfig
-from dstrain.data.encoding.template_check import describe_lost
-from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.prepare import describe_examples
 from dstrain.data.records import BadRecord, Record, try_parse
 from dstrain.data.token_store import TokenizedDataset
 from dstrain.errors import DataError, TaskError, UsageError
@@ -114,13 +113,13 @@ class ScoreJob(Job):
         if world.rank > 0:
             return None
         rows = partial(_iter_rows, task, prepared.answers, columns)
-        first, counts = next(iter(columns)), prepared.answers.summarize()
+        first = next(iter(columns))
         summary: dict[str, Any] = {
             "model": str(saved.folder),
             "step": saved.step,
             "answers": len(prepared.answers),
             f"mean_{first}": float(np.hstack([*columns[first]]).mean()),
-            "notes": [line for line in (describe_cuts(counts), *describe_lost(counts)) if line],
+            "notes": describe_examples(prepared.answers.summarize()),
         }
         if self.out == STDOUT:
             return {**summary, "rows": [*rows()]}

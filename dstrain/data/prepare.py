@@ -20,7 +20,9 @@ from dstrain.cache import cache_root
 from dstrain.data.dataset import SequenceDataset
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.formats.columns import ColumnReport, add_record, merge_reports, parse_record
+from dstrain.data.encoding.template_check import describe_lost
+from dstrain.data.encoding.tokenization import describe_cuts
+from dstrain.data.formats.columns import ColumnReport, add_record, describe_columns, merge_reports, parse_record
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
@@ -325,6 +327,21 @@ def format_bad_rows(
         count = len(others)
         lines.append(f"… and {sum(map(len, others))} more of {count} other kind{'s' * (count != 1)}")
     return lines
+
+
+MAX_LISTED_RECORDS = 10
+"""Skipped records that a command lists."""
+
+
+def describe_examples(report: Mapping[str, Any]) -> list[str]:
+    """Return lines on a dataset's report: columns, texts that were cut or dropped, notes, and the records that were skipped."""
+    lines = [*describe_columns(report.get("columns", {})), describe_cuts(report), *describe_lost(report)]
+    lines += report.get("notes", ())
+    if skipped := report.get("skipped"):
+        lines.append(f"{skipped} of {report['read']} records skipped:")
+        lines += [f"  {record}" for record in report["skipped_records"][:MAX_LISTED_RECORDS]]
+        lines += [f"  … and {skipped - MAX_LISTED_RECORDS} more"] if skipped > MAX_LISTED_RECORDS else []
+    return [line for line in lines if line]
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, RunConfig, dump_recipe, find_learning_changes
-from dstrain.data.encoding.template_check import describe_lost
-from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.columns import describe_columns, warn_without_images
+from dstrain.data.formats.columns import warn_without_images
+from dstrain.data.prepare import describe_examples
 from dstrain.distributed.world import World
 from dstrain.ds_config import batch_warnings, ds_config_warnings
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
@@ -98,7 +97,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
             f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
         )
         selections = [f"{split}: {report['selection']}" for split, report in reports.items() if "selection" in report]
-        for line in (*describe_truncation(reports), *selections, *describe_frozen_models(plan.task, plan.preset.stage)):
+        for line in (*describe_splits(reports), *selections, *describe_frozen_models(plan.task, plan.preset.stage)):
             log_stdout(line)
     for line in plan.task.checks.info_messages():
         run_log.announce(line, "notice", what=line)
@@ -215,21 +214,11 @@ def task_name(task: str) -> str:
     return Path(task).name if task.endswith(".py") else task
 
 
-def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines per split on its files' columns, on truncated samples and notes; once if both come from one file."""
+def describe_splits(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of `describe_examples` for each split; once if both come from one file."""
     if reports.get("train") == reports.get("eval"):
         reports = {"data": reports["train"]} if reports else {}
-    return [
-        f"{split}: {line}"
-        for split, report in reports.items()
-        for line in (
-            *describe_columns(report.get("columns", {})),
-            describe_cuts(report),
-            *describe_lost(report),
-            *report.get("notes", ()),
-        )
-        if line
-    ]
+    return [f"{split}: {line}" for split, report in reports.items() for line in describe_examples(report)]
 
 
 def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:

@@ -15,7 +15,7 @@ from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.training.messages import describe_truncation
+from dstrain.training.messages import describe_splits
 from tests.cells import SLOW
 from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers
@@ -106,10 +106,14 @@ def test_the_start_of_a_run_tells_what_is_cut(tmp_path: Path) -> None:
     cuts = {"response_cut": 1, "prompt_cut": 2, "last_turn_cut": 0}
     train, other = {"kept": 9, "cuts": cuts}, {"kept": 8, "cuts": cuts}
     line = "samples, 1 had an answer cut and 2 their prompt, none its last user turn"
-    assert describe_truncation({"train": train, "eval": other}) == [f"train: of 9 {line}", f"eval: of 8 {line}"]
-    assert describe_truncation({"train": train, "eval": dict(train)}) == [f"data: of 9 {line}"]
-    assert describe_truncation({"train": train}) == [f"train: of 9 {line}"]
-    assert describe_truncation({"train": {"kept": 9, "cuts": {}}}) == describe_truncation({}) == []
+    assert describe_splits({"train": train, "eval": other}) == [f"train: of 9 {line}", f"eval: of 8 {line}"]
+    assert describe_splits({"train": train, "eval": dict(train)}) == [f"data: of 9 {line}"]
+    assert describe_splits({"train": train}) == [f"train: of 9 {line}"]
+    skipped = {"read": 20, "skipped": 12, "skipped_records": [f"a.jsonl:{number}: why" for number in range(12)]}
+    first, *listed, last = describe_splits({"train": skipped})
+    assert (first, last) == ("train: 12 of 20 records skipped:", "train:   … and 2 more")
+    assert listed == [f"train:   a.jsonl:{number}: why" for number in range(10)]
+    assert describe_splits({"train": {"kept": 9, "cuts": {}}}) == describe_splits({}) == []
 
 
 def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ class Source(Protocol):
     def bad_rows(self) -> list[BadRow]:
         """Rows that are not records."""
 
+    def bad_rows_before(self, index: int) -> list[BadRow]:
+        """Return the bad rows in front of a record."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -59,9 +62,13 @@ class BaseSource:
     def __init__(self, name: str, base_dir: Path, columns: Columns) -> None:
         self.name, self.base_dir, self.columns = name, base_dir, dict(columns)
         self.bad_rows: list[BadRow] = []
+        self._records_before_bad: list[int] = []
         self.digest = ""
         self.missing_columns: dict[str, str] = {}
         """Column of data.columns that the file lacks, where it has the key itself -> a suggestion."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def get_base_dir(self, index: int) -> Path:
         return self.base_dir
@@ -69,6 +76,14 @@ class BaseSource:
     def location(self, index: int) -> str:
         """Return `train.parquet[12]`, with the row, from 0."""
         return f"{self.name}[{index}]"
+
+    def bad_rows_before(self, index: int) -> list[BadRow]:
+        return self.bad_rows[: bisect.bisect_right(self._records_before_bad, index)]
+
+    def _add_bad_row(self, location: str, reason: str) -> None:
+        """Add a bad row that follows the records so far."""
+        self.bad_rows.append(BadRow(location, reason))
+        self._records_before_bad.append(len(self))
 
     def _set_digest(self, content_digest: str, column_names: set[str]) -> None:
         """Set the digest. Raises DataError for renamed columns that no record has."""
@@ -137,6 +152,11 @@ class WrappedSource:
     def bad_rows(self) -> list[BadRow]:
         return [row for source in self.sources for row in source.bad_rows]
 
+    def bad_rows_before(self, index: int) -> list[BadRow]:
+        last, inside = self.find_source(index)
+        earlier = itertools.takewhile(lambda source: source is not last, self.sources)
+        return [row for source in earlier for row in source.bad_rows] + last.bad_rows_before(inside)
+
     def __bool__(self) -> bool:
         """Return whether it has records, without counting them."""
         return any(self.sources)
@@ -176,6 +196,11 @@ class HeadSource(WrappedSource):
 
     def __bool__(self) -> bool:
         return bool(self._count) and super().__bool__()
+
+    @property
+    def bad_rows(self) -> list[BadRow]:
+        """Those in front of its last record."""
+        return self.bad_rows_before(len(self) - 1) if len(self) < super().__len__() else super().bad_rows
 
     def __len__(self) -> int:
         return min(self._count, super().__len__())
@@ -253,6 +278,9 @@ class LazySource:
     @property
     def bad_rows(self) -> list[BadRow]:
         return self._get_source().bad_rows
+
+    def bad_rows_before(self, index: int) -> list[BadRow]:
+        return self._get_source().bad_rows_before(index)
 
     def __len__(self) -> int:
         return self._count

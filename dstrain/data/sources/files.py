@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from dstrain.data.records import BadRow
 from dstrain.data.sources.base import BaseSource, Columns, Source
 from dstrain.data.sources.parquet import ParquetSource
 from dstrain.errors import DataError, describe_decode_error, one_line
@@ -179,9 +178,7 @@ class JsonLinesSource(BaseSource):
         content, names, offset = hashlib.sha256(), set[str](), 0
         for number, (line, size) in enumerate(_iter_lines(self._file, content.update), 1):
             if size > MAX_LINE_BYTES:
-                self.bad_rows.append(
-                    BadRow(f"{self.name}:{number}", f"has {format_bytes(size)}, and a line {_LINE_LIMIT_HINT}")
-                )
+                self._add_bad_row(f"{self.name}:{number}", f"has {format_bytes(size)}, and a line {_LINE_LIMIT_HINT}")
             elif not is_blank(line):
                 try:
                     # Every line is decoded once here, so that bad lines are known before training starts.
@@ -190,7 +187,7 @@ class JsonLinesSource(BaseSource):
                     self._sizes.append(len(line))
                     self._line_numbers.append(number)
                 except ValueError as fault:
-                    self.bad_rows.append(BadRow(f"{self.name}:{number}", str(fault)))
+                    self._add_bad_row(f"{self.name}:{number}", str(fault))
             # By the size read, not len(line): of a long line only the start is in memory.
             offset += size
         return content.hexdigest(), names
@@ -236,7 +233,7 @@ class RowsSource(BaseSource):
         try:
             self._rows.append((number, read(*args)))
         except ValueError as fault:
-            self.bad_rows.append(BadRow(self._place(number), one_line(str(fault))))
+            self._add_bad_row(self._place(number), one_line(str(fault)))
 
     def _decode(self, content: bytes) -> str:
         """Return the text of the file. Raises DataError."""

@@ -262,6 +262,16 @@ def test_the_first_records_are_a_source_of_their_own(write_lines):
     assert len({source.digest, first.digest, HeadSource(source, 1).digest}) == 3
 
 
+def test_bad_rows_behind_the_first_records_are_not_theirs(write_lines):
+    lines = [b"bad", {"a": 0}, b"bad", {"a": 1}, b"bad"]
+    parts = [write_lines(lines, "one.jsonl"), write_lines(lines, "two.jsonl")]
+    for source in (ConcatSource([*map(open_source, parts)]) for _ in range(2)):  # the second time from the cache
+        bad = [row.location for row in source.bad_rows]
+        assert bad == [f"{name}.jsonl:{line}" for name in ("one", "two") for line in (1, 3, 5)]
+        for count, number in ((1, 1), (2, 2), (3, 4), (4, 6), (9, 6)):
+            assert [row.location for row in HeadSource(source, count).bad_rows] == bad[:number]
+
+
 def test_reading_and_planning_need_neither_torch_nor_transformers():
     code = (
         "import sys, dstrain.data.sources.open, dstrain.data.formats.preferences, dstrain.data.token_store, "

@@ -72,6 +72,10 @@ def _check_data(config: RunConfig) -> Iterator[Violation]:
         yield ("eval", "patience"), problem, "set data.eval or data.eval_fraction, or remove it"
 
 
+UNUSED_OPTIMIZER_KEYS = {"sgd": ("betas", "eps"), "adafactor": ("betas", "eps"), "lion": ("eps",)}
+"""optim.name -> keys of optim that it does not read; sgd has no momentum."""
+
+
 def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     if config.steps is not None and config.epochs is not None:
         yield ("epochs",), "epochs and steps are both set", "remove one"
@@ -102,6 +106,9 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
             "is 0, but the rates of optim.groups are stored as multiples of it",
             "set a rate, and freeze the other parameters with model.freeze",
         )
+    for name in UNUSED_OPTIMIZER_KEYS.get(optim.name, ()):
+        if getattr(optim, name) != type(optim).model_fields[name].default:
+            yield ("optim", name), f"has no effect with optim.name {optim.name}", "remove it"
     if optim.scale_lr == "none" and optim.scale_lr_base != type(optim).model_fields["scale_lr_base"].default:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
 

@@ -68,6 +68,8 @@ class DPO(PairTask, ReferenceTask):
         check_limits(self, "label_smoothing", below=0.5)
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ValueError(f"label_smoothing has no meaning for loss_type {self.loss_type}; leave it out")
+        if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
+            raise ValueError(f"simpo_gamma has no meaning for loss_type {self.loss_type}; leave it out")
         if self.rpo_alpha < 0 or (self.rpo_alpha and self.loss_type == "orpo"):
             raise ValueError(
                 f"rpo_alpha is {self.rpo_alpha:g}, but it must be at least 0, and unset for orpo, whose loss has an SFT term"

@@ -26,6 +26,8 @@ def refusal(folder: Path, text: str, *sets: str) -> str:
         ("{precision: fp32, model: {dtype: bfloat16}}", "is bfloat16 while precision is fp32"),
         ("{precision: bf16, model: {dtype: float16}}", "is float16 while precision is bf16"),
         ("{batch: {prefix_sharing: true, packing: false}}", "is true while batch.packing is false"),
+        ("{optim: {name: sgd, betas: [0.8, 0.9]}}", "optim.betas: has no effect with optim.name sgd"),
+        ("{optim: {name: lion, eps: 1.0e-6}}", "optim.eps: has no effect with optim.name lion"),
         ("{model: {gradient_checkpointing: 1.5}}", "must be true, false, or the share of the layers"),
     ],
 )

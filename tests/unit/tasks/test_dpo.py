@@ -247,6 +247,7 @@ def test_a_reference_without_numbers_is_refused(tmp_path: Path, monkeypatch: pyt
         ({"beta": 0.0}, "beta is 0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "no meaning"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma has no meaning for loss_type sigmoid"),
         ({"loss_type": "orpo", "rpo_alpha": 1.0}, "rpo_alpha"),
         ({"loss_type": "simpo", "precompute_ref_log_probs": True}, "no reference"),
         ({"loss_type": "dpo"}, "loss_type"),

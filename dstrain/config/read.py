@@ -203,6 +203,7 @@ class Recipe:
     folder: Path
     """Folder in which relative paths are looked up after the working directory."""
     source: SourceMap = field(default_factory=lambda: SourceMap(COMMAND_LINE))
+    """The values as they were written, with the line of each key."""
 
     def locate_key(self, where: str) -> str:
         """Return `recipe.yaml:12 optim.lr` for a place `optim.lr`; other places as they are."""

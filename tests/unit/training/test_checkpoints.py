@@ -462,6 +462,32 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
     assert best(tmp_path) == "step-00000002", "the third was not looked at again"
 
 
+def test_metrics_of_another_name_are_not_compared(tmp_path: Path) -> None:
+    """The run went on with `eval.metric: accuracy`: a loss of 1.2 is no better accuracy than 0.8."""
+    for step, name, metric in ((1, "loss", 1.2), (2, "accuracy", 0.8)):
+        checkpoints = solo(tmp_path, best_metric=name, best_mode="min" if name == "loss" else "max")
+        recipe = {"eval": {"metric": name}}
+        checkpoints.save(write, Progress(step, step), {"recipe": recipe}, metric)
+        assert best(tmp_path) == f"step-{step:08d}"
+
+
+def test_incomplete_checkpoints_are_gone_before_any_rank_goes_on(tmp_path: Path) -> None:
+    """Rank 0 removes them without waiting for the others, which only read complete ones, and have read those."""
+    save(solo(tmp_path), 1, 2)
+    os.rename(tmp_path / "step-00000002", tmp_path / "step-00000002.old")
+    (tmp_path / "step-00000003.partial").mkdir()
+
+    def start(world: ThreadWorld) -> tuple[list[str], int, list[str]]:
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
+        newest, _ = checkpoints.find_latest_valid()
+        time.sleep(0.1 * world.rank)
+        removed = checkpoints.remove_incomplete()
+        assert newest is not None
+        return removed, newest.step, sorted(os.listdir(tmp_path))
+
+    assert on_ranks(3, start) == [(["step-00000003.partial"], 2, ["step-00000001", "step-00000002"])] * 3
+
+
 def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there(tmp_path: Path) -> None:
     save(solo(tmp_path), 2)
     partial = tmp_path / "step-00000003.partial"

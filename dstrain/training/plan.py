@@ -285,7 +285,9 @@ def build_schedule(plan: RunPlan) -> StepSchedule:
 def interval_in_steps(plan: RunPlan, every: int | str) -> int | Fraction:
     """Return the steps between two events, at least 1; `every` is a number of steps, or the word epoch."""
     # Not rounded: the steps would move away from the ends of the epochs, more with each epoch.
-    return every if isinstance(every, int) else max(1, Fraction(plan.sampler.samples_per_epoch, plan.batch.total))
+    if isinstance(every, int):
+        return every
+    return max(Fraction(1), Fraction(plan.sampler.samples_per_epoch, plan.batch.total))
 
 
 def scaled_lr(plan: RunPlan, lr: float) -> float:

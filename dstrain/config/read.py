@@ -397,6 +397,8 @@ def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
         return near
     if details[0]["loc"][-1:] == ("[key]",):
         return "put it in quotation marks"
+    if value is None and details[0]["type"] != "missing":
+        return "give it a value, or remove it"
     return _FIXES.get(details[0]["type"], "correct the value")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from dstrain.errors import RecipeError, suggest_name
@@ -22,15 +23,15 @@ def fraction_of_steps(steps: int, fraction: float) -> int:
 class Every:
     """Interval in steps."""
 
-    steps: int | None
-    """Steps from one time to the next; None for never."""
+    steps: int | Fraction | None
+    """Steps from one time to the next, a fraction where an epoch ends within a step; None for never."""
 
     def __post_init__(self) -> None:
         assert self.steps is None or self.steps > 0, f"Every({self.steps}): the configuration accepts only 1 and more"
 
     def is_due(self, step: int) -> bool:
         """Return True if it is due after `step` steps."""
-        return self.steps is not None and step > 0 and step % self.steps == 0
+        return self.steps is not None and step > 0 and step // self.steps > (step - 1) // self.steps
 
 
 @dataclass(frozen=True)

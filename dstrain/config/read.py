@@ -203,6 +203,7 @@ class Recipe:
     folder: Path
     """Folder in which relative paths are looked up after the working directory."""
     source: SourceMap = field(default_factory=lambda: SourceMap(COMMAND_LINE))
+    """The values as they were written, with the line of each key."""
 
     def locate_key(self, where: str) -> str:
         """Return `recipe.yaml:12 optim.lr` for a place `optim.lr`; other places as they are."""
@@ -396,6 +397,8 @@ def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
         return near
     if details[0]["loc"][-1:] == ("[key]",):
         return "put it in quotation marks"
+    if value is None and details[0]["type"] != "missing":
+        return "give it a value, or remove it"
     return _FIXES.get(details[0]["type"], "correct the value")
 
 

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dstrain.config.rules import check_warmup
 from dstrain.config.schema import BatchConfig, RunConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.source_map import dotted_name
 
 DEFAULT_MICRO_BATCH_SIZE = 8
 """Samples per forward pass where neither the recipe nor the preset sets them: of evaluations and generated answers."""
@@ -170,12 +172,18 @@ def most_tokens_of_pass(config: RunConfig, rows_per_sample: int) -> int | None:
 
 
 def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: int) -> tuple[int, int]:
-    """Return (optimizer steps, samples) of the complete run. With `epochs` the last step may be smaller."""
+    """Return (optimizer steps, samples) of the complete run. With `epochs` the last step may be smaller.
+
+    Raises RecipeError for a warmup of more steps.
+    """
     if config.steps is not None:
         return config.steps, config.steps * samples_per_step
     # At least one, also for a small fraction of an epoch.
     samples = max(1, round((config.epochs or 1.0) * samples_per_epoch))
-    return math.ceil(samples / samples_per_step), samples
+    steps = math.ceil(samples / samples_per_step)
+    if faults := [Fault(dotted_name(key), *rest) for key, *rest in check_warmup(config.optim.warmup, steps)]:
+        raise RecipeError(faults)
+    return steps, samples
 
 
 _MUTABLE_KEYS = (

@@ -85,12 +85,8 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     if batch.prefix_sharing is True and batch.packing is False:
         yield ("batch", "prefix_sharing"), "is true while batch.packing is false", "remove one"
     yield from _check_tokens_per_micro(batch)
-    if config.steps is not None and optim.warmup > config.steps:
-        yield (
-            ("optim", "warmup"),
-            f"is {optim.warmup:g} of only {config.steps} steps",
-            "lower it, or give a fraction below 1",
-        )
+    if config.steps is not None:
+        yield from check_warmup(optim.warmup, config.steps)
     if optim.loraplus_lr_ratio is None and optim.loraplus_lr_embedding != 1.0e-6:
         yield (
             ("optim", "loraplus_lr_embedding"),
@@ -111,6 +107,12 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
             yield ("optim", name), f"has no effect with optim.name {optim.name}", "remove it"
     if optim.scale_lr == "none" and optim.scale_lr_base != type(optim).model_fields["scale_lr_base"].default:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
+
+
+def check_warmup(warmup: float, steps: int) -> Iterator[Violation]:
+    """Yield a violation for a warmup that is longer than the run, whose rate would never reach `optim.lr`."""
+    if warmup > steps:
+        yield ("optim", "warmup"), f"is {warmup:g} of only {steps} steps", "lower it, or give a fraction below 1"
 
 
 def _check_tokens_per_micro(batch: BatchConfig) -> Iterator[Violation]:

@@ -544,6 +544,6 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     """Checkpoint interval and retention."""
     profile: ProfileConfig | None = None
-    """Profile some steps: trace, DeepSpeed's FLOPs table, memory."""
+    """Profile some steps: trace, FLOPs of each module, memory."""
     launch: LaunchConfig = LaunchConfig()
     """Launcher settings."""

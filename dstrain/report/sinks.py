@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import queue
+import re
 import secrets
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import psutil
 
 from dstrain.config.schema import LogConfig, WandbConfig
-from dstrain.errors import EXIT_DONE, EXIT_STOPPED, UsageError, describe_unexpected, mask_secrets, one_line
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, Fault, UsageError, describe_unexpected, mask_secrets, one_line
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import Row, RunLog
 
@@ -84,10 +85,13 @@ class WandbSink:
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Raise UsageError where `log.wandb` cannot work: wandb or its API key is missing. Contacts no server."""
+    """Raise UsageError where `log.wandb` cannot work: the project's name, wandb or its API key. Contacts no server."""
     mode = resolve_mode(config.mode, os.environ)
     if mode == "disabled":
         return
+    if found := re.search(r"[/\\#?%:]", config.project):  # wandb_settings.py: wandb.init would refuse it
+        fix = "write the project alone, and the team in WANDB_ENTITY"
+        raise UsageError(Fault("log.wandb.project", f"has a {found[0]}, which W&B does not allow", fix))
     if not getattr(importlib.util.find_spec("wandb"), "origin", None):  # a plain folder named wandb has no origin
         fix = "run `pip install wandb`, or leave log.wandb out"
         raise UsageError(f"log.wandb is set, but wandb is not installed; {fix}")

@@ -22,6 +22,7 @@ from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError
 from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, sync_folder
 from dstrain.report.run_log import format_current_time
+from dstrain.source_map import lookup
 from dstrain.training.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FIELDS,
@@ -182,6 +183,8 @@ class CheckpointStore:
     """Also keep every checkpoint whose step is a multiple of this."""
     best_mode: Literal["min", "max"] = "min"
     """Direction in which the metric is better; the best checkpoint is kept too."""
+    best_metric: str | None = None
+    """`eval.metric`: checkpoints whose recipe has another one are not compared; None compares all."""
     check_usable: Callable[[Path], None] = lambda _: None
     """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
     check_owner: Callable[[], None] = lambda: None
@@ -268,7 +271,10 @@ class CheckpointStore:
         return self.run_on_rank_zero("cleaning up", lambda: _remove_incomplete(self.folder))
 
     def supersede_newer(self, checkpoint: CheckpointInfo) -> list[str]:
-        """Rename the checkpoints newer than the one that the run continues from; return their names. Collective."""
+        """Rename the checkpoints newer than the one that the run continues from; return their names. Collective.
+
+        All of them where that one is in another folder: they are of a run that does not go on here.
+        """
         superseded = self.run_on_rank_zero(
             "superseding newer checkpoints", lambda: _replace_newer(self.folder, checkpoint)
         )
@@ -299,12 +305,18 @@ class CheckpointStore:
         sign = self._sign
         self._is_best_checked = True
         replace_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
-        metrics = [(info.metric, info.step) for info in find_checkpoints(self.folder) if info.is_complete]
+        comparable = (info for info in find_checkpoints(self.folder) if info.is_complete and self._has_metric(info))
+        metrics = [(info.metric, info.step) for info in comparable]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
             set_best(self.folder, min(found)[1])
         else:
             (self.folder / BEST_NAME).unlink(missing_ok=True)
+
+    def _has_metric(self, checkpoint: CheckpointInfo) -> bool:
+        """Return False for a checkpoint whose metric is another one: the run continued with another `eval.metric`."""
+        recorded = lookup(checkpoint.run_info, ("recipe", "eval", "metric"))
+        return self.best_metric is None or recorded in (None, self.best_metric)
 
     def _prune(self, current_step: int) -> None:
         """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
@@ -404,11 +416,9 @@ def _remove_incomplete(folder: Path) -> list[str]:
 
 
 def _replace_newer(folder: Path, checkpoint: CheckpointInfo) -> list[str]:
-    # Checkpoints of another run are not this one's to rename.
-    if checkpoint.path.parent.resolve() != folder.resolve():
-        return []
-    replace_best_copy(folder, checkpoint.step)
-    newer = [folder / name for name in list_checkpoint_names(folder) if parse_step(name) > checkpoint.step]
+    last_kept = checkpoint.step if checkpoint.path.parent.resolve() == folder.resolve() else -1
+    replace_best_copy(folder, last_kept)
+    newer = [folder / name for name in list_checkpoint_names(folder) if parse_step(name) > last_kept]
     for path in newer:
         rename_folder(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]

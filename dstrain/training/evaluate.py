@@ -51,7 +51,7 @@ class Evaluation:
         """Return loss and metrics: each is one sum over all ranks, divided once. Collective.
 
         The rates are those of the losses, without the generation of answers. `should_stop` is a collective that
-        tells every rank the same; where it is true before all answers are generated, the result is empty.
+        tells every rank the same, called after each forward pass; where it is true, the result is empty.
         """
         meter = Meter(engine.world, self.task.finish_metrics)
         shares = self._micro_batches(engine.world)
@@ -59,8 +59,10 @@ class Evaluation:
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares, engine.world.sequence)
         ):
             meter.add(result)
-            # A long evaluation must not look like a stalled run.
+            # A long evaluation must not look like a stalled run, nor outlast the time between SIGTERM and SIGKILL.
             engine.world.log.record_progress()
+            if should_stop():
+                return {}
         row = meter.drain()
         for name in ("step_seconds", "padding"):  # the meter counts each forward pass as a step
             row.pop(name, None)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -281,10 +282,12 @@ def build_schedule(plan: RunPlan) -> StepSchedule:
     )
 
 
-def interval_in_steps(plan: RunPlan, every: int | str) -> int:
-    """Return the steps between two events; `every` is a number of steps, or the word epoch."""
-    per_epoch = -(-plan.sampler.samples_per_epoch // plan.batch.total)
-    return per_epoch if isinstance(every, str) else every
+def interval_in_steps(plan: RunPlan, every: int | str) -> int | Fraction:
+    """Return the steps between two events, at least 1; `every` is a number of steps, or the word epoch."""
+    # Not rounded: the steps would move away from the ends of the epochs, more with each epoch.
+    if isinstance(every, int):
+        return every
+    return max(Fraction(1), Fraction(plan.sampler.samples_per_epoch, plan.batch.total))
 
 
 def scaled_lr(plan: RunPlan, lr: float) -> float:

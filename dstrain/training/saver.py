@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,12 +33,12 @@ SIZE_MARGIN = 1.02
 """Factor for headers, the manifest and other files of the run."""
 
 
-def compute_max_checkpoints(num_saves: int, keep: int | None, every: int, keep_every: int | None) -> int:
+def compute_max_checkpoints(num_saves: int, keep: int | None, every: int | Fraction, keep_every: int | None) -> int:
     """Return the largest number of checkpoints at a time: the kept, the best, the one being written, and multiples.
 
     `num_saves` is that of the whole run, `every` the steps between two.
     """
-    multiples = 0 if keep_every is None else num_saves * every // keep_every
+    multiples = 0 if keep_every is None else int(num_saves * every // keep_every)
     kept = num_saves if keep is None else min(num_saves, keep + multiples + 1)
     return min(num_saves, kept + 1)
 

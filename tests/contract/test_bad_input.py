@@ -182,7 +182,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "steps without end": (sets("steps=99999999999"), ["--set steps", "less than 2147483648"]),
     "all data held out": (sets("data.eval=null", "data.eval_fraction=1"), ["--set data.eval_fraction", "less than 1"]),
     "a vocabulary of nine": (sets("model.tokenizer={vocab_size: 9}"), ["--set model.tokenizer.vocab_size: is 9", "at least 258 entries", "raise it"]),
-    "nothing for a number": (sets("seed=null"), ["--set seed: must be a whole number, got None"]),
+    "nothing for a number": (sets("seed=null"), ["--set seed: must be a whole number, got None; give it a value, or remove it"]),
     "a rate of a group that is a word": (recipe("task: rm\noptim:\n  groups:\n    head:\n      lr: fast\n"), ["bad.yaml:5 optim.groups.head.lr: must be a number, got 'fast'"]),
     "a word for lines of shell": (sets("launch.slurm.setup=module"), ["--set launch.slurm.setup: must be a list, got"]),
     "a word for parts to freeze": (sets("model.freeze=visoin"), ["--set model.freeze: must be a list, got"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -135,6 +136,11 @@ def test_the_shape_is_that_of_transformers_after_the_warmup(schedule: str) -> No
     ours = LRSchedule(3.0, schedule, 60, 6)
     assert [ours(step) for step in range(6, 61)] == pytest.approx([3.0 * theirs(step) for step in range(6, 61)])
     assert [ours(step) for step in range(5)] == pytest.approx([3.0 * theirs(step + 1) for step in range(5)])
+
+
+def test_an_interval_of_epochs_follows_their_ends() -> None:
+    """Ten epochs of 10 samples in steps of 8: the first step that reaches the end of each one."""
+    assert [step for step in range(14) if Every(Fraction(10, 8)).is_due(step)] == [2, 3, 4, 5, 7, 8, 9, 10, 12, 13]
 
 
 def test_a_run_that_stops_early_is_logged_and_saved_but_not_evaluated() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.config import BatchPlan, check_learning_changes, dump_recipe, read_recipe, resolve_batch, resolve_steps
-from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.config.schema import BatchConfig, OptimConfig, RunConfig
 from dstrain.data.loading.micro_batches import split_evenly
 from dstrain.errors import RecipeError
 
@@ -73,6 +73,8 @@ def test_epochs_end_with_a_smaller_step() -> None:
     assert resolve_steps(RunConfig(epochs=2), 25, 8) == (7, 50)
     assert resolve_steps(RunConfig(), 25, 8) == (4, 25)
     assert resolve_steps(RunConfig(steps=3), 25, 8) == (3, 24)
+    with pytest.raises(RecipeError, match=r"optim\.warmup: is 9 of only 7 steps"):
+        resolve_steps(RunConfig(epochs=2, optim=OptimConfig(warmup=9)), 25, 8)
 
 
 def test_only_learning_keys_are_held_fast() -> None:

@@ -106,6 +106,12 @@ def test_a_missing_wandb_is_refused_with_its_mend(monkeypatch: pytest.MonkeyPatc
         check_wandb(OFFLINE)
 
 
+def test_a_project_with_a_team_is_refused() -> None:
+    """wandb.init refused it after the start, and the run went on without a tracker."""
+    with pytest.raises(UsageError, match=r"log.wandb.project: has a /, which W&B does not allow; .*WANDB_ENTITY"):
+        check_wandb(WandbConfig(project="team/rm", mode="offline"))
+
+
 def test_online_without_a_key_is_refused_and_offline_needs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,9 +305,10 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
 
 
 def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It renames `step-N.old`, whose manifest a slower rank had not read yet."""
+    """It renames `step-N.old`, whose manifest a slower rank had not read yet; no rank goes on before it is done."""
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old")
+    (tmp_path / "step-00000002.partial").mkdir()
 
     def read_late(*args: Any, **options: Any) -> Any:
         if threading.current_thread().name.endswith("_1"):
@@ -317,11 +318,11 @@ def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch
     def act(world: ThreadWorld) -> Any:
         checkpoints = CheckpointStore(folder=tmp_path, world=world)
         found, _ = checkpoints.find_latest_valid()
-        checkpoints.remove_incomplete()
-        return found
+        assert found is not None
+        return found.step, checkpoints.remove_incomplete(), os.listdir(tmp_path)
 
     monkeypatch.setattr("dstrain.training.checkpoints.inspect_checkpoint", read_late)
-    assert [info.step for info in on_ranks(2, act)] == [1, 1]  # type: ignore[union-attr]
+    assert on_ranks(2, act) == [(1, ["step-00000002.partial"], ["step-00000001"])] * 2
 
 
 @pytest.mark.parametrize("phase", ["write", "finalize_checkpoint", "_commit"])
@@ -460,6 +461,15 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
     assert best(tmp_path) == "step-00000002"
     save(checkpoints, 3)
     assert best(tmp_path) == "step-00000002", "the third was not looked at again"
+
+
+def test_metrics_of_another_name_are_not_compared(tmp_path: Path) -> None:
+    """The run went on with `eval.metric: accuracy`: a loss of 1.2 is no better accuracy than 0.8."""
+    for step, name, metric in ((1, "loss", 1.2), (2, "accuracy", 0.8)):
+        checkpoints = solo(tmp_path, best_metric=name, best_mode="min" if name == "loss" else "max")
+        recipe = {"eval": {"metric": name}}
+        checkpoints.save(write, Progress(step, step), {"recipe": recipe}, metric)
+        assert best(tmp_path) == f"step-{step:08d}"
 
 
 def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there(tmp_path: Path) -> None:

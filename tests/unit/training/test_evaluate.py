@@ -54,6 +54,15 @@ def test_an_evaluation_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert divided == [len(run.examples)] * 2, "batches of another shape"
 
 
+def test_a_signal_ends_an_evaluation_after_the_pass() -> None:
+    """It ran to its end, whatever it took: longer than a scheduler waits before SIGKILL."""
+    run = made("rm", "torch", 1, {"batch": {"total": 8, "micro": 4}})
+    asked = iter((False, True))
+    evaluation = Evaluation(run.task, as_dataset(run.examples), 1)
+    assert evaluation.run(run.engine, lambda: next(asked)) == {}
+    assert [*asked] == []
+
+
 def test_reference_log_probs_keep_the_limit_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     columns = []
     for batch in ({"total": 8, "micro": 4}, {"total": 8, "tokens_per_micro": LIMIT}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dstrain.training.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
     _remove_if_unchanged,
+    build_schedule,
     is_for_user,
     make_plan,
     remove_stale_locks,
@@ -51,6 +53,15 @@ def test_weights_are_loaded_in_the_runs_precision_unless_the_recipe_says_otherwi
     assert plan.task.recipe.model.dtype == loaded
     assert plan.task.loss_inputs.reference.config.dtype == loaded
     assert plan.config.model.dtype == asked, "the recipe that is written down stays as it was given"
+
+
+def test_each_epoch_has_its_evaluation(tmp_path: Path) -> None:
+    """Steps between two were rounded up: seven evaluations of ten epochs, at 1.6, 3.2, 4.8 and so on."""
+    plan = planned(tmp_path, batch={"total": 8}, eval={"every": "epoch"}, save={"every": "epoch"})
+    plan = replace(plan, sampler=replace(plan.sampler, sizes=[10]), steps=13)
+    schedule = build_schedule(plan)
+    due = [schedule.due_after(step, stop=False) for step in range(1, 14)]
+    assert [(one.eval, one.save) for one in due].count((True, True)) == 10
 
 
 # Locks of killed compilations do not block later runs.

@@ -83,6 +83,21 @@ def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged
     assert [path.name.split("-", 2)[2] for path in checkpoints.folder.glob("superseded-*")] == ["step-00000002"]
 
 
+def test_a_run_that_goes_on_from_another_folder_is_resumed_not_the_one_that_was_here(tmp_path: Path) -> None:
+    """A start after a kill, or after memory ran out, took the newest step of the earlier run in the folder."""
+    other, run = save(tmp_path / "other", 2), tmp_path / "run"
+    for step in (1, 4):
+        save(run, step)
+    point = decide(run, str(other))
+    checkpoints = CheckpointStore(folder=run / "checkpoints", world=SingleProcessWorld())
+    prepare_start(point, checkpoints, RunLog(run), prune_when_full=False)
+    assert decide(run).checkpoint is None, "no own checkpoint yet"
+    save(run, 3)
+    assert decide(run).step == 3
+    assert len([*checkpoints.folder.glob("superseded-*")]) == 2
+    assert find_checkpoints(other.parent), "the other run keeps its own"
+
+
 def test_every_rank_gets_the_decision_of_all(tmp_path: Path) -> None:
     save(tmp_path, 1)
     flip_byte(save(tmp_path, 2))

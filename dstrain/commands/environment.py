@@ -148,7 +148,7 @@ def _ports() -> EnvironmentLine:
         check_loopback()
         port = free_port()
     except (OSError, UsageError) as error:
-        return EnvironmentLine("ports", "unusable", str(error))
+        return EnvironmentLine("ports", "unusable", str(error), is_fault=True)
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -180,7 +180,7 @@ def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLin
     """
     gpus = visible_gpus(os.environ)
     return [
-        *collect_lines(_nearest_folder(folder)),
+        *collect_lines(nearest_folder(folder)),
         _imports(gpus),
         _precision(gpus),
         _memory(),
@@ -195,9 +195,11 @@ def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLin
     ]
 
 
-def _nearest_folder(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above that exists."""
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return next(
+        path for path in (folder, *folder.parents) if os.path.isdir(path)
+    )  # Path.is_dir raises without permission
 
 
 def _imports(gpus: int) -> EnvironmentLine:
@@ -268,7 +270,7 @@ def _kernels() -> EnvironmentLine:
 
 def _run_folder(folder: Path) -> EnvironmentLine:
     """Return whether this host can write where runs are written."""
-    nearest = _nearest_folder(folder)
+    nearest = nearest_folder(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=nearest, prefix=".dstrain-doctor-"):
             return EnvironmentLine("run folder", f"{nearest} can be written")
@@ -280,7 +282,7 @@ def _run_folder(folder: Path) -> EnvironmentLine:
 
 
 def _small_disk(name: str, folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(_nearest_folder(folder)).free
+    free = shutil.disk_usage(nearest_folder(folder)).free
     variable = "DSTRAIN_CACHE" if name == "cache" else "TMPDIR"
     fix = f"free some, or set {variable} to a larger disk"
     small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""

@@ -57,7 +57,7 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
         lambda: _cuda(gpus),
         lambda: _compiler(gpus),
         lambda: _shared_memory(gpus),
-        lambda: _disk(folder),
+        lambda: _disk("free disk", folder, "TMPDIR"),
         _ports,
     )
     return [line() for line in lines]
@@ -134,11 +134,12 @@ def _shared_memory(gpus: int) -> EnvironmentLine:
     return EnvironmentLine("shared memory", f"{format_bytes(free)} free in {SHM}", warning)
 
 
-def _disk(folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(folder).free
-    small = free < MIN_DISK_BYTES
-    warning = f"less than {format_bytes(MIN_DISK_BYTES)}; free some, or set TMPDIR to a larger disk" if small else ""
-    return EnvironmentLine("free disk", f"{format_bytes(free)} in {folder}", warning)
+def _disk(name: str, folder: Path, variable: str) -> EnvironmentLine:
+    """Return the free space in a folder, or where it will be; `variable` names another one."""
+    free = shutil.disk_usage(nearest_folder(folder)).free
+    fix = f"free some, or set {variable} to a larger disk"
+    small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
+    return EnvironmentLine(name, f"{format_bytes(free)} free in {folder}", small)
 
 
 def _ports() -> EnvironmentLine:
@@ -187,10 +188,8 @@ def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLin
         _limits(gpus),
         _kernels(),
         _run_folder(folder),
-        *(
-            _small_disk(name, path)
-            for name, path in (("cache", cache_root()), ("temporary", Path(tempfile.gettempdir())))
-        ),
+        _disk("cache disk", cache_root(), "DSTRAIN_CACHE"),
+        _disk("temporary disk", Path(tempfile.gettempdir()), "TMPDIR"),
         *([_host_name()] if several_hosts else []),
     ]
 
@@ -279,14 +278,6 @@ def _run_folder(folder: Path) -> EnvironmentLine:
         return EnvironmentLine(
             "run folder", "unusable", f"{problem}; give another --run-dir, or the permission", is_fault=True
         )
-
-
-def _small_disk(name: str, folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(nearest_folder(folder)).free
-    variable = "DSTRAIN_CACHE" if name == "cache" else "TMPDIR"
-    fix = f"free some, or set {variable} to a larger disk"
-    small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
-    return EnvironmentLine(f"{name} disk", f"{format_bytes(free)} free in {folder}", small)
 
 
 def _host_name() -> EnvironmentLine:

@@ -16,6 +16,7 @@ from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError, fix_for_os_error, one_line
 from dstrain.files import atomic_write
 from dstrain.launch.command import LaunchOptions, rank_command
+from dstrain.launch.plan import resolve_env_entries
 from dstrain.launch.topology import is_cpu_requested
 from dstrain.process_setup import log_stderr
 
@@ -172,8 +173,7 @@ def plan_slurm_launch(
     for name, count in (("--num-nodes", options.num_nodes), ("--num-gpus", options.num_gpus)):
         if count is not None and count < 1:
             raise UsageError(f"{name} {count} starts no process; give 1 or more")
-    if unset := [entry for entry in config.env if "=" not in entry and entry not in env]:
-        raise UsageError(f"launch.env: {unset[0]} is not set here; set it, write {unset[0]}=value, or remove it")
+    resolve_env_entries(config.env, env)
     partition = env.get("SBATCH_PARTITION") or config.slurm.partition
     nodes = list_nodes(partition)
     gpu_nodes = [] if is_cpu_requested(env) else [node for node in nodes if node.gpus]

@@ -153,7 +153,7 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
     """
     name = signal.Signals(signum).name
     if not stop_state.saves_checkpoint:
-        stop_state.killed = True
+        stop_state.killed |= signum != signal.SIGUSR1
         return
     if signum in (signal.SIGTERM, signal.SIGINT):
         if stop_state.stop_requested_at is not None:

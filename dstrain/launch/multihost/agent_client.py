@@ -9,6 +9,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -278,16 +279,12 @@ def check_hosts(launch: Launch, clients: list[AgentClient], run_dir: Path) -> La
 
 def request_host_info(clients: list[AgentClient], shared_dir: Path, use_cpu: bool) -> None:
     """Fill in `host_info` of the hosts that answer. They look for a file in `shared_dir`, which is created."""
+    shared_dir.mkdir(parents=True, exist_ok=True)
     # A new name each time: an NFS client may remember that an earlier one was absent.
-    token = shared_dir / f"{SHARED_FILE_PREFIX}{secrets.token_hex(8)}"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.write_bytes(b"")
-    hello = {"token": str(token), "cwd": os.getcwd(), "cpu": use_cpu}
-    try:
+    with tempfile.NamedTemporaryFile(dir=shared_dir, prefix=SHARED_FILE_PREFIX) as token:
+        hello = {"token": token.name, "cwd": os.getcwd(), "cpu": use_cpu}
         for client, info in request_replies(clients, lambda _: {"hello": hello}, "host_info").items():
             client.host_info = info
-    finally:
-        token.unlink(missing_ok=True)
 
 
 def iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[tuple[str, Fault]]:

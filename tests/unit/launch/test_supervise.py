@@ -296,6 +296,13 @@ def test_a_signal_while_the_input_is_checked_ends_with_1_and_usr1_ends_nothing(
     )
 
 
+def test_usr1_does_not_end_a_command_that_writes_no_checkpoint(tmp_path: Path) -> None:
+    state = supervise.StopState(saves_checkpoint=False)
+    for number, killed in ((signal.SIGUSR1, False), (signal.SIGTERM, True), (signal.SIGUSR1, True)):
+        supervise._forward_signal(number, state, Gone(tmp_path))
+        assert state.killed == killed
+
+
 def test_the_others_do_not_outlive_a_killed_rank_for_long(run):
     """Where a launcher waits for all of them, and they for a rank that will not come."""
     started = run(

@@ -58,7 +58,9 @@ def agent_command(
 
     Programs are absolute paths: a login script may define aliases.
     """
-    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
+    # ssh starts in the user's home folder.
+    folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    path = [f"PYTHONPATH={os.pathsep.join(folders)}"] if folders else []
     # -u: a message must not wait in a buffer.
     words = ["/usr/bin/env", *path, sys.executable, "-u", "-m", module, f"{heartbeat_timeout:g}", nonce]
     # Three missed answers end the session, after about the heartbeat timeout. A configuration with LogLevel QUIET would

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -50,17 +50,16 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
     Imports no torch.
     """
     gpus = visible_gpus(os.environ)
-    lines: Sequence[Callable[[], EnvironmentLine]] = (
-        lambda: EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
-        _libraries,
-        lambda: _devices(gpus),
-        lambda: _cuda(gpus),
-        lambda: _compiler(gpus),
-        lambda: _shared_memory(gpus),
-        lambda: _disk("free disk", folder, "TMPDIR"),
-        _ports,
-    )
-    return [line() for line in lines]
+    return [
+        EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
+        _libraries(),
+        _devices(gpus),
+        _cuda(gpus),
+        _compiler(gpus),
+        _shared_memory(gpus),
+        _disk("free disk", folder, "TMPDIR"),
+        _ports(),
+    ]
 
 
 def _libraries() -> EnvironmentLine:

@@ -248,6 +248,9 @@ def explain_system_error(error: Exception) -> DstrainError | None:
             return UsageError("the working folder was removed; change to a folder that exists, and start again")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{one_line(str(error.filename))}: is too long for the file system; choose a shorter one")
+    if isinstance(error, PermissionError) and error.filename:
+        fix = "choose another place, or ask its owner for the permission"
+        return UsageError(f"{one_line(str(error.filename))}: {error.strerror}; {fix}")
     if isinstance(error, OSError) and (fix := fix_for_os_error(error, "")):
         place = one_line(str(error.filename)) if error.filename else "the disk that the output is written to"
         return RunError(f"{place}: {error.strerror}; {fix}")

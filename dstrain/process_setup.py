@@ -36,6 +36,7 @@ def prepare_process() -> None:
     open_closed_streams()
     escape_unsupported_characters()
     reset_sigchld()
+    ignore_sigusr1()
 
 
 def raise_open_files_limit() -> None:
@@ -83,6 +84,15 @@ def reset_sigchld() -> None:
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def ignore_sigusr1() -> None:
+    """Let SIGUSR1, which asks a run for a checkpoint, not end a process that has nothing to save yet.
+
+    By a handler: programs that this process starts do not inherit it.
+    """
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda *_: None)
 
 
 def discard_closed_output() -> bool:

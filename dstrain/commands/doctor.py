@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.commands.environment import EnvironmentLine, collect_host_lines
+from dstrain.commands.environment import EnvironmentLine, collect_host_lines, nearest_folder
 from dstrain.commands.run_job import Job, Prepared, run_job
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault
@@ -179,8 +179,7 @@ def _check_network(clients: Sequence[AgentClient]) -> Iterator[Finding]:
 @contextlib.contextmanager
 def _shared_folder(run_dir: Path) -> Iterator[Path]:
     """Yield a new folder where the runs will be written, and remove it."""
-    nearest = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
-    folder = nearest / f".dstrain-doctor-{secrets.token_hex(4)}"
+    folder = nearest_folder(run_dir) / f".dstrain-doctor-{secrets.token_hex(4)}"
     try:
         yield folder
     finally:

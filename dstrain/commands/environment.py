@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -50,17 +50,16 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
     Imports no torch.
     """
     gpus = visible_gpus(os.environ)
-    lines: Sequence[Callable[[], EnvironmentLine]] = (
-        lambda: EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
-        _libraries,
-        lambda: _devices(gpus),
-        lambda: _cuda(gpus),
-        lambda: _compiler(gpus),
-        lambda: _shared_memory(gpus),
-        lambda: _disk(folder),
-        _ports,
-    )
-    return [line() for line in lines]
+    return [
+        EnvironmentLine("system", f"{platform.platform(terse=True)}, Python {platform.python_version()}"),
+        _libraries(),
+        _devices(gpus),
+        _cuda(gpus),
+        _compiler(gpus),
+        _shared_memory(gpus),
+        _disk("free disk", folder, "TMPDIR"),
+        _ports(),
+    ]
 
 
 def _libraries() -> EnvironmentLine:
@@ -134,11 +133,12 @@ def _shared_memory(gpus: int) -> EnvironmentLine:
     return EnvironmentLine("shared memory", f"{format_bytes(free)} free in {SHM}", warning)
 
 
-def _disk(folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(folder).free
-    small = free < MIN_DISK_BYTES
-    warning = f"less than {format_bytes(MIN_DISK_BYTES)}; free some, or set TMPDIR to a larger disk" if small else ""
-    return EnvironmentLine("free disk", f"{format_bytes(free)} in {folder}", warning)
+def _disk(name: str, folder: Path, variable: str) -> EnvironmentLine:
+    """Return the free space in a folder, or where it will be; `variable` names another one."""
+    free = shutil.disk_usage(nearest_folder(folder)).free
+    fix = f"free some, or set {variable} to a larger disk"
+    small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
+    return EnvironmentLine(name, f"{format_bytes(free)} free in {folder}", small)
 
 
 def _ports() -> EnvironmentLine:
@@ -148,7 +148,7 @@ def _ports() -> EnvironmentLine:
         check_loopback()
         port = free_port()
     except (OSError, UsageError) as error:
-        return EnvironmentLine("ports", "unusable", str(error))
+        return EnvironmentLine("ports", "unusable", str(error), is_fault=True)
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -180,24 +180,24 @@ def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLin
     """
     gpus = visible_gpus(os.environ)
     return [
-        *collect_lines(_nearest_folder(folder)),
+        *collect_lines(nearest_folder(folder)),
         _imports(gpus),
         _precision(gpus),
         _memory(),
         _limits(gpus),
         _kernels(),
         _run_folder(folder),
-        *(
-            _small_disk(name, path)
-            for name, path in (("cache", cache_root()), ("temporary", Path(tempfile.gettempdir())))
-        ),
+        _disk("cache disk", cache_root(), "DSTRAIN_CACHE"),
+        _disk("temporary disk", Path(tempfile.gettempdir()), "TMPDIR"),
         *([_host_name()] if several_hosts else []),
     ]
 
 
-def _nearest_folder(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above that exists."""
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return next(
+        path for path in (folder, *folder.parents) if os.path.isdir(path)
+    )  # Path.is_dir raises without permission
 
 
 def _imports(gpus: int) -> EnvironmentLine:
@@ -268,7 +268,7 @@ def _kernels() -> EnvironmentLine:
 
 def _run_folder(folder: Path) -> EnvironmentLine:
     """Return whether this host can write where runs are written."""
-    nearest = _nearest_folder(folder)
+    nearest = nearest_folder(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=nearest, prefix=".dstrain-doctor-"):
             return EnvironmentLine("run folder", f"{nearest} can be written")
@@ -277,14 +277,6 @@ def _run_folder(folder: Path) -> EnvironmentLine:
         return EnvironmentLine(
             "run folder", "unusable", f"{problem}; give another --run-dir, or the permission", is_fault=True
         )
-
-
-def _small_disk(name: str, folder: Path) -> EnvironmentLine:
-    free = shutil.disk_usage(_nearest_folder(folder)).free
-    variable = "DSTRAIN_CACHE" if name == "cache" else "TMPDIR"
-    fix = f"free some, or set {variable} to a larger disk"
-    small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
-    return EnvironmentLine(f"{name} disk", f"{format_bytes(free)} free in {folder}", small)
 
 
 def _host_name() -> EnvironmentLine:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,8 +14,14 @@ from typing import Any
 
 from dstrain.errors import UsageError, one_line
 from dstrain.files import get_host_id
-from dstrain.launch.lease import LEASE_TIMEOUT_SECONDS, RELEASED_HEARTBEAT, LeaseHolder, parse_holder, read_latest_lease
-from dstrain.launch.processes import is_process_alive, process_state
+from dstrain.launch.lease import (
+    LEASE_TIMEOUT_SECONDS,
+    LeaseHolder,
+    find_live_holder,
+    parse_holder,
+    read_latest_lease,
+)
+from dstrain.launch.processes import process_state
 from dstrain.launch.worker import RankRecord, get_workers_dir, read_rank_records
 from dstrain.report.page.render import GENERATOR
 from dstrain.report.progress import Progress, State, find_end, measure_progress
@@ -25,8 +31,6 @@ from dstrain.training.checkpoints import list_checkpoint_rows
 from dstrain.training.run_report import REPORT_FILE, describe_run, write_page
 from dstrain.training.state.manifest import COMPLETE_STATUS
 from dstrain.units import format_bytes, format_count, format_duration
-
-_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +50,15 @@ class Liveness:
 def find_liveness(history: RunHistory, timeout: float = LEASE_TIMEOUT_SECONDS) -> Liveness:
     """Return the state of a run. Waits up to `timeout` seconds for a heartbeat of a launch on another host."""
     run_dir = history.run_dir
-    holder = _read_holder(run_dir)
-    if holder is not None and holder.machine == get_host_id() and holder.folder != run_dir.stat().st_ino:
-        holder = None  # of the folder that this one is a copy of
+    holder, is_alive = None, False
+    with contextlib.suppress(OSError):  # the folder of no launch, or one that this user may not read
+        content = read_latest_lease(get_workers_dir(run_dir))[1]
+        holder = parse_holder(content)
+        if holder is not None and holder.machine == get_host_id() and holder.folder != run_dir.stat().st_ino:
+            holder = None  # of the folder that this one is a copy of
+        is_alive = holder is not None and find_live_holder(run_dir, content, timeout) is not None
     ranks = read_rank_records(run_dir, holder.launch) if holder is not None else {}
     ranks = ranks or read_rank_records(run_dir)  # of one without a `dstrain` command
-    is_alive = False if holder is None else _is_alive(holder, lambda: _read_holder(run_dir), timeout)
     here = [
         rank
         for rank, record in ranks.items()
@@ -70,29 +77,6 @@ def find_liveness(history: RunHistory, timeout: float = LEASE_TIMEOUT_SECONDS) -
             state = "failed"
     reason = failed.error if failed is not None and failed.error and state == "failed" else ""
     return Liveness(state=state, holder=holder, ranks=ranks, alive_ranks=alive_ranks, reason=reason)
-
-
-def _read_holder(run_dir: Path) -> LeaseHolder | None:
-    with contextlib.suppress(OSError):  # the folder of no launch, or one that this user may not read
-        return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1])
-    return None
-
-
-def _is_alive(holder: LeaseHolder, read: Callable[[], LeaseHolder | None], timeout: float) -> bool:
-    """Return True if the process of the holder runs, or its heartbeat changes within `timeout` seconds."""
-    if holder.beat == RELEASED_HEARTBEAT:
-        return False
-    if holder.machine == get_host_id() and (known := is_process_alive(holder.pid, holder.started)) is not None:
-        return known
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-        current = read()
-        if current is None or current.beat == RELEASED_HEARTBEAT:
-            return False
-        if current != holder:
-            return True
-    return False
 
 
 LATE_FACTOR, LATE_SECONDS = 5.0, 60.0

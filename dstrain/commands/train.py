@@ -23,6 +23,7 @@ from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import plan_launch, show_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
+from dstrain.launch.supervise import StopState, exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device
@@ -41,6 +42,11 @@ AnyLaunch = Launch | SlurmLaunch
 
 def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
     """Check the recipe and start the ranks, each of which calls `train_as_rank`. Returns the exit code."""
+    with handle_signals(exit_without_workers):
+        return _launch_training(request, launch_options, dry_run)
+
+
+def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
     request = resume_on_restart(request, os.environ)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
@@ -194,7 +200,6 @@ def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptio
     Returns the exit code, and True if the workers ran out of memory and the next start has a smaller micro-batch.
     """
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
-    from dstrain.launch.supervise import StopState, supervise
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_worker_files
 
     is_new = not run_dir.exists()

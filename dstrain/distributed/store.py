@@ -145,7 +145,7 @@ def _open_store_by_agent(host: str, port: int, timeout: timedelta) -> Any:
 
     agent = TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
     if os.environ["RANK"] == "0":
-        store = _serve(listen_at(_own_address(host), 0), timeout)
+        store = _serve(listen_at(_listening_address(host), 0), timeout)
         agent.set(_RANK_0_KEY, f"{store.host} {store.port}")
     else:
         deadline, store = time.monotonic() + timeout.total_seconds(), None
@@ -164,12 +164,17 @@ def _open_store_by_agent(host: str, port: int, timeout: timedelta) -> Any:
     return store
 
 
-def _own_address(peer: str) -> str:
-    """Return this host's address on the way to another; that of GLOO_SOCKET_IFNAME if this host's name is loopback."""
-    family, _, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+def find_own_address(peer: str) -> str:
+    """Return this host's address on the way to another. Raises OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing
-        address = str(probe.getsockname()[0])
+        return str(probe.getsockname()[0])
+
+
+def _listening_address(peer: str) -> str:
+    """Return this host's address on the way to another; that of GLOO_SOCKET_IFNAME if it is loopback."""
+    address = find_own_address(peer)
     if address.startswith("127.") and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
         import psutil
 

@@ -105,6 +105,32 @@ def parse_holder(content: bytes | None) -> LeaseHolder | None:
     return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None
 
 
+def find_live_holder(
+    run_dir: Path, content: bytes | None, timeout: float, on_wait: Callable[[], None] = lambda: None
+) -> LeaseHolder | None:
+    """Return who holds a run folder whose newest lease has this content; None if it is released, or its holder dead.
+
+    A holder that this host cannot look up is dead if its heartbeat stays the same for `timeout` seconds; `on_wait` is
+    called before. Raises OSError.
+    """
+    holder = parse_holder(content)
+    if holder is not None and holder.beat == RELEASED_HEARTBEAT:
+        return None
+    if holder is not None and holder.machine == get_host_id() and holder.folder == run_dir.stat().st_ino:
+        is_alive = is_process_alive(holder.pid, holder.started)
+        if is_alive is not None:
+            return holder if is_alive else None
+    on_wait()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        _, current = read_latest_lease(get_workers_dir(run_dir))
+        # It goes on, or another launch was faster. One that cannot be read is being written.
+        if current != content and (changed := parse_holder(current)) is not None:
+            return changed if changed.beat != RELEASED_HEARTBEAT else None
+    return None
+
+
 class Lease:
     """Context manager that holds a run folder for a launch, from `acquire` to its end."""
 
@@ -165,10 +191,15 @@ class Lease:
             self._write_heartbeat()
 
     def _try_acquire(self, timeout: float) -> bool:
-        """Return True if the folder is held now; False if another launch was faster: try again."""
+        """Return True if the folder is held now; False if another launch was faster: try again.
+
+        Raises ResumeError if another launch holds it.
+        """
         number, content = read_latest_lease(self._folder)
-        if content is not None and not self._is_free(content, timeout):
-            return False
+        if content is not None and (
+            holder := find_live_holder(self.run_dir, content, timeout, lambda: self._log_wait(content, timeout))
+        ):
+            raise self._conflict_error(holder)
         self._number = number + 1
         path = lease_path(self._folder, self._number)
         try:
@@ -196,36 +227,11 @@ class Lease:
         beat = RELEASED_HEARTBEAT if self._stop_event.is_set() else f"{time.monotonic_ns() // 10**6:012d}"
         return json.dumps(asdict(self._holder) | {"beat": beat}).encode()
 
-    def _is_free(self, content: bytes, timeout: float) -> bool:
-        """Return True if the lease is released or its holder dead, False if it changed meanwhile.
-
-        A holder that this host cannot look up is dead if its heartbeat stays the same for `timeout` seconds. Raises
-        ResumeError if the lease is held.
-        """
-        holder = parse_holder(content)
-        if holder is not None and holder.beat == RELEASED_HEARTBEAT:
-            return True
-        if holder is not None and holder.machine == get_host_id() and holder.folder == self.run_dir.stat().st_ino:
-            is_alive = is_process_alive(holder.pid, holder.started)
-            if is_alive:
-                raise self._conflict_error(holder)
-            if is_alive is False:
-                return True
+    def _log_wait(self, content: bytes, timeout: float) -> None:
+        holder = parse_holder(content) or "a launch that cannot be read"
         log_stderr(
-            f"{self.run_dir} is held by {holder or 'a launch that cannot be read'}, which this host cannot look up; "
-            f"waiting up to {timeout:g} s for a heartbeat"
+            f"{self.run_dir} is held by {holder}, which this host cannot look up; waiting up to {timeout:g} s for a heartbeat"
         )
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            _, current = read_latest_lease(self._folder)
-            if current == content:
-                continue
-            changed = parse_holder(current)
-            if changed is None or changed.beat == RELEASED_HEARTBEAT:
-                return False
-            raise self._conflict_error(changed)  # it goes on, or another launch was faster
-        return True
 
     def _conflict_error(self, holder: LeaseHolder) -> ResumeError:
         same = holder.machine == get_host_id()

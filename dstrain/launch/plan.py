@@ -125,6 +125,12 @@ def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: 
     for path in env_files:
         # Later sources win: the recipe is the most specific.
         found |= read_env_file(path, env)
+    return found | resolve_env_entries(entries, env)
+
+
+def resolve_env_entries(entries: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `launch.env`: NAME=value, or NAME with the value here. Raises UsageError if it is not set."""
+    found = {}
     for entry in entries:
         name, given, value = entry.partition("=")
         if not given and name not in env:

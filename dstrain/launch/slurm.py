@@ -16,6 +16,7 @@ from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError, fix_for_os_error, one_line
 from dstrain.files import atomic_write
 from dstrain.launch.command import LaunchOptions, rank_command
+from dstrain.launch.plan import resolve_env_entries
 from dstrain.launch.topology import is_cpu_requested
 from dstrain.process_setup import log_stderr
 
@@ -39,7 +40,8 @@ SCRIPT = """\
 # 120 s before the time limit this shell gets SIGUSR1. More, if a checkpoint takes longer.
 #SBATCH --signal=B:USR1@120
 
-# The job is requeued after a failure (exit code 1) if there is a newer checkpoint than at its start, so often in a row.
+# The job is requeued so often in a row after a failure (exit code 1) with a newer checkpoint than at its start, or after a
+# stop without one.
 MAX_FAILURES=3
 
 RUN_DIR={run_dir}
@@ -73,17 +75,16 @@ done
 wait $!
 code=$?
 
-case $code in
-0 | 2) ;;  # done; wrong input, which a second start would refuse too
-75)
+progress=$([ "$(newest_checkpoint)" = "$start" ] || echo progress)
+case $code,$progress in
+0,* | 2,*) ;;  # done; wrong input, which a second start would refuse too
+75,progress)
     rm -f "$failures"
     requeue
     ;;
-*)
-    if [ "$(newest_checkpoint)" != "$start" ]; then
-        echo "$code" >>"$failures"
-        [ "$(wc -l <"$failures")" -le "$MAX_FAILURES" ] && requeue
-    fi
+75, | *,progress)  # 75 without progress: the signal came before the first step
+    echo "$code" >>"$failures"
+    [ "$(wc -l <"$failures")" -le "$MAX_FAILURES" ] && requeue
     ;;
 esac
 exit "$code"
@@ -132,7 +133,6 @@ class SlurmLaunch:
 
     def _options(self) -> list[tuple[str, object]]:
         """Return (name, value) of options of sbatch, without those that depend on nothing."""
-        output = str(self.run_dir / OUTPUT_FILE).replace("%", "%%").format(job="%j")
         found = {
             # The same for each job of this run folder, and for no other folder: see --dependency=singleton.
             "job-name": f"{self.run_dir.name}-{zlib.crc32(str(self.run_dir).encode()):08x}",
@@ -144,7 +144,7 @@ class SlurmLaunch:
             "gpus-per-node": None if self.use_cpu else self.tasks_per_node,
             "cpus-per-task": self.cpus_per_task,
             "chdir": Path.cwd(),
-            "output": output,
+            "output": f"{str(self.run_dir).replace('%', '%%')}/{OUTPUT_FILE.format(job='%j')}",
         }
         return [(name, value) for name, value in found.items() if value is not None]
 
@@ -173,8 +173,7 @@ def plan_slurm_launch(
     for name, count in (("--num-nodes", options.num_nodes), ("--num-gpus", options.num_gpus)):
         if count is not None and count < 1:
             raise UsageError(f"{name} {count} starts no process; give 1 or more")
-    if unset := [entry for entry in config.env if "=" not in entry and entry not in env]:
-        raise UsageError(f"launch.env: {unset[0]} is not set here; set it, write {unset[0]}=value, or remove it")
+    resolve_env_entries(config.env, env)
     partition = env.get("SBATCH_PARTITION") or config.slurm.partition
     nodes = list_nodes(partition)
     gpu_nodes = [] if is_cpu_requested(env) else [node for node in nodes if node.gpus]
@@ -214,10 +213,10 @@ def list_nodes(partition: str | None) -> list[Node]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     nodes = []
-    for line in done.stdout.splitlines():
-        name, cpus, gres = line.split(maxsplit=2)
+    # With SLURM_CLUSTERS there are other lines, such as CLUSTER: NAME.
+    for name, cpus, gres in re.findall(r"^(\S+) +(\d+)\+? (.+)$", done.stdout, re.MULTILINE):
         if name.removesuffix("*") in (partition or "").split(",") or (partition is None and name.endswith("*")):
-            nodes.append(Node(int(cpus.rstrip("+")), sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))))
+            nodes.append(Node(int(cpus), sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))))
     return nodes
 
 

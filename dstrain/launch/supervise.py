@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -60,8 +60,8 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are recorded in
     `stop_state`. Call it from the main thread.
     """
-    stop_state = stop_state or StopState()
-    with _capture_signals() as signals:
+    stop_state, signals = stop_state or StopState(), deque[int]()
+    with handle_signals(lambda signum, _: signals.append(signum)):
         set_child_subreaper(True)
         try:
             group.start()
@@ -99,20 +99,21 @@ def _decide_restart(stop_state: StopState, ends: Mapping[int, RankEnd]) -> bool:
     return True
 
 
+def exit_without_workers(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal while no worker runs: exit with 1. SIGUSR1 asks for a checkpoint, and there is nothing to save."""
+    if signum != signal.SIGUSR1:
+        raise SystemExit(f"dstrain: {signal.Signals(signum).name}: no worker runs, so there is nothing to save")
+
+
 @contextlib.contextmanager
-def _capture_signals() -> Iterator[deque[int]]:
-    """Queue the forwarded signals instead of ending. An ignored signal stays ignored, for nohup."""
-    queue: deque[int] = deque()
-
-    def enqueue(signum: int, frame: FrameType | None) -> None:
-        queue.append(signum)
-
+def handle_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context in which a function handles the forwarded signals. An ignored signal stays ignored, for nohup."""
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, enqueue)
+            signal.signal(number, handle)
     try:
-        yield queue
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -152,7 +153,7 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
     """
     name = signal.Signals(signum).name
     if not stop_state.saves_checkpoint:
-        stop_state.killed = True
+        stop_state.killed |= signum != signal.SIGUSR1
         return
     if signum in (signal.SIGTERM, signal.SIGINT):
         if stop_state.stop_requested_at is not None:
@@ -251,8 +252,7 @@ def compute_outcome(
             return LaunchOutcome(code)
     # Often all ranks do at the same step, and the first one to end says nothing more than the others.
     if full := [rank for rank, record in records.items() if record.is_out_of_memory]:
-        also = f", and so did rank{'s' * (len(full) > 2)} {first_names(full[1:], 8)}" if len(full) > 1 else ""
-        first = f"{_format_rank(ends, full[0])} ran out of memory{also}"
+        first = f"{_format_rank(ends, full[0])} ran out of memory{_format_others(full[1:])}"
         return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[full[0]].error}", full[0])
     bad = [rank for rank in (ends if ended is None else ended) if codes[rank] not in (EXIT_DONE, EXIT_STOPPED)]
     # One that ended of a SIGTERM that it was sent did not fail first.
@@ -260,7 +260,9 @@ def compute_outcome(
         cause = OUT_OF_MEMORY_HINT if ends[rank].status == -signal.SIGKILL else ""
         if reason := ends[rank].kill_reason:
             cause = f": {reason}; {HOST_MEMORY_FIX}"
-        return LaunchOutcome(EXIT_FAILED, _describe_failure(ends, rank) + cause, rank)
+        error = records[rank].error if rank in records else None
+        alike = [other for other, record in records.items() if error and record.error == error] or [rank]
+        return LaunchOutcome(EXIT_FAILED, _describe_failure(ends, *alike) + cause, alike[0])
     silent = [rank for rank in ranks if rank not in records]
     if silent:
         how = describe_exit(ends[silent[0]].status if silent[0] in ends else None)
@@ -274,13 +276,18 @@ def _list_records(ends: Mapping[int, RankEnd]) -> list[tuple[int, RankRecord]]:
     return [(rank, end.record) for rank, end in sorted(ends.items()) if end.record is not None]
 
 
-def _describe_failure(ends: Mapping[int, RankEnd], rank: int) -> str:
-    """Return the rank with the error that it recorded, or with how its process ended."""
+def _describe_failure(ends: Mapping[int, RankEnd], rank: int, *others: int) -> str:
+    """Return the rank with the error that it recorded, as others did, or with how its process ended."""
     record = ends[rank].record
     if record is None or record.exit is None:
         return f"{_format_rank(ends, rank)} {describe_exit(ends[rank].status)}"
     error = f": {record.error}" if record.error else ""
-    return f"{_format_rank(ends, rank)} failed with code {record.exit}{error}"
+    return f"{_format_rank(ends, rank)} failed with code {record.exit}{_format_others(others)}{error}"
+
+
+def _format_others(ranks: Sequence[int]) -> str:
+    """Return `, and so did ranks 1, 2`; empty for no ranks."""
+    return f", and so did rank{'s' * (len(ranks) > 1)} {first_names(ranks, 8)}" if ranks else ""
 
 
 def _format_rank(ends: Mapping[int, RankEnd], rank: int) -> str:

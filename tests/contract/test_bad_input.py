@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def never(*arguments: Any) -> int:
         raise AssertionError("something was launched")
 
-    monkeypatch.setattr("dstrain.launch.supervise.supervise", never)
+    monkeypatch.setattr("dstrain.commands.train.supervise", never)
     return tmp_path
 
 

@@ -69,7 +69,7 @@ def test_files_that_cannot_be_are_refused_before_anything_is_launched(
 ) -> None:
     init, write, wanted = SEEN_AT_ONCE[wrong]
     write(folder)
-    monkeypatch.setattr("dstrain.launch.supervise.supervise", None)
+    monkeypatch.setattr("dstrain.commands.train.supervise", None)
     result = CliRunner().invoke(
         main, ["train", RECIPE, "--set", f"model.init={init}", "--set", "data.train=none.jsonl"]
     )

@@ -35,7 +35,7 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
     command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dstrain.launch.supervise.supervise", None)
+    monkeypatch.setattr("dstrain.commands.train.supervise", None)
     found = invoke(*command, name)
     assert found.exit_code == 2
     assert [re.sub(rf"{name}\.yaml(:\d+)? ", "", line) for line in found.stderr.splitlines()] == [

@@ -262,6 +262,11 @@ def test_a_missing_file_in_a_folder_that_is_there_is_not_explained() -> None:
     ("error", "kind", "words"),
     [
         (OSError(errno.ENAMETOOLONG, "long", "x" * 9), UsageError, "xxxxxxxxx: is too long for the file system"),
+        (
+            PermissionError(errno.EACCES, "denied", "/home/x"),
+            UsageError,
+            "/home/x: denied; choose another place, or ask",
+        ),
         (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RunError, "may start no more processes or threads"),
         (RuntimeError("can't start new thread"), RunError, "may start no more processes or threads"),
         (RuntimeError("Could not determine home directory."), UsageError, "no home folder is known"),

@@ -123,6 +123,13 @@ def test_an_ignored_sigchld_is_reset() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_sigusr1_does_not_end_a_process_that_starts() -> None:
+    """torchrun's and srun's ranks import for seconds before they can save."""
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+    for setup, code in (("", -signal.SIGUSR1), ("from dstrain.process_setup import prepare_process as p; p()", 0)):
+        assert subprocess.run([sys.executable, "-c", f"{setup}\n{kill}"]).returncode == code
+
+
 @pytest.mark.parametrize(
     ("events", "closed"), [([(1, select.POLLERR)], True), ([(1, select.POLLOUT)], False), ([], False)]
 )

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +58,9 @@ def agent_command(
 
     Programs are absolute paths: a login script may define aliases.
     """
-    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
+    # ssh starts in the user's home folder.
+    folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    path = [f"PYTHONPATH={os.pathsep.join(folders)}"] if folders else []
     # -u: a message must not wait in a buffer.
     words = ["/usr/bin/env", *path, sys.executable, "-P", "-u", "-m", module, f"{heartbeat_timeout:g}", nonce]
     # Three missed answers end the session, after about the heartbeat timeout. A configuration with LogLevel QUIET would
@@ -278,16 +281,12 @@ def check_hosts(launch: Launch, clients: list[AgentClient], run_dir: Path) -> La
 
 def request_host_info(clients: list[AgentClient], shared_dir: Path, use_cpu: bool) -> None:
     """Fill in `host_info` of the hosts that answer. They look for a file in `shared_dir`, which is created."""
+    shared_dir.mkdir(parents=True, exist_ok=True)
     # A new name each time: an NFS client may remember that an earlier one was absent.
-    token = shared_dir / f"{SHARED_FILE_PREFIX}{secrets.token_hex(8)}"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.write_bytes(b"")
-    hello = {"token": str(token), "cwd": os.getcwd(), "cpu": use_cpu}
-    try:
+    with tempfile.NamedTemporaryFile(dir=shared_dir, prefix=SHARED_FILE_PREFIX) as token:
+        hello = {"token": token.name, "cwd": os.getcwd(), "cpu": use_cpu}
         for client, info in request_replies(clients, lambda _: {"hello": hello}, "host_info").items():
             client.host_info = info
-    finally:
-        token.unlink(missing_ok=True)
 
 
 def iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[tuple[str, Fault]]:

@@ -29,7 +29,7 @@ def read_hostfile(path: str) -> list[Host]:
         file = Path(path).expanduser()
         if special := not_file_reason(file):
             raise UsageError(f"--hostfile {path}: {special}; save it as a file")
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
         raise UsageError(

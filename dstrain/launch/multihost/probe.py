@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 import dstrain
+from dstrain.distributed.store import find_own_address
 from dstrain.files import get_host_id
 from dstrain.launch.processes import start_time
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
@@ -141,11 +142,8 @@ def find_route_interface(address: str) -> str:
     """
     interfaces = get_interfaces_by_address()
     with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
-            if found := interfaces.get(probe.getsockname()[0]):
-                return found
+        if found := interfaces.get(find_own_address(address)):
+            return found
     names = set(interfaces.values())
     return names.pop() if len(names) == 1 else ""
 

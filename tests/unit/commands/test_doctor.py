@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import subprocess
 from pathlib import Path
@@ -98,6 +100,21 @@ def test_a_run_folder_without_permission_is_a_fault(quick: None, monkeypatch: py
     found = line("run folder", Path("/proc/runs"))
     assert found.is_fault
     assert "/proc cannot be written" in found.warning
+
+
+def test_a_run_folder_in_a_folder_that_may_not_be_entered_is_a_fault(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, stat = tmp_path / "closed", os.stat
+    closed.mkdir()
+
+    def stat_as_another_user(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if not isinstance(path, int) and closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat_as_another_user)
+    assert line("run folder", closed / "runs").value == f"{closed} can be written"  # as root; others cannot
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_no_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mount a tmpfs there" in line("shared memory").warning
 
 
-def test_ports_that_cannot_be_used_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_that_cannot_be_used_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "check_loopback", raising(UsageError("loopback is down; start it")))
-    assert line("ports") == EnvironmentLine("ports", "unusable", "loopback is down; start it")
+    assert line("ports") == EnvironmentLine("ports", "unusable", "loopback is down; start it", is_fault=True)
 
 
 def test_a_host_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands import runs
 from dstrain.commands.runs import find_liveness, rewrite_report
+from dstrain.launch import lease
 from dstrain.launch.lease import Lease, lease_path
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, record_end, record_start
 from dstrain.report.run_history import open_run
@@ -148,11 +148,11 @@ def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
     path = lease_path(get_workers_dir(held), 1)
     elsewhere = json.loads(path.read_text()) | {"machine": "elsewhere", "host": "node7"}
     path.write_text(json.dumps(elsewhere))
-    monkeypatch.setattr(runs, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
     if beats:
         read = iter(range(1, 100))
         monkeypatch.setattr(
-            runs,
+            lease,
             "read_latest_lease",
             lambda folder: (1, json.dumps(elsewhere | {"beat": f"{next(read):012d}"}).encode()),
         )

@@ -43,10 +43,10 @@ def plan(tmp_path, monkeypatch):
 
 
 def test_an_agents_command_survives_the_remote_shell(plan, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/a b:/c")
+    monkeypatch.setenv("PYTHONPATH", "/a b:c:")
     words = agent_command(plan().hosts[1], 30.0, "a1b2")
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
-    assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-P", "-u", "-m",
+    assert shlex.split(words[-1]) == ["/usr/bin/env", f"PYTHONPATH=/a b:{os.getcwd()}/c", sys.executable, "-P", "-u", "-m",
                                       "dstrain.launch.multihost.agent", "30", "a1b2"]  # fmt: skip
 
 

@@ -68,7 +68,10 @@ def test_the_script_of_a_cpu_run_asks_for_no_gpu(gres: str, stub: Stub, tmp_path
 
 
 def test_nodes_are_those_of_the_partition(stub: Stub) -> None:
-    stub("sinfo", "echo 'a* 8 gpu:2,gpu:h100:1'; echo 'b 16 (null)'; echo 'c 4 craynetwork:4'")
+    stub(
+        "sinfo",
+        "echo 'CLUSTER: one'; echo 'a* 8 gpu:2,gpu:h100:1'; echo; echo 'b 16+ (null)'; echo 'c 4 craynetwork:4'",
+    )
     assert list_nodes(None) == [Node(8, 3)]
     assert list_nodes("b,c") == [Node(16, 0), Node(4, 0)]
 
@@ -103,7 +106,7 @@ def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_word_of_the_user_is_quoted(tmp_path: Path) -> None:
-    odd = tmp_path / "a 'b $(c) 5%"
+    odd = tmp_path / "a {job} 'b $(c) 5%"
     launch = plan(odd, config={"env": ["A=$(b) c"], "slurm": {"setup": ["module load cuda"]}}, num_gpus=1)
     done = subprocess.run(["bash", "-n"], input=launch.script, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -142,6 +145,7 @@ SAVED = "mkdir -p checkpoints/step-000$$\n"
     [
         ("exit 0", "RUNNING", 0, False),
         (f"{SAVED}exit 2", "RUNNING", 2, False),
+        (f"{SAVED}exit 75", "RUNNING", 75, True),
         ("exit 75", "RUNNING", 75, True),
         ("exit 75", "COMPLETING", 75, False),
         ("exit 1", "RUNNING", 1, False),
@@ -160,8 +164,14 @@ def test_the_job_is_requeued_after_a_save_or_progress(
 def test_failures_in_a_row_are_counted_from_the_last_stop_with_a_checkpoint(stub: Stub, tmp_path: Path) -> None:
     failures = [run_script(stub, tmp_path, f"{SAVED}exit 1")[1] for _ in range(4)]
     assert failures == [True, True, True, False]
-    run_script(stub, tmp_path, "exit 75")
+    run_script(stub, tmp_path, f"{SAVED}exit 75")
     assert run_script(stub, tmp_path, f"{SAVED}exit 1")[1]
+
+
+def test_a_time_limit_without_time_for_a_step_does_not_requeue_without_end(stub: Stub, tmp_path: Path) -> None:
+    """A rank that is stopped before its first step ends with 75 too where there is a checkpoint."""
+    run_script(stub, tmp_path, f"{SAVED}exit 75")
+    assert [run_script(stub, tmp_path, "exit 75")[1] for _ in range(4)] == [True, True, True, False]
 
 
 def test_sigusr1_to_the_job_script_becomes_sigterm_to_the_ranks(stub: Stub, tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from dstrain.cli import main
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config import Recipe
 from dstrain.launch import spawn, supervise
 from dstrain.launch.command import Launch
 from dstrain.launch.spawn import LocalWorkerGroup, RankEnd
@@ -274,6 +278,31 @@ def test_a_signal_before_any_worker_has_begun_is_explained(tmp_path, run):
     assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGUSR1, 0)],
+)
+def test_a_signal_while_the_input_is_checked_ends_with_1_and_usr1_ends_nothing(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve_with_signal(request: TrainRequest) -> Recipe:
+        os.kill(os.getpid(), number)
+        return resolve_recipe(request)
+
+    monkeypatch.setattr("dstrain.commands.train.resolve_recipe", resolve_with_signal)
+    done = CliRunner().invoke(main, ["train", "demo-rm", "--dry-run"])
+    assert (done.exit_code, "no worker runs, so there is nothing to save" in done.output) == (code, code == 1), (
+        done.output
+    )
+
+
+def test_usr1_does_not_end_a_command_that_writes_no_checkpoint(tmp_path: Path) -> None:
+    state = supervise.StopState(saves_checkpoint=False)
+    for number, killed in ((signal.SIGUSR1, False), (signal.SIGTERM, True), (signal.SIGUSR1, True)):
+        supervise._forward_signal(number, state, Gone(tmp_path))
+        assert state.killed == killed
+
+
 def test_the_others_do_not_outlive_a_killed_rank_for_long(run):
     """Where a launcher waits for all of them, and they for a rank that will not come."""
     started = run(
@@ -418,6 +447,15 @@ def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
     outcome = compute_outcome(with_records({0: 1, 2: 1, 1: 1}, records), range(3))
     assert (outcome.code, outcome.rank) == (1, 1)
     assert outcome.message == "rank 1 ran out of memory, and so did rank 2\nout of memory: rank 1\n  1. batch.micro"
+
+
+def test_ranks_that_failed_alike_make_one_message_of_the_first() -> None:
+    """Rank 0's error is on the terminal: the end of another log would repeat it."""
+    records = {
+        rank: RankRecord(rank, 1, 1, "the loss is nan; lower it" if rank else "other", "host") for rank in range(3)
+    }
+    outcome = compute_outcome(with_records({2: 1, 1: 1, 0: 1}, records), range(3))
+    assert outcome == LaunchOutcome(1, "rank 1 failed with code 1, and so did rank 2: the loss is nan; lower it", 1)
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:

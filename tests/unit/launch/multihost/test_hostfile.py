@@ -36,6 +36,11 @@ def test_a_hostfile_that_is_not_there_is_no_launch_on_this_machine(tmp_path):
         read_hostfile(str(tmp_path))
 
 
+def test_a_hostfile_that_was_written_on_windows_is_read(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfhost1 slots=2\r\n\r\nhost2 slots=2\r\n")
+    assert [host.name for host in read_hostfile(str(tmp_path / "hosts"))] == ["host1", "host2"]
+
+
 @pytest.mark.parametrize(
     ("options", "left"),
     [

@@ -616,6 +616,8 @@ class Adapters(NamedTuple):
     """Sum of their ranks."""
     dropped_inputs: int
     """Sum of the widths of their inputs, where dropout gives each adapter an input of its own."""
+    scaled_outputs: int
+    """Sum of the widths of their outputs, where DoRA scales them."""
 
 
 @dataclass(frozen=True)
@@ -656,11 +658,16 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     trained = [one.name for one in tensors if one.is_trainable]
     pairs = [one for one in tensors if ".lora_A" in one.name and ".experts." not in one.name]
     dropped = any(one.is_trainable for one in pairs) and has_dropout
+    scales = [one for one in tensors if ".lora_magnitude_vector" in one.name]
     attention, mlp = (
         Adapters(
-            sum(one.shape[0] for one in part), sum(one.shape[1] for one in part if one.is_trainable and has_dropout)
+            rank=sum(one.shape[0] for one in pairs if one.is_of_mlp is is_of_mlp),
+            dropped_inputs=sum(
+                one.shape[1] for one in pairs if one.is_of_mlp is is_of_mlp and one.is_trainable and has_dropout
+            ),
+            scaled_outputs=sum(one.numel for one in scales if one.is_of_mlp is is_of_mlp),
         )
-        for part in ([one for one in pairs if not one.is_of_mlp], [one for one in pairs if one.is_of_mlp])
+        for is_of_mlp in (False, True)
     )
     experts = [one for one in tensors if one.is_expert_weight]
     has_expert_adapters = any(".experts." in name and ".lora_" in name for name in trained)
@@ -801,9 +808,23 @@ def _mlp_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) 
 
 
 def _adapter_bytes(run: PlanInputs, adapters: Adapters) -> float:
-    """Return what adapters keep of a token: the product with A, and the dropped input with its mask, a byte on a GPU."""
+    """Return what adapters keep of a token: the product with A, and the dropped input with its mask, a byte on a GPU.
+
+    DoRA keeps the outputs of the layer and of the adapter, for the gradients of the magnitude and of its scale.
+    """
     mask = run.width if run.workload.device == "cpu" else 1
-    return run.width * adapters.rank + adapters.dropped_inputs * (run.width + mask)
+    return run.width * (adapters.rank + 2 * adapters.scaled_outputs) + adapters.dropped_inputs * (run.width + mask)
+
+
+def _dora_bytes(run: PlanInputs) -> float:
+    """Return what the norm of an adapted weight takes, beyond the gradients inside a layer, which come later."""
+    scaled = {one.name.partition(".lora_")[0] for one in run.shape.tensors if ".lora_magnitude_vector" in one.name}
+    sizes = [
+        one.shape for one in run.shape.tensors if one.name.removesuffix(".weight") in scaled and len(one.shape) == 2
+    ]
+    largest = max((inputs**2 + 3 * inputs * outputs for outputs, inputs in sizes), default=0)
+    gradients = max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens
+    return max(0, run.width * largest - gradients)
 
 
 def _tile_bytes(run: PlanInputs) -> float:
@@ -867,6 +888,7 @@ def _gradient_formula(run: PlanInputs) -> str:
 def _layer_formula(run: PlanInputs) -> str:
     experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
     dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
+    dropout += " + 2 w outputs of adapters" if any(one.mlp_adapters.scaled_outputs for one in run.layers) else ""
     if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
         return "T w (3 H + 2 A + 2 K): inputs of norms and linear layers, attention"
     return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
@@ -890,6 +912,9 @@ LAYER_ROWS = (
     Row("gradients inside a layer", "gpu", LAYER,
         lambda run: max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens,
         _gradient_formula, "largest set of gradients of the MLP, a norm, or attention, less what is free by then"),
+    Row("norm of a weight with DoRA", "gpu", LAYER, _dora_bytes,
+        "w (in^2 + 3 in out) of the largest weight, less the gradients inside a layer",
+        "peft/tuners/lora/dora.py, get_lora_weight and get_weight_norm"),
     Row("one tile of a layer", "gpu", LAYER, _tile_bytes,
         "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
     Row("one dequantized weight", "gpu", LAYER, lambda run: run.largest_quantized * run.width,

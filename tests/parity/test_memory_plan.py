@@ -207,3 +207,15 @@ def test_the_peak_of_a_pass_grows_with_its_tokens_as_planned(
         slopes = [(above[key] - below[key]) / (above["tokens"] - below["tokens"]) for key in ("measured", "planned")]
         print(f"{tile} {dtype} {below['tokens']} to {above['tokens']}: {slopes[0]:.0f}, planned {slopes[1]:.0f}")
         assert slopes[1] == pytest.approx(slopes[0], rel=SLOPE), found
+
+
+def test_the_peak_of_a_pass_with_dora_is_predicted(one: Workers) -> None:
+    """With few tokens the norms of the adapted weights are most of it, with many the outputs that are kept."""
+    sizes = LONG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    model = {"config": {"model_type": "llama", **sizes}, "lora": {"rank": 8, "dora": True}}
+    for tokens in (64, 2048):
+        (found,) = one(
+            "tests.parity.memory_cases:pass_peaks", changes={"model": model}, dtype="bfloat16", length=64, tokens=[tokens]
+        )
+        print(f"{tokens} tokens: {found[0]['measured']} bytes, planned {found[0]['planned']}")
+        assert found[0]["planned"] == pytest.approx(found[0]["measured"], rel=SLOPE)

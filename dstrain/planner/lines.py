@@ -56,8 +56,8 @@ class OptimizerBytes:
     states: str
     """The tensors it keeps, for the formula of a plan."""
     source: str
-    per_hidden_param: float | None = None
-    """Of the hidden matrices, where they have another state."""
+    has_momentum: bool = False
+    """True where the hidden matrices have one momentum, in the type of the gradients where ZeRO holds it."""
     is_factored: bool = False
     """True where a matrix of R rows and C columns keeps R + C values instead of `per_param` bytes per value."""
 
@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     ),
     "lion": OptimizerBytes(4, "one fp32 average", "Chen et al., arXiv 2302.06675, algorithm 2"),
     "muon": OptimizerBytes(
-        8, "two fp32 moments; one momentum for hidden matrices", "DeepSpeed runtime/zero/muon", per_hidden_param=4
+        8, "two fp32 moments; one momentum for hidden matrices", "DeepSpeed runtime/zero/muon", has_momentum=True
     ),
     "adafactor": OptimizerBytes(
         4, "row and column means of matrices", "Shazeer and Stern, arXiv 1804.04235, algorithm 4", is_factored=True
@@ -287,17 +287,28 @@ class PlanInputs:
         return found
 
     @cached_property
+    def hidden(self) -> int:
+        """Trained values of the hidden matrices, which Muon updates."""
+        return sum(one.numel * count for one, count in self.shape.kinds if one.is_trainable and _is_hidden(one))
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes of a value of Muon's momentum."""
+        if self.stage == 0 or self.optimizer_device:
+            return self.master_bytes
+        return self.width if self.stage == 3 else self.grad_bytes
+
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of the optimizer's states, of all processes."""
         known, size = OPTIMIZERS[self.optimizer], 0.0
         for tensor, count in self.shape.kinds:
-            per_param = known.per_param
-            is_hidden_matrix = len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
-            if known.per_hidden_param is not None and is_hidden_matrix:
-                per_param = known.per_hidden_param
+            per_param = known.per_param * self.master_bytes / 4
+            if known.has_momentum and _is_hidden(tensor):
+                per_param = self.momentum_bytes
             values = sum(tensor.shape) if known.is_factored and len(tensor.shape) > 1 else tensor.numel
             size += per_param * values * count * tensor.is_trainable
-        return size * self.master_bytes / 4
+        return size
 
     @cached_property
     def layers(self) -> tuple[LayerGraph, ...]:
@@ -466,6 +477,29 @@ def gradient_overlaps(run: PlanInputs) -> dict[int, int]:
     return overlaps
 
 
+def _is_hidden(tensor: ParamTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
+
+
+def _optimizer_temporaries(run: PlanInputs) -> float:
+    """Return what an optimizer without a fused kernel makes of the largest tensor that it gets."""
+    if run.optimizer == "lion":  # its direction
+        return run.largest_partition * run.master_bytes
+    if run.optimizer == "adafactor":  # its squared gradient
+        return run.largest_trained * 4
+    if run.optimizer != "muon":
+        return 0
+    if run.stage == 0:
+        others = (one.numel for one, _ in run.shape.kinds if one.is_trainable and not _is_hidden(one))
+        return 16 * max(others, default=0)
+    # Four temporaries of AdamW's part, as large as its gradients. Flat gradients of the two parts are never there together.
+    size = (run.trained - run.hidden) / run.world_size
+    if run.stage < 3 and run.sums_in_wider_type:
+        return 4 * size * run.master_bytes
+    flat = run.sub_group if run.stage == 3 else run.trained / run.world_size
+    return max(0, 5 * size - flat) * run.master_bytes
+
+
 def _part_size(part: Part, is_trained: bool) -> Callable[[PlanInputs], float]:
     return lambda run: run.part_bytes.get((part, is_trained), 0)
 
@@ -482,6 +516,11 @@ OPTIMIZER_STATES = Row(
     "optimizer states", "optimizer", STATE,
     lambda run: run.state_bytes * {0: 1.0, 3: run.sharded / max(run.trained, 1)}.get(run.stage, 1 / run.world_size),
     _state_formula, _state_source,
+)
+OPTIMIZER_TEMPORARIES = Row(
+    "temporaries of the optimizer", "optimizer", STEP, _optimizer_temporaries,
+    lambda run: "4 x largest tensor" if run.optimizer != "muon" else "5 x gradients of AdamW's part, less flat gradients",
+    "dstrain/training/engine/optimizers.py; DeepSpeed runtime/zero/muon",
 )
 STAGE_0_ROWS = (
     *WEIGHTS,
@@ -528,6 +567,9 @@ GRADIENTS = (
     Row("gradients across partitions", "gpu", BUFFER,
         lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run).values()) * run.width,
         "w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
+    Row("staged momentum and complete gradients", "gpu", STATE,
+        lambda run: 2 * run.hidden / run.world_size * run.grad_bytes if run.optimizer == "muon" else 0,
+        "2 g hidden matrices / N", f"{STAGE_1_2}, _muon_staging_momentum"),
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
     Row("flat gradients of the step", "gpu", STEP,
         lambda run: 0 if run.sums_in_wider_type else run.trained / run.world_size * run.master_bytes,
@@ -590,14 +632,13 @@ STAGE_3_ROWS = (
 
 def state_rows(run: PlanInputs) -> tuple[Row, ...]:
     """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
-    if run.stage == 0:
-        return STAGE_0_ROWS
-    if run.stage == 3:
-        return STAGE_3_ROWS
-    if run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
-        return BF16_OPTIMIZER_ROWS
     gradients = OFFLOADED_GRADIENTS if run.optimizer_device else GRADIENTS
-    return (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
+    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
+    if run.stage in (0, 3):
+        rows = STAGE_3_ROWS if run.stage else STAGE_0_ROWS
+    elif run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
+        rows = BF16_OPTIMIZER_ROWS
+    return (*rows, OPTIMIZER_TEMPORARIES)
 
 
 _GROUPS = {

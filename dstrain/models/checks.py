@@ -75,7 +75,7 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
     try:
         adapter = read_adapter(model.path)
         base = model.path if adapter is None else adapter.base_model
-        if (values := _read_config(base, "model.path")) is not None:
+        if (values := read_folder_config(base, "model.path")) is not None:
             faults += _check_config(config, values, "model.path", can_generate, needs_vision)
             faults += check_hub_code(values, base, "model.path", model.trust_remote_code)
             faults += _check_tokenizer(model)
@@ -88,12 +88,12 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
 def check_frozen_model(name: str, key: str, trust_remote_code: bool) -> list[Fault]:
     """Return the faults of the model that another recipe key names, found in its config.json."""
     try:
-        return check_hub_code(_read_config(name, key), name, key, trust_remote_code)
+        return check_hub_code(read_folder_config(name, key), name, key, trust_remote_code)
     except RecipeError as error:
         return list(error.faults)
 
 
-def _read_config(name: str, key: str) -> dict[str, Any] | None:
+def read_folder_config(name: str, key: str) -> dict[str, Any] | None:
     """Return the config.json of a local folder; None for a Hub id. Raises RecipeError where it cannot be read."""
     folder = Path(name).expanduser()
     if not os.path.isdir(folder):

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
+from dstrain.models.chunk_sizes import BLOCK_SHARE, KEPT_SHARE, MAX_CHUNK_BYTES, SLICE_SHARE
 from dstrain.models.gradient_checkpointing import choose_layers
 from dstrain.planner.shapes import PARTS, ModelShape, ParamTensor, Part, VisionShape, part_of
 from dstrain.planner.workload import Workload
@@ -357,7 +358,7 @@ class PlanInputs:
     @property
     def chunk(self) -> int:
         """Bytes of the largest chunk of logits."""
-        return CHUNK_BYTES[self.device]
+        return MAX_CHUNK_BYTES[self.device]
 
     @cached_property
     def kept_targets(self) -> int:
@@ -1036,10 +1037,6 @@ IMAGE_ROWS = (
 )
 # fmt: on
 
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""MAX_CHUNK_BYTES of models/heads.py, which imports torch; a test compares."""
-KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
-"""Those of models/heads.py."""
 HEADS = "dstrain/models/heads.py"
 
 

@@ -18,7 +18,14 @@ from typing import Any, Literal
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
-from dstrain.models.folder import find_quantization, quantized_fault, resolve_base_model, wrong_size_fault
+from dstrain.models.checks import read_folder_config
+from dstrain.models.folder import (
+    find_quantization,
+    quantized_fault,
+    read_json_object,
+    resolve_base_model,
+    wrong_size_fault,
+)
 from dstrain.models.params import Component, check_patterns, is_selected
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
@@ -640,15 +647,10 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
     if name is None:
         problem, fix = "is not set, nor is model.config", "set model.path, or pass --model-shape NAME to plan"
         raise RecipeError(Fault("model.path", problem, fix))
-    folder = Path(name).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _find_cached_config(name, base.revision)
-    if file is None:
-        return _find_hub_shape(name)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
-    return values if isinstance(values, dict) else None
+    if (values := read_folder_config(name, "model.path")) is not None:
+        return values
+    file = _find_cached_config(name, base.revision)
+    return _find_hub_shape(name) if file is None else read_json_object(file, "model.path")
 
 
 def _find_cached_config(name: str, revision: str | None) -> Path | None:

@@ -114,15 +114,6 @@ def test_the_head_never_holds_all_logits() -> None:
     assert held < 1.5 * GIB < 8 * 1024 * 128_256 * 4
 
 
-def test_the_head_is_computed_in_the_chunks_of_the_model() -> None:
-    from dstrain.models import heads
-    from dstrain.planner import lines
-
-    assert lines.CHUNK_BYTES == heads.MAX_CHUNK_BYTES
-    own = (lines.KEPT_SHARE, lines.SLICE_SHARE, lines.BLOCK_SHARE)
-    assert own == (heads.KEPT_SHARE, heads.SLICE_SHARE, heads.BLOCK_SHARE)
-
-
 def test_images_are_counted_with_their_encoder() -> None:
     config = made_config("vlm", "llava-1.5-7b", data={"max_length": 2048}, model={"freeze": ["vision"], "lora": None})
     frozen = made_plan("zero2", config)

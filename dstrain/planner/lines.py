@@ -676,6 +676,8 @@ class LayerGraph:
     mlp_adapters: Adapters
     merged_weights: int = 0
     """Values of weights to which adapters are added in the forward pass: those of experts."""
+    dora_weights: int = 0
+    """Values of weights with DoRA, which multiplies a dropped input with them once more."""
 
 
 def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGraph, ...]:
@@ -701,6 +703,8 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     pairs = [one for one in tensors if ".lora_A" in one.name and ".experts." not in one.name]
     dropped = any(one.is_trainable for one in pairs) and has_dropout
     scales = [one for one in tensors if ".lora_magnitude_vector" in one.name]
+    inputs = {one.name.partition(".lora_")[0]: one.shape[1] for one in pairs}
+    dora = sum(one.numel * inputs.get(one.name.partition(".lora_")[0], 0) for one in scales) * dropped
     attention, mlp = (
         Adapters(
             rank=sum(one.shape[0] for one in pairs if one.is_of_mlp is is_of_mlp),
@@ -724,7 +728,7 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     # Of families without these names: all inputs, if anything is trained.
     if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged, dora)
 
 
 def _layer_index(name: str) -> int | None:
@@ -846,6 +850,8 @@ def _mlp_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) 
     # Not of each token: the sum of an expert's weight and its adapter, which the gradient of the input needs (peft,
     # ParamWrapper).
     size += width * graph.merged_weights / max(workload.tokens, 1)
+    if run.quantize:  # autograd keeps the dequantized weights
+        size += width * graph.dora_weights / max(workload.tokens, 1)
     return size + _adapter_bytes(run, graph.mlp_adapters)
 
 

@@ -336,3 +336,17 @@ def test_pages_of_documents_are_counted(options: dict[str, int], tokens: int) ->
     pixels = made_plan("zero2", config).find("pixels")
     assert pixels is not None
     assert pixels.num_bytes == pytest.approx(4 * 1176 * 4 * tokens, rel=0.02)
+
+
+def test_dora_with_dropout_keeps_the_dequantized_weights_of_a_layer() -> None:
+    def added_by_dropout(quantize: str | None) -> int:
+        sizes = []
+        for dropout in (0.0, 0.1):
+            lora = {"rank": 16, "dora": True, "dropout": dropout}
+            plan = made_plan("zero2", made_config(model={"lora": lora, "quantize": quantize}))
+            sizes.append(sum(line.num_bytes for line in plan.lines if line.name == "one recomputed layer"))
+        return sizes[1] - sizes[0]
+
+    # q, k, v, o, gate, up and down of Llama 3.1 8B in 16 bits
+    weights = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert added_by_dropout("nf4") - added_by_dropout(None) == pytest.approx(weights, abs=2048)

@@ -105,7 +105,8 @@ def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, .
         size += gathered.num_bytes if gathered else 0
         if size > sum_bytes(lines, "gpu", "step"):  # an evaluation and an update are never at the same time
             lines = [line for line in lines if line.when != "step"]
-            add("evaluation: gathered weights and logits", size, "G + 10 N V", "activation", "step")
+            formula = f"G + {case['evaluation_logit_bytes']} N V"
+            add("evaluation: gathered weights and logits", size, formula, "activation", "step")
     if case.get("without_deepspeed"):
         lines = [line for line in lines if line.name not in BUFFERS_OF_DEEPSPEED]
     if case.get("states_in_16_bits"):

@@ -15,10 +15,13 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def adapter(at: Path, auto: Any = AutoModelForCausalLM, tied: bool = False, **settings: Any) -> Path:
+def adapter(
+    at: Path, auto: Any = AutoModelForCausalLM, tied: bool = False, family: str = "llama", **settings: Any
+) -> Path:
     """Write a base model to `at`/base and an adapter with non-zero values to `at`/adapter; return the adapter."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=tied)
+    experts = {} if family == "llama" else {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **SIZES, **experts, tie_word_embeddings=tied)
     config.num_labels = 1
     base = auto.from_config(config)
     base.save_pretrained(str(at / "base"))

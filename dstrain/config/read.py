@@ -426,8 +426,9 @@ def _suggest_key(key: KeyPath) -> str:
     """Return what the key is here, if it is another trainer's, or the key that was probably meant."""
     name, siblings = str(key[-1]), list(_section_fields(RunConfig, key[:-1]))
     answer = find_answer(key)
-    # In a block of ours a reason for leaving out another trainer's key would be about another thing.
-    if answer is not None and (answer.kind == "keys" or len(key) == 1 or key[0] not in RunConfig.model_fields):
+    # In a block of ours a reason for leaving out another trainer's key would be about another thing, but in that of peft.
+    is_theirs = len(key) == 1 or key[0] not in RunConfig.model_fields or key[:-1] == ("model", "lora")
+    if answer is not None and (answer.kind == "keys" or is_theirs):
         return str(answer)
     hint = suggest_name(name, siblings)
     elsewhere = [dotted_name(other) for other in _iter_keys(RunConfig) if other[-1] == name]

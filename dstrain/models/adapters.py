@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,6 @@ from dstrain.models.folder import (
     find_unsupported_setting,
     read_json_object,
 )
-from dstrain.models.gradient_checkpointing import limit_input_grads
 from dstrain.models.params import assign, full_shape, gathered, is_source_rank
 from dstrain.models.quantization import preload_bitsandbytes
 from dstrain.models.weights import LazyTensor, open_tensors
@@ -48,13 +47,15 @@ def add_adapters(
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
-    check_targets(model, lora)
+    modules, parameters = _split_targets(model, lora.targets)
+    suggestion = _suggest_targets(model)
     module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     settings = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.targets,
+        target_modules=modules,
+        target_parameters=parameters or None,
         use_dora=lora.dora,
         use_rslora=lora.use_rslora,
         modules_to_save=[name for name in heads if name in module_names] or None,
@@ -62,32 +63,43 @@ def add_adapters(
     # Right before peft draws the A matrices: nothing drawn earlier changes them.
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
-            warnings.simplefilter("ignore", FutureWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers 6 renames is_gradient_checkpointing
+            _ignore_unmatched_patterns()
             wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False, revision=revision)
     except ValueError as error:
-        problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
-        raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model))) from error
+        problem = f"{lora.targets!r}: {str(error).split('. ')[0]}"
+        if "ParamWrapper" in problem:
+            problem = f"{lora.targets!r} adapts experts, which is not possible with dropout or dora"
+            suggestion = "remove these two, or list modules outside the experts, such as q_proj and v_proj"
+        raise RecipeError(Fault("model.lora.targets", problem, suggestion)) from error
     _cast_as_shards(wrapped)
-    limit_input_grads(model)
     return wrapped
 
 
-def check_targets(model: torch.nn.Module, lora: LoraConfig) -> None:
-    """Raise RecipeError with each name in `lora.targets` that is no module's or parameter's.
+def _ignore_unmatched_patterns() -> None:
+    """Ignore peft's warning that ranks of experts match no module: it uses them, and experts are parameters."""
+    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
 
-    The model may be on the meta device. peft takes a list in which one of the names matches.
+
+def _split_targets(model: torch.nn.Module, targets: str | list[str]) -> tuple[str | list[str], list[str]]:
+    """Return the targets that are modules, and those that are parameters: the weights of experts are no modules.
+
+    Raises RecipeError with each name that is neither. peft takes a list in which one of the names matches.
     """
-    if isinstance(lora.targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
-        return
-    # Parameters too: those of experts are no modules of their own.
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    unknown = [
-        target for target in lora.targets if not any(name == target or name.endswith(f".{target}") for name in names)
-    ]
-    if unknown:
+    if isinstance(targets, str):  # all-linear or a regular expression: peft refuses one that matches nothing
+        return targets, []
+
+    def match(names: Iterable[str]) -> set[str]:
+        return {target for name in names for target in targets if name == target or name.endswith(f".{target}")}
+
+    modules, parameters = (
+        match(name for name, _ in named) for named in (model.named_modules(), model.named_parameters())
+    )
+    if unknown := [target for target in targets if target not in modules | parameters]:
         problem = f"{first_names(unknown)} {'is' if len(unknown) == 1 else 'are'} not in the model"
         raise RecipeError(Fault("model.lora.targets", problem, _suggest_targets(model)))
+    return [one for one in targets if one in modules], [one for one in targets if one not in modules]
 
 
 def _suggest_targets(model: torch.nn.Module) -> str:
@@ -118,7 +130,6 @@ def continue_adapter(
     _cast_as_shards(wrapped)
     for target, stored in tensors:
         assign(target, stored.read)
-    limit_input_grads(model)
     return cast("PeftModel", wrapped)
 
 
@@ -201,12 +212,18 @@ def load_adapters(model: Any, folder: Path) -> Any:
         for name, value in values.items()
         if name in {*LORA_SETTINGS, *METADATA_SETTINGS} and value is not None
     }
-    return PeftModel.from_pretrained(model, str(folder), config=PeftConfig(**settings))
+    with warnings.catch_warnings():
+        _ignore_unmatched_patterns()
+        return PeftModel.from_pretrained(model, str(folder), config=PeftConfig(**settings))
 
 
-def check_adapter(model: torch.nn.Module, adapter: Adapter) -> None:
-    """Raise RecipeError where `merge_adapter` would. The model may be on the meta device; it is unusable afterwards."""
-    _match_tensors(model, adapter)
+def check_adapter(model: torch.nn.Module, adapter: Adapter, is_merged: bool) -> torch.nn.Module:
+    """Return the model with the adapter, or, where it is to be merged, without; it may be on the meta device.
+
+    Raises RecipeError where `merge_adapter` would.
+    """
+    wrapped, _ = _match_tensors(model, adapter)
+    return cast("torch.nn.Module", wrapped.unload().requires_grad_(True) if is_merged else wrapped)
 
 
 def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
@@ -319,7 +336,7 @@ def _merge_sharded(model: Any) -> PreTrainedModel:
         # Only this layer's own weights are complete at a time.
         base = layer.get_base_layer()
         with gathered(base.parameters(recurse=False), modify=True), torch.no_grad():
-            if is_source_rank(base.weight):
+            if is_source_rank(next(base.parameters(recurse=False))):
                 layer._move_adapter_to_device_of_base_layer("default")
                 layer.merge()
     return model.unload()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
-from dstrain.models.adapters import check_adapter, check_targets
+from dstrain.models.adapters import add_adapters, check_adapter
 from dstrain.models.attention.model_types import attends_both_ways, length_limit
 from dstrain.models.folder import (
     ADAPTER_CONFIG,
@@ -75,7 +75,7 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
     try:
         adapter = read_adapter(model.path)
         base = model.path if adapter is None else adapter.base_model
-        if (values := _read_config(base, "model.path")) is not None:
+        if (values := read_folder_config(base, "model.path")) is not None:
             faults += _check_config(config, values, "model.path", can_generate, needs_vision)
             faults += check_hub_code(values, base, "model.path", model.trust_remote_code)
             faults += _check_tokenizer(model)
@@ -88,12 +88,12 @@ def check_model(config: RunConfig, *, can_generate: bool = False, needs_vision: 
 def check_frozen_model(name: str, key: str, trust_remote_code: bool) -> list[Fault]:
     """Return the faults of the model that another recipe key names, found in its config.json."""
     try:
-        return check_hub_code(_read_config(name, key), name, key, trust_remote_code)
+        return check_hub_code(read_folder_config(name, key), name, key, trust_remote_code)
     except RecipeError as error:
         return list(error.faults)
 
 
-def _read_config(name: str, key: str) -> dict[str, Any] | None:
+def read_folder_config(name: str, key: str) -> dict[str, Any] | None:
     """Return the config.json of a local folder; None for a Hub id. Raises RecipeError where it cannot be read."""
     folder = Path(name).expanduser()
     if not os.path.isdir(folder):
@@ -354,7 +354,7 @@ class ModelValidator:
     """Messages about new heads and merged adapters."""
 
     def check(self, meta_model: PreTrainedModel) -> None:
-        """Raise RecipeError where the model does not fit. `meta_model`: the model on the meta device."""
+        """Raise RecipeError where the model does not fit. `meta_model`: on the meta device; it gets the run's adapters."""
         config, adapter = meta_model.config, read_adapter(self._model.path)
         key, type_key = ("model.path",) * 2 if self._model.path else ("model.config", "model.config.model_type")
         fix = "use a causal language model (Llama, Qwen, GPT-2 …)"
@@ -375,15 +375,15 @@ class ModelValidator:
 
         check_router_loss(meta_model, self._model.router_aux_loss_coef)
         check_positions(meta_model, config, self.recipe.data.max_length)
-        check_freeze_and_groups(meta_model, self.recipe)
         self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
-        lora = self._model.lora
+        lora, model = self._model.lora, meta_model
+        if adapter is not None:
+            model = check_adapter(model, adapter, is_merged=lora is None or lora.create_new_adapter)
         if lora is not None and lora.create_new_adapter:
-            check_targets(meta_model, lora)
-        if adapter is not None:  # last: it makes the meta model unusable
-            check_adapter(meta_model, adapter)
+            model = add_adapters(model, lora, self.heads, self.recipe.seed)
+        check_freeze_and_groups(model, self.recipe)  # with the names of adapters
 
     @property
     def _model(self) -> ModelConfig:

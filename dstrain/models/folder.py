@@ -214,6 +214,7 @@ MERGE_FIX = "merge it first (dstrain export RUN --merge-lora --to DIR, or peft's
 LORA_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("r", "lora_alpha"), float),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), str | list[str]),
+    "target_parameters": list[str],
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), bool),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict[str, float]),
     "layers_to_transform": int | list[int],

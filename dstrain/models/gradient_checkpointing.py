@@ -24,7 +24,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) ->
     with warnings.catch_warnings():  # transformers 6 renames it activation_checkpointing_enable
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limit_input_grads(model)
+    _disable_input_grads(model)
     if share == 1:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -35,26 +35,27 @@ def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) ->
         layer.gradient_checkpointing = is_chosen
 
 
-def limit_input_grads(model: torch.nn.Module) -> None:
+def _disable_input_grads(model: torch.nn.Module) -> None:
     """Let no output of an embedding require gradients on its own.
 
     transformers and peft make those of all embeddings do so, which only checkpoints with `use_reentrant` need. Every
     frozen layer below the first trained one would then be recomputed, and gradients sent through it to nothing
     (transformers/modeling_utils.py, `enable_input_require_grads`).
     """
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        pretrained: Any = model
-        if hasattr(model, "get_decoder"):
-            pretrained.disable_input_require_grads()
+    pretrained: Any = model
+    if hasattr(model, "get_decoder"):
+        pretrained.disable_input_require_grads()
 
 
 def require_input_grads(model: torch.nn.Module) -> None:
-    """Make the input of the decoder's first layer with a trained weight require gradients. Call it after freezing.
+    """Make the input of the decoder's first layer with a trained weight require gradients, and no other input.
 
-    ZeRO-3 frees the gathered weights of a layer after its backward pass only if its input has a gradient.
+    ZeRO-3 frees the gathered weights of a layer after its backward pass only if its input has a gradient. Call it after
+    adapters are added and parameters frozen.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    _disable_input_grads(model)
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)] if decoder else []
     if not any(layer.gradient_checkpointing for layer in layers):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from dstrain.models.chunk_sizes import BLOCK_SHARE, KEPT_SHARE, MAX_CHUNK_BYTES, SLICE_SHARE
 from dstrain.models.recompute import chunk_gradients, save_forward_state
 
 # Shapes: N targets, n targets of a slice, V vocabulary, H width.
@@ -20,20 +21,8 @@ from dstrain.models.recompute import chunk_gradients, save_forward_state
 # With logits z = W x + b and the error e = softmax(z) - onehot(target), the gradient of log p is -e for z, -e W for x
 # and -e x^T for W. A factor g from the loss scales e W and x, each (N, H), instead of e, (N, V).
 
-MAX_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Device type -> bytes of the fp32 logits of one chunk.
-
-On a GPU chunks are larger, because launching the kernels of one takes the host about 0.4 ms.
-"""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Types of weights. Not fp16: most errors would be subnormal there, and the loss scale comes only after them."""
-KEPT_SHARE = 3.0
-"""Of MAX_CHUNK_BYTES, for the errors that are kept for the gradient of the weight; others are recomputed. Autograd
-holds more than three copies of a chunk of logits at a time."""
-SLICE_SHARE = 0.5
-"""Of MAX_CHUNK_BYTES, for the logits of one matrix product: on a CPU they stay in the last-level cache."""
-BLOCK_SHARE = {"cpu": 1 / 64, "cuda": 0.5}
-"""Device type -> of MAX_CHUNK_BYTES, for fp32 logits that become errors at once: a CPU has them in its core's cache."""
 
 
 class TokenScores(NamedTuple):

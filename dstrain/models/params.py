@@ -77,11 +77,11 @@ def components_by_id(model: torch.nn.Module) -> dict[int, Component]:
 
 
 def components_by_name(model: torch.nn.Module, trainable_only: bool = False) -> dict[str, str | None]:
-    """Return name of a parameter -> its component, None where it has none."""
+    """Return name of a parameter, as in a model without adapters -> its component, None where it has none."""
     known = components_by_id(model)
     return {
         name: known.get(id(parameter))
-        for name, parameter in model.named_parameters()
+        for name, parameter in unwrap_peft(model).named_parameters()
         if parameter.requires_grad or not trainable_only
     }
 
@@ -169,7 +169,7 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
     """Set `requires_grad` to False for matching parameters. Raises RecipeError where no trainable parameter is left."""
     components = components_by_name(model)
     check_patterns(components, patterns, "model.freeze")
-    for name, parameter in model.named_parameters():
+    for name, parameter in unwrap_peft(model).named_parameters():
         if any(is_selected(name, components[name], pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     # An optimizer without parameters fails later, with an unclear message.
@@ -298,7 +298,8 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
     Biases and norms (one dimension) get no weight decay. With Muon, the hidden matrices form groups of their own.
     Raises RecipeError for a pattern that matches nothing, and where Muon finds no trainable hidden matrix.
     """
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = unwrap_peft(model).named_parameters()
+    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     components = components_by_name(model, trainable_only=True)
     check_patterns(components, optim.groups, "optim.groups")
     matrices = muon_param_ids(model) if optim.name == "muon" else frozenset()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.chunk_sizes import TILE_TOKENS
 from dstrain.models.recompute import chunk_gradients, save_forward_state
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 # Shapes: B rows, L tokens of a row, T = B L tokens, n tokens of a tile, H width.
 
-TILE_TOKENS = 8192
-"""Most tokens of a tile with `model.tiled_mlp: auto` and `true`: enough for the matrix products of any GPU."""
 TiledMlp = bool | int | Literal["auto"]
 
 

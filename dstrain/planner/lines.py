@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
+from dstrain.models.chunk_sizes import BLOCK_SHARE, KEPT_SHARE, MAX_CHUNK_BYTES, SLICE_SHARE
 from dstrain.models.gradient_checkpointing import choose_layers
 from dstrain.planner.shapes import PARTS, ModelShape, ParamTensor, Part, VisionShape, part_of
 from dstrain.planner.workload import Workload
@@ -56,8 +57,8 @@ class OptimizerBytes:
     states: str
     """The tensors it keeps, for the formula of a plan."""
     source: str
-    per_hidden_param: float | None = None
-    """Of the hidden matrices, where they have another state."""
+    has_momentum: bool = False
+    """True where the hidden matrices have one momentum, in the type of the gradients where ZeRO holds it."""
     is_factored: bool = False
     """True where a matrix of R rows and C columns keeps R + C values instead of `per_param` bytes per value."""
 
@@ -72,7 +73,7 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     ),
     "lion": OptimizerBytes(4, "one fp32 average", "Chen et al., arXiv 2302.06675, algorithm 2"),
     "muon": OptimizerBytes(
-        8, "two fp32 moments; one momentum for hidden matrices", "DeepSpeed runtime/zero/muon", per_hidden_param=4
+        8, "two fp32 moments; one momentum for hidden matrices", "DeepSpeed runtime/zero/muon", has_momentum=True
     ),
     "adafactor": OptimizerBytes(
         4, "row and column means of matrices", "Shazeer and Stern, arXiv 1804.04235, algorithm 4", is_factored=True
@@ -287,17 +288,28 @@ class PlanInputs:
         return found
 
     @cached_property
+    def hidden(self) -> int:
+        """Trained values of the hidden matrices, which Muon updates."""
+        return sum(one.numel * count for one, count in self.shape.kinds if one.is_trainable and _is_hidden(one))
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes of a value of Muon's momentum."""
+        if self.stage == 0 or self.optimizer_device:
+            return self.master_bytes
+        return self.width if self.stage == 3 else self.grad_bytes
+
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of the optimizer's states, of all processes."""
         known, size = OPTIMIZERS[self.optimizer], 0.0
         for tensor, count in self.shape.kinds:
-            per_param = known.per_param
-            is_hidden_matrix = len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
-            if known.per_hidden_param is not None and is_hidden_matrix:
-                per_param = known.per_hidden_param
+            per_param = known.per_param * self.master_bytes / 4
+            if known.has_momentum and _is_hidden(tensor):
+                per_param = self.momentum_bytes
             values = sum(tensor.shape) if known.is_factored and len(tensor.shape) > 1 else tensor.numel
             size += per_param * values * count * tensor.is_trainable
-        return size * self.master_bytes / 4
+        return size
 
     @cached_property
     def layers(self) -> tuple[LayerGraph, ...]:
@@ -346,7 +358,7 @@ class PlanInputs:
     @property
     def chunk(self) -> int:
         """Bytes of the largest chunk of logits."""
-        return CHUNK_BYTES[self.device]
+        return MAX_CHUNK_BYTES[self.device]
 
     @cached_property
     def kept_targets(self) -> int:
@@ -466,6 +478,29 @@ def gradient_overlaps(run: PlanInputs) -> dict[int, int]:
     return overlaps
 
 
+def _is_hidden(tensor: ParamTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
+
+
+def _optimizer_temporaries(run: PlanInputs) -> float:
+    """Return what an optimizer without a fused kernel makes of the largest tensor that it gets."""
+    if run.optimizer == "lion":  # its direction
+        return run.largest_partition * run.master_bytes
+    if run.optimizer == "adafactor":  # its squared gradient
+        return run.largest_trained * 4
+    if run.optimizer != "muon":
+        return 0
+    if run.stage == 0:
+        others = (one.numel for one, _ in run.shape.kinds if one.is_trainable and not _is_hidden(one))
+        return 16 * max(others, default=0)
+    # Four temporaries of AdamW's part, as large as its gradients. Flat gradients of the two parts are never there together.
+    size = (run.trained - run.hidden) / run.world_size
+    if run.stage < 3 and run.sums_in_wider_type:
+        return 4 * size * run.master_bytes
+    flat = run.sub_group if run.stage == 3 else run.trained / run.world_size
+    return max(0, 5 * size - flat) * run.master_bytes
+
+
 def _part_size(part: Part, is_trained: bool) -> Callable[[PlanInputs], float]:
     return lambda run: run.part_bytes.get((part, is_trained), 0)
 
@@ -482,6 +517,11 @@ OPTIMIZER_STATES = Row(
     "optimizer states", "optimizer", STATE,
     lambda run: run.state_bytes * {0: 1.0, 3: run.sharded / max(run.trained, 1)}.get(run.stage, 1 / run.world_size),
     _state_formula, _state_source,
+)
+OPTIMIZER_TEMPORARIES = Row(
+    "temporaries of the optimizer", "optimizer", STEP, _optimizer_temporaries,
+    lambda run: "4 x largest tensor" if run.optimizer != "muon" else "5 x gradients of AdamW's part, less flat gradients",
+    "dstrain/training/engine/optimizers.py; DeepSpeed runtime/zero/muon",
 )
 STAGE_0_ROWS = (
     *WEIGHTS,
@@ -528,6 +568,9 @@ GRADIENTS = (
     Row("gradients across partitions", "gpu", BUFFER,
         lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run).values()) * run.width,
         "w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
+    Row("staged momentum and complete gradients", "gpu", STATE,
+        lambda run: 2 * run.hidden / run.world_size * run.grad_bytes if run.optimizer == "muon" else 0,
+        "2 g hidden matrices / N", f"{STAGE_1_2}, _muon_staging_momentum"),
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
     Row("flat gradients of the step", "gpu", STEP,
         lambda run: 0 if run.sums_in_wider_type else run.trained / run.world_size * run.master_bytes,
@@ -590,14 +633,13 @@ STAGE_3_ROWS = (
 
 def state_rows(run: PlanInputs) -> tuple[Row, ...]:
     """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
-    if run.stage == 0:
-        return STAGE_0_ROWS
-    if run.stage == 3:
-        return STAGE_3_ROWS
-    if run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
-        return BF16_OPTIMIZER_ROWS
     gradients = OFFLOADED_GRADIENTS if run.optimizer_device else GRADIENTS
-    return (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
+    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
+    if run.stage in (0, 3):
+        rows = STAGE_3_ROWS if run.stage else STAGE_0_ROWS
+    elif run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
+        rows = BF16_OPTIMIZER_ROWS
+    return (*rows, OPTIMIZER_TEMPORARIES)
 
 
 _GROUPS = {
@@ -616,6 +658,8 @@ class Adapters(NamedTuple):
     """Sum of their ranks."""
     dropped_inputs: int
     """Sum of the widths of their inputs, where dropout gives each adapter an input of its own."""
+    scaled_outputs: int
+    """Sum of the widths of their outputs, where DoRA scales them."""
 
 
 @dataclass(frozen=True)
@@ -632,6 +676,8 @@ class LayerGraph:
     mlp_adapters: Adapters
     merged_weights: int = 0
     """Values of weights to which adapters are added in the forward pass: those of experts."""
+    dora_weights: int = 0
+    """Values of weights with DoRA, which multiplies a dropped input with them once more."""
 
 
 def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGraph, ...]:
@@ -656,11 +702,18 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     trained = [one.name for one in tensors if one.is_trainable]
     pairs = [one for one in tensors if ".lora_A" in one.name and ".experts." not in one.name]
     dropped = any(one.is_trainable for one in pairs) and has_dropout
+    scales = [one for one in tensors if ".lora_magnitude_vector" in one.name]
+    inputs = {one.name.partition(".lora_")[0]: one.shape[1] for one in pairs}
+    dora = sum(one.numel * inputs.get(one.name.partition(".lora_")[0], 0) for one in scales) * dropped
     attention, mlp = (
         Adapters(
-            sum(one.shape[0] for one in part), sum(one.shape[1] for one in part if one.is_trainable and has_dropout)
+            rank=sum(one.shape[0] for one in pairs if one.is_of_mlp is is_of_mlp),
+            dropped_inputs=sum(
+                one.shape[1] for one in pairs if one.is_of_mlp is is_of_mlp and one.is_trainable and has_dropout
+            ),
+            scaled_outputs=sum(one.numel for one in scales if one.is_of_mlp is is_of_mlp),
         )
-        for part in ([one for one in pairs if not one.is_of_mlp], [one for one in pairs if one.is_of_mlp])
+        for is_of_mlp in (False, True)
     )
     experts = [one for one in tensors if one.is_expert_weight]
     has_expert_adapters = any(".experts." in name and ".lora_" in name for name in trained)
@@ -675,7 +728,7 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     # Of families without these names: all inputs, if anything is trained.
     if trained and not kept and not norms and not dropped:
         kept, norms = set(_GROUPS), True
-    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged)
+    return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged, dora)
 
 
 def _layer_index(name: str) -> int | None:
@@ -797,13 +850,29 @@ def _mlp_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) 
     # Not of each token: the sum of an expert's weight and its adapter, which the gradient of the input needs (peft,
     # ParamWrapper).
     size += width * graph.merged_weights / max(workload.tokens, 1)
+    if run.quantize:  # autograd keeps the dequantized weights
+        size += width * graph.dora_weights / max(workload.tokens, 1)
     return size + _adapter_bytes(run, graph.mlp_adapters)
 
 
 def _adapter_bytes(run: PlanInputs, adapters: Adapters) -> float:
-    """Return what adapters keep of a token: the product with A, and the dropped input with its mask, a byte on a GPU."""
+    """Return what adapters keep of a token: the product with A, and the dropped input with its mask, a byte on a GPU.
+
+    DoRA keeps the outputs of the layer and of the adapter, for the gradients of the magnitude and of its scale.
+    """
     mask = run.width if run.workload.device == "cpu" else 1
-    return run.width * adapters.rank + adapters.dropped_inputs * (run.width + mask)
+    return run.width * (adapters.rank + 2 * adapters.scaled_outputs) + adapters.dropped_inputs * (run.width + mask)
+
+
+def _dora_bytes(run: PlanInputs) -> float:
+    """Return what the norm of an adapted weight takes, beyond the gradients inside a layer, which come later."""
+    scaled = {one.name.partition(".lora_")[0] for one in run.shape.tensors if ".lora_magnitude_vector" in one.name}
+    sizes = [
+        one.shape for one in run.shape.tensors if one.name.removesuffix(".weight") in scaled and len(one.shape) == 2
+    ]
+    largest = max((inputs**2 + 3 * inputs * outputs for outputs, inputs in sizes), default=0)
+    gradients = max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens
+    return max(0, run.width * largest - gradients)
 
 
 def _tile_bytes(run: PlanInputs) -> float:
@@ -867,6 +936,7 @@ def _gradient_formula(run: PlanInputs) -> str:
 def _layer_formula(run: PlanInputs) -> str:
     experts = " + 2 w H per expert" if run.shape.experts_per_token else ""
     dropout = " + (1 + w) inputs of adapters" if run.workload.has_adapter_dropout else ""
+    dropout += " + 2 w outputs of adapters" if any(one.mlp_adapters.scaled_outputs for one in run.layers) else ""
     if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
         return "T w (3 H + 2 A + 2 K): inputs of norms and linear layers, attention"
     return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
@@ -890,6 +960,9 @@ LAYER_ROWS = (
     Row("gradients inside a layer", "gpu", LAYER,
         lambda run: max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens,
         _gradient_formula, "largest set of gradients of the MLP, a norm, or attention, less what is free by then"),
+    Row("norm of a weight with DoRA", "gpu", LAYER, _dora_bytes,
+        "w (in^2 + 3 in out) of the largest weight, less the gradients inside a layer",
+        "peft/tuners/lora/dora.py, get_lora_weight and get_weight_norm"),
     Row("one tile of a layer", "gpu", LAYER, _tile_bytes,
         "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
     Row("one dequantized weight", "gpu", LAYER, lambda run: run.largest_quantized * run.width,
@@ -970,10 +1043,6 @@ IMAGE_ROWS = (
 )
 # fmt: on
 
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""MAX_CHUNK_BYTES of models/heads.py, which imports torch; a test compares."""
-KEPT_SHARE, SLICE_SHARE, BLOCK_SHARE = 3.0, 0.5, {"cpu": 1 / 64, "cuda": 0.5}
-"""Those of models/heads.py."""
 HEADS = "dstrain/models/heads.py"
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,15 @@ from typing import Any, Literal
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
-from dstrain.models.folder import find_quantization, quantized_fault, resolve_base_model, wrong_size_fault
+from dstrain.models.checks import read_folder_config
+from dstrain.models.folder import (
+    find_quantization,
+    quantized_fault,
+    read_json_object,
+    resolve_base_model,
+    wrong_size_fault,
+)
+from dstrain.models.params import Component, check_patterns, is_selected
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
 from dstrain.tasks.common.judge import make_judge
@@ -177,61 +184,70 @@ class ModelShape:
 
 
 def with_adapters(shape: ModelShape, lora: LoraConfig, heads: Iterable[str]) -> ModelShape:
-    """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.
+    """Return the shape with LoRA adapters on its target layers; all but them and `heads` is frozen.
 
-    A weight of (out, in) gets A (rank, in) and B (out, rank); DoRA adds a magnitude (out,). `lora`: the recipe's
-    LoraConfig. Hu et al., arXiv 2106.09685, section 4.1; Liu et al., arXiv 2402.09353, eq. 5.
+    A weight of (out, in) gets A (rank, in) and B (out, rank); DoRA adds a magnitude (out,). Those of an embedding have
+    the same sizes, with `in` for the magnitude. `lora`: the recipe's LoraConfig. Hu et al., arXiv 2106.09685, section
+    4.1; Liu et al., arXiv 2402.09353, eq. 5. Raises RecipeError where a target matches nothing.
     """
-    adapters, kept = [], []
-    for tensor in shape.tensors:
+    embeddings = [one for one in shape.tensors if one.part == "embedding"]
+    tied = [replace(one, name="lm_head.weight", part="head") for one in embeddings if shape.tied]
+    adapters, trained = [], set()
+    for tensor in (*shape.tensors, *tied):
         module = tensor.name.rpartition(".")[0]
-        is_head = any(module.endswith(head) for head in heads)
-        kept.append(replace(tensor, is_trainable=is_head))
-        if tensor.is_expert_weight and lora.targets == "all-linear":
-            # peft adapts each expert, and gate and up separately (LoraLayer of stacked weights).
-            rank = lora.rank * tensor.shape[0] * (2 if "gate_up" in tensor.name else 1)
-            adapters.append(ParamTensor(f"{tensor.name}.lora_A.weight", (rank, tensor.shape[2]), "lora"))
-            adapters.append(ParamTensor(f"{tensor.name}.lora_B.weight", (tensor.shape[1], rank), "lora"))
-        if not tensor.is_linear_weight or is_head or not _is_target(module, lora.targets):
+        if any(module.endswith(head) for head in heads):
+            trained.add(tensor)
+            continue
+        is_layer = tensor.is_linear_weight if _is_all_linear(lora.targets) else len(tensor.shape) == 2
+        if not is_layer or not _is_target(module, lora.targets):
             continue
         rows, columns = tensor.shape
         parts: list[tuple[str, tuple[int, ...]]] = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
-        parts += [("lora_magnitude_vector", (rows,))] if lora.dora else []
+        parts += [("lora_magnitude_vector", (columns if tensor.part == "embedding" else rows,))] if lora.dora else []
         adapters += [ParamTensor(f"{module}.{name}.weight", size, "lora") for name, size in parts]
-    if not adapters and shape.tensors:
+    unknown: str | list[str] = [] if adapters or not shape.tensors else lora.targets
+    if isinstance(lora.targets, list) and shape.param_source == "config":  # files may have other names than the model
+        modules = [one.name.rpartition(".")[0] for one in (*shape.tensors, *tied)]
+        unknown = [target for target in lora.targets if not any(_is_target(module, [target]) for module in modules)]
+    if unknown:
         linear = {one.name.split(".")[-2] for one in shape.tensors if one.is_linear_weight and "." in one.name}
-        problem = f"{lora.targets!r} match no linear layer of the model"
+        problem = f"{unknown!r} match no linear layer of the model"
         raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(sorted(linear)) or 'none'}"))
+    kept = (replace(one, is_trainable=one in trained) for one in shape.tensors)
     return replace(shape, tensors=(*kept, *adapters))
+
+
+def _is_all_linear(targets: str | list[str]) -> bool:
+    return isinstance(targets, str) and targets.lower() == "all-linear"
 
 
 def _is_target(module: str, targets: str | list[str]) -> bool:
     if isinstance(targets, str):  # a regular expression of the whole name, as peft reads it
         try:
-            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+            return _is_all_linear(targets) or re.fullmatch(targets, module) is not None
         except re.error as error:
             problem = f"{targets!r} is not a regular expression ({error})"
             raise RecipeError(Fault("model.lora.targets", problem, "correct it, or write a list of names")) from None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def with_frozen(shape: ModelShape, patterns: Iterable[str]) -> ModelShape:
-    """Return the shape with the parameters of `model.freeze` frozen: names, prefixes, globs, or components."""
-    patterns = tuple(patterns)
+def with_frozen(shape: ModelShape, patterns: Sequence[str]) -> ModelShape:
+    """Return the shape with the parameters of `model.freeze` frozen. Raises RecipeError for one that matches nothing."""
+    components = {one.name: _component(one) for one in shape.tensors} if shape.count("vision") else {}
+    names = {one.name: components.get(one.name) for one in shape.tensors}
+    if shape.param_source != "safetensors headers":  # whose names are not always those of the model
+        check_patterns(names, patterns, "model.freeze")
+    frozen = {name for name, part in names.items() if any(is_selected(name, part, pattern) for pattern in patterns)}
+    tensors = (replace(one, is_trainable=one.is_trainable and one.name not in frozen) for one in shape.tensors)
+    return replace(shape, tensors=tuple(tensors))
 
-    def is_frozen(tensor: ParamTensor) -> bool:
-        component = tensor.part if tensor.part in ("vision", "projector") else "language"
-        names = (tensor.name, tensor.name.removeprefix("model."))
-        return any(
-            (pattern == component and shape.vision is not None)
-            or any(name == pattern or name.startswith(f"{pattern}.") or fnmatch(name, pattern) for name in names)
-            for pattern in patterns
-        )  # fmt: skip
 
-    return replace(
-        shape,
-        tensors=tuple(replace(tensor, is_trainable=False) if is_frozen(tensor) else tensor for tensor in shape.tensors),
-    )
+def _component(tensor: ParamTensor) -> Component | None:
+    """Return the component of models/params.py: that of an adapter is its module's, a new head has none."""
+    part = part_of(tensor.name.replace(".lora_", "."))
+    if part == "vision" or part == "projector":
+        return part
+    return None if tensor.name.startswith("score.") else "language"
 
 
 def with_score_head(shape: ModelShape) -> ModelShape:
@@ -573,22 +589,23 @@ def suggested_models(kind: Literal["text", "vision"]) -> Mapping[str, str]:
 def read_shape(config: RunConfig, list_base: ListBase | None = None) -> ModelShape:
     """Return the shape of the model that a recipe trains: with its task and the head of it, adapters, frozen parameters.
 
-    `list_base` lists the parameters of a base in this process, which has imported torch; without it a subprocess does,
-    and this process imports no torch. Raises RecipeError where the model cannot be read.
+    `list_base` lists the parameters of a base, with its adapters, in this process, which has imported torch; without it
+    a subprocess does, and this process imports no torch. Raises RecipeError where the model cannot be read.
     """
     properties = read_properties(config)
     if not properties.is_known:
         return _with_meta_parameters(ModelShape(**_UNKNOWN_SIZES, task=properties), _list_in_subprocess(config))
-    shape = read_base_shape(config.model)
-    if shape is None:
+    shape, lora = read_base_shape(config.model), config.model.lora
+    # peft decides which experts get adapters, by the family.
+    if shape is None or (lora is not None and any(".experts." in one.name for one in shape.tensors)):
         rows = list_base(config.model) if list_base else _list_in_subprocess(config, "--base")
         sizes = _with_meta_parameters(generic_shape(_read_config(config.model) or {}), rows)
         has_qk_norm = any(".q_norm." in tensor.name for tensor in sizes.tensors)
         shape = replace(sizes, tied=not sizes.count("head"), has_qk_norm=has_qk_norm)
     if properties.is_scored:
         shape = with_score_head(shape)
-    if config.model.lora is not None:
-        shape = with_adapters(shape, config.model.lora, properties.heads)
+    if lora is not None and not shape.count("lora"):
+        shape = with_adapters(shape, lora, properties.heads)
     return replace(with_frozen(shape, config.model.freeze), task=properties)
 
 
@@ -630,15 +647,10 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
     if name is None:
         problem, fix = "is not set, nor is model.config", "set model.path, or pass --model-shape NAME to plan"
         raise RecipeError(Fault("model.path", problem, fix))
-    folder = Path(name).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _find_cached_config(name, base.revision)
-    if file is None:
-        return _find_hub_shape(name)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
-    return values if isinstance(values, dict) else None
+    if (values := read_folder_config(name, "model.path")) is not None:
+        return values
+    file = _find_cached_config(name, base.revision)
+    return _find_hub_shape(name) if file is None else read_json_object(file, "model.path")
 
 
 def _find_cached_config(name: str, revision: str | None) -> Path | None:

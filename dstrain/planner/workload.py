@@ -18,12 +18,8 @@ from dstrain.models.attention.model_types import (
     PACKED_MODEL_TYPES,
     PACKED_VISION_MODEL_TYPES,
 )
+from dstrain.models.chunk_sizes import QUERY_BLOCK, SAVED_BYTES, TILE_TOKENS
 from dstrain.planner.shapes import ModelShape
-
-QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
-"""Constants of dstrain/models/attention/by_group.py, which imports torch; a test compares them."""
-TILE_TOKENS = 8192
-"""Of dstrain/models/tiles.py, which imports torch; a test compares them."""
 
 
 @dataclass(frozen=True, kw_only=True)

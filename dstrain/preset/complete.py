@@ -163,7 +163,7 @@ def _find_zeropp_conflicts(preset: Preset, settings: RunSettings) -> list[tuple[
         if settings.device_kind == "cpu" and get_nested(preset.block, ZERO_BLOCK, key) is True:
             problem = "DeepSpeed's quantized collectives need a GPU"
             found.append((f"{ZERO_BLOCK}.{key}", problem, "use the preset zero3_hpz, or zero3, on a CPU"))
-    if settings.world_size > size and settings.world_size % size:
+    if settings.world_size > size and (size == 0 or settings.world_size % size):
         problem = f"is {size}, which does not divide the {settings.world_size} processes"
         fix = "write the number of GPUs of one host, in a copy of the preset"
         found.append((f"{ZERO_BLOCK}.zero_hpz_partition_size", problem, fix))

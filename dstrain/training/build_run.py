@@ -19,6 +19,7 @@ from dstrain.models.params import (
     find_group_and_lr,
     full_numel,
     full_shape,
+    unwrap_peft,
     zero3_init,
 )
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
@@ -335,7 +336,7 @@ def summarize_components(model: torch.nn.Module, optim: OptimConfig, lr_factor: 
 
     `lr_factor` multiplies every rate (optim.scale_lr).
     """
-    components, parameters = components_by_name(model), dict(model.named_parameters())
+    components, parameters = components_by_name(model), dict(unwrap_peft(model).named_parameters())
     summaries = []
     for component in COMPONENTS:
         names = [name for name, own in components.items() if own == component]

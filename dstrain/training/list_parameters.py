@@ -24,11 +24,16 @@ def list_parameters(config: RunConfig) -> list[tuple[str, list[int], bool]]:
 
 
 def list_base_parameters(model: ModelConfig) -> list[tuple[str, list[int], bool]]:
-    """Return (name, size, True) of every parameter of the model without its task: needs neither tokenizer nor data."""
+    """Return (name, size, whether it is trained) of every parameter of the model with its adapters, without its task.
+
+    Needs neither tokenizer nor data.
+    """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from dstrain.models.adapters import add_adapters
     from dstrain.models.load import read_config
+    from dstrain.models.params import unwrap_peft
 
     config = read_config(model)
     classes: list[Any] = [AutoModelForImageTextToText] if hasattr(config, "vision_config") else []
@@ -36,7 +41,10 @@ def list_base_parameters(model: ModelConfig) -> list[tuple[str, list[int], bool]
     auto_class = next((one for one in classes if type(config) in one._model_mapping), classes[0])
     with torch.device("meta"):
         built = auto_class.from_config(config, trust_remote_code=model.trust_remote_code)
-    return [(name, [*tensor.shape], True) for name, tensor in built.named_parameters()]
+        if model.lora is not None:
+            built = add_adapters(built, model.lora, (), seed=0)
+    parameters = unwrap_peft(built).named_parameters()
+    return [(name, [*tensor.shape], tensor.requires_grad) for name, tensor in parameters]
 
 
 def main() -> int:

@@ -79,7 +79,10 @@ def test_without_a_gpu_common_sizes_are_compared(big: str, monkeypatch: pytest.M
         (["--gpu-memory", "plenty"], "--gpu-memory: 'plenty' is not a size of memory; write it like 24GiB"),
         (["--model-shape", "llama"], "--model-shape llama: there is no such shape"),
         (["--set", "batch.mirco=1"], "no such key"),
-        (["--set", "model.path=/nowhere/model"], "parameters cannot be counted"),
+        (
+            ["--set", "model.path=/nowhere/model"],
+            "model.path: '/nowhere/model' is not a folder; give an existing folder",
+        ),
     ],
 )
 def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> None:

@@ -119,7 +119,7 @@ def states(
     batches = [make_batch(task.examples("train"), task.collate, [ranks.rank + index], 0) for index in range(accumulate)]
     offloads = "offload" in kind or "nvme" in kind
     settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision,
-                "uses_custom_optimizer": optim.name != "adamw" or not offloads}  # fmt: skip
+                "uses_custom_optimizer": optim.name != "adamw" or not offloads, "uses_muon": optim.name == "muon"}  # fmt: skip
     config = ds_config(kind, settings)
     zero = config["zero_optimization"]
     zero.update({name: value for name, value in SMALL_BUFFERS.items() if name in zero})

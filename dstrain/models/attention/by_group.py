@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout, Segment
-
-QUERY_BLOCK = 128
-"""Most queries of a block. A block computes all of its keys: shorter blocks compute fewer hidden logits."""
-SAVED_BYTES = 64 * 2**20
-"""Most bytes of attention weights that a call keeps for the backward pass; beyond, they are computed again."""
+from dstrain.models.chunk_sizes import QUERY_BLOCK, SAVED_BYTES
 
 Heads = Sequence[torch.Tensor]
 """Query (1, H, T, D), key (1, G, T, D) and value (1, G, T, D)."""

@@ -90,6 +90,11 @@ def test_a_processor_is_a_name_or_a_block() -> None:
         read_recipe(None, ["model.processor={normalise: data}"], "rm")
 
 
+def test_an_initialization_that_changes_the_base_is_refused_with_the_reason() -> None:
+    with pytest.raises(RecipeError, match=r"model\.lora\.init_lora_weights: no such key; not supported \(init.*PiSSA"):
+        read_recipe(None, ["model.lora={init_lora_weights: pissa}"], "rm")
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "wanted"),
     [

@@ -21,6 +21,7 @@ from dstrain.errors import RecipeError, TaskError
 from dstrain.models.adapters import load_adapters, use_reference
 from dstrain.models.folder import read_adapter
 from dstrain.models.load import load_model, read_config
+from dstrain.models.params import matches_pattern
 from dstrain.models.weights import weights_fingerprint
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import RewardModel
@@ -46,6 +47,7 @@ def loaded(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
         {"target_modules": ["q_proj"], "layers_to_transform": [1]},
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"modules_to_save": ["lm_head"]},
+        {"family": "mixtral"},  # peft adapts the experts, which are parameters
     ],
     ids=str,
 )
@@ -346,6 +348,45 @@ def test_a_target_that_is_not_in_the_model_is_named_with_those_that_are(tmp_path
     )
     with pytest.raises(RecipeError, match=wanted):
         made.checks.run()
+
+
+def mixtral(tmp_path: Path, **lora: Any) -> Any:
+    config = {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    values = find_task("sft").tiny(tmp_path)
+    return make_task(RunConfig.model_validate({**values, "model": {"config": config, "lora": {"rank": 2, **lora}}}))
+
+
+def test_experts_get_adapters_by_their_names(tmp_path: Path) -> None:
+    made: Any = build_train_module(mixtral(tmp_path, targets=["q_proj", "experts.down_proj"]))
+    adapted = {".".join(name.partition(".lora_A")[0].split(".")[-2:]) for name in trained(made.model)}
+    assert adapted >= {"self_attn.q_proj", "mlp.experts"}
+
+
+@pytest.mark.parametrize("other", [{"dora": True}, {"dropout": 0.1}])
+def test_adapters_of_experts_are_refused_with_what_they_cannot_do(other: dict[str, Any], tmp_path: Path) -> None:
+    wanted = r"^model\.lora\.targets: 'all-linear' adapts experts, which is not possible with dropout or dora; remove"
+    with pytest.raises(RecipeError, match=wanted):
+        mixtral(tmp_path, **other).checks.run()
+
+
+@pytest.mark.parametrize("pattern", ["lora_A", "model.layers.0", "*.layers.0.mlp"])
+def test_adapters_are_frozen_by_the_same_patterns_before_and_in_a_run(pattern: str, tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] |= {"lora": {"rank": 2}, "freeze": [pattern]}
+    made = make_task(RunConfig.model_validate(values))
+    made.checks.run()
+    names = trained(build_train_module(made).model)
+    assert names
+    assert not any(matches_pattern(name.removeprefix("base_model.model."), pattern) for name in names)
+
+
+def test_an_expression_that_matches_no_module_is_refused_before_a_run(tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] |= {"lora": {"targets": "layers.*q_proj"}}
+    with pytest.raises(
+        RecipeError, match=r"^model\.lora\.targets: 'layers\.\*q_proj': .*; these would match: down_proj"
+    ):
+        make_task(RunConfig.model_validate(values)).checks.run()
 
 
 def test_lora_plus_needs_adapters(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def test_a_shape_without_that_name_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}}, {"lora": {"rank": 4, "dora": True}}, {"freeze": ["embed_tokens", "*.mlp.*"]},
-                                     {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}], ids=str)  # fmt: skip
+                                     {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}, {"freeze": ["mlp", "model.layers.*.self_attn"]},
+                                     {"lora": {"rank": 2}, "freeze": ["lora_A", "model.layers.0"]},
+                                     {"lora": {"rank": 2, "dora": True, "targets": ["q_proj", "embed_tokens"]}}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("task", ["sft", "rm"])
 def test_the_parameters_of_a_task_are_those_that_it_builds(task: str, changes: dict[str, Any], tmp_path: Path) -> None:
     from dstrain.training.list_parameters import list_parameters
@@ -226,8 +228,8 @@ def test_another_family_is_counted_without_data_and_keeps_undeclared_settings() 
     config = made_config(model={"config": values, "lora": {"rank": 4}}, data={"train": "nowhere.jsonl"})
     shape = read_shape(config)
     sizes = {tensor.name: tensor.shape for tensor in shape.tensors}
-    assert sizes["model.layers.0.self_attn.q_proj.weight"] == (4 * 32, 64)
-    assert sizes["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, 64)
+    assert sizes["model.layers.0.self_attn.q_proj.base_layer.weight"] == (4 * 32, 64)
+    assert sizes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (4, 64)
     assert (shape.intermediate, shape.experts_per_token, shape.tied) == (2 * 48, 2, False)
     assert shape.largest_module == max(320 * 64, 3 * 4 * 48 * 64)
 
@@ -244,6 +246,16 @@ def test_experts_in_files_of_their_own_are_one_module(tmp_path: Path) -> None:
     shape = read_base_shape(ModelConfig(path=str(tmp_path)))
     assert shape is not None
     assert shape.largest_module == 12 * 32 * 48
+
+
+def test_a_pattern_that_freezes_nothing_is_refused_as_in_a_run() -> None:
+    with pytest.raises(RecipeError, match=r"^model\.freeze 'layers\.0': matches no parameter; names here begin with "):
+        read_shape(made_config(model={"freeze": ["layers.0"]}))
+
+
+def test_one_target_that_matches_nothing_is_refused_as_in_a_run() -> None:
+    with pytest.raises(RecipeError, match=r"^model\.lora\.targets: \['query'\] match no linear layer"):
+        read_shape(made_config(model={"lora": {"targets": ["q_proj", "query"]}}))
 
 
 def test_targets_that_match_nothing_are_refused_with_the_names() -> None:

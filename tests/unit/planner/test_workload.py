@@ -9,19 +9,6 @@ from dstrain.planner import workload
 from dstrain.planner.workload import detect_gpu_bytes, parse_bytes
 
 
-def test_blocks_of_attention_are_those_of_the_kernel() -> None:
-    from dstrain.models.attention import by_group
-    from dstrain.planner import workload
-
-    assert (workload.QUERY_BLOCK, workload.SAVED_BYTES) == (by_group.QUERY_BLOCK, by_group.SAVED_BYTES)
-
-
-def test_tiles_are_those_of_the_model() -> None:
-    from dstrain.models import tiles
-
-    assert workload.TILE_TOKENS == tiles.TILE_TOKENS
-
-
 def test_a_query_computes_the_keys_of_its_block() -> None:
     from dstrain.planner.workload import mean_block_keys
 

@@ -190,6 +190,13 @@ def test_quantized_collectives_need_a_gpu_and_their_groups_divide_the_processes(
     assert "zero_hpz_partition_size: is 8, which does not divide the 12 processes" in str(caught.value)
 
 
+def test_groups_of_no_process_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}')
+    with pytest.raises(PresetError, match="zero_hpz_partition_size: is 0, which does not divide"):
+        complete_preset(read_preset(str(file)), settings=RunSettings(**SETTINGS))
+
+
 def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
     preset = read_preset(str(write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
     with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while training in bf16"):

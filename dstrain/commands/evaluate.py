@@ -22,7 +22,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.prepare import describe_examples
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
-from dstrain.process_setup import log_if_slow, log_stderr
+from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import check_generation_data, check_judge
 from dstrain.tasks.common.task import load_split
@@ -66,8 +66,6 @@ class EvaluateJob(Job):
         examples = load_split(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
-        for line in describe_examples(examples.summarize()):
-            log_stderr(line)
         check_generation_data(found.task, examples)
         return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
 
@@ -95,15 +93,19 @@ class EvaluateJob(Job):
             row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}
-        return {**about, **row, **task.checks.baselines(examples), **rates}
+        notes = describe_examples(prepared.examples.summarize())
+        return {**about, **row, **task.checks.baselines(examples), **rates, "notes": notes}
 
 
 def show_metrics(row: Mapping[str, Any]) -> str:
-    """Return a line per metric; an exported folder has no step."""
+    """Return a line per metric, and the notes on the data; an exported folder has no step."""
     row = {name: value for name, value in row.items() if (name, value) != ("step", None)}
-    return "\n".join(
-        f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
-    )
+    lines = [
+        f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}"
+        for name, value in row.items()
+        if name != "notes"
+    ]
+    return "\n".join([*lines, *row["notes"]])
 
 
 def check_reference(saved: SavedModel) -> None:

@@ -111,7 +111,7 @@ def read_folder_config(name: str, key: str) -> dict[str, Any] | None:
     if data.startswith(LFS_POINTER):
         raise RecipeError(_lfs_pointer_fault(file, key))
     try:
-        values = json.loads(data)
+        values = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         problem = f"{file} is not valid JSON ({error})"
         raise RecipeError(Fault(key, problem, "correct it, or download it again")) from error

@@ -74,6 +74,7 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
     found = numbers(alone)
     assert found | logged(folder, found) == pytest.approx(found, rel=1e-5, abs=1e-6), "what the run said itself"
     assert len(found) >= 2
+    assert "eval.jsonl: 16 records; read:" in alone["notes"][0]
     for hold in (None, "zero3", "zero2"):
         for row in two(EVALUATE, **asked, ds_config=hold):
             assert numbers(row) == pytest.approx(found, rel=1e-5, abs=1e-6), hold

@@ -102,6 +102,6 @@ def test_a_long_prompt_is_cut_as_by_the_command(tmp_path: Path) -> None:
     said = invoke("generate", run, "--step", "last", "--prompt", text, "--max-new-tokens", "16", "--json")
     assert said.exit_code == 0, said.output
     found = dstrain.load(run, step="last", device="cpu")
-    assert found.generate(text, max_new_tokens=16) == [json.loads(said.output)["answer"]]
+    assert found.generate(text, max_new_tokens=16) == [json.loads(said.stdout)["answer"]]
     with pytest.raises(UsageError, match="the model has 2048 positions"):
         found.generate(text, max_new_tokens=2048)

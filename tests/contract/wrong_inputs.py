@@ -263,9 +263,9 @@ MODELS: dict[str, Wrong] = {
     "heads below 0": model(r"num_attention_heads is -4 in its config; correct it", num_attention_heads=-4),
     "words below 0": model(r"vocab_size is -4 in its config; correct it", vocab_size=-4),
     "a list": Wrong(PLAN_MODEL, r"model.*; ", {"m/config.json": "[1]"}),
-    "100,000 brackets": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; download it again", {"m/config.json": "[" * 100_000}),
+    "100,000 brackets": Wrong(PLAN_MODEL, r"model\.path: .*config\.json is not valid JSON .*; correct it", {"m/config.json": "[" * 100_000}),
     "a folder": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; ", {"m/config.json": Path.mkdir}),
-    "UTF-16": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; ", {"m/config.json": utf16("{}")}),
+    "UTF-16": Wrong(PLAN_MODEL, r"model\.path: .*config\.json is not valid JSON .*; correct it", {"m/config.json": utf16("{}")}),
 }  # fmt: skip
 RUNS: dict[str, Wrong] = {
     "no recipe": damaged_run(EXPORT, "recipe.yaml", None, r"r: is neither a run folder .*; give one of them"),

@@ -27,8 +27,9 @@ def test_a_task_file_is_called_by_its_name() -> None:
 
 
 def test_an_exported_folder_has_no_step() -> None:
-    assert show_metrics({"file": "x", "step": None, "loss": 0.5}).split() == ["file", "x", "loss", "0.5"]
-    assert "step" in show_metrics({"step": 0})
+    row = {"file": "x", "step": None, "loss": 0.5, "notes": ["a note"]}
+    assert show_metrics(row).split() == ["file", "x", "loss", "0.5", "a", "note"]
+    assert "step" in show_metrics({"step": 0, "notes": []})
 
 
 @pytest.mark.parametrize(

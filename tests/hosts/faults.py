@@ -26,7 +26,7 @@ LEFT_SECONDS = 2 * SILENCE
 """What is left may take so long to notice that it is alone, where nobody can tell it."""
 CLEANED = 12
 """Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
-PYTHON = r"^\S*python\S* (-u )?-m "
+PYTHON = r"^\S*python\S* (-[Pu] )*-m "
 AGENT = PYTHON + r"dstrain\.launch\.multihost\.agent"
 SSHD = "^sshd: "
 SECRET = {"HF_TOKEN": "hf-a-secret-of-these-tests"}

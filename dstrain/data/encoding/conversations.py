@@ -322,7 +322,10 @@ def encode_prompts(
             ids = insert_soft_tokens(tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
-        return EncodedPrompt(text, ids, (), prompt.series, prompt.prompt, prompt.tools, keep < len(body), rendered.lost)
+        return EncodedPrompt(
+            text, ids, series=prompt.series, prompt=prompt.prompt, tools=prompt.tools, is_cut=keep < len(body),
+            lost=rendered.lost,
+        )  # fmt: skip
 
     return [try_parse(encode, *item) for item in enumerate(prompts)]
 

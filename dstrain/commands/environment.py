@@ -195,9 +195,8 @@ def collect_host_lines(folder: Path, several_hosts: bool) -> list[EnvironmentLin
 
 def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above that exists."""
-    return next(
-        path for path in (folder, *folder.parents) if os.path.isdir(path)
-    )  # Path.is_dir raises without permission
+    # Path.is_dir raises for a folder that this user may not enter.
+    return next(path for path in (folder, *folder.parents) if os.path.isdir(path))
 
 
 def _imports(gpus: int) -> EnvironmentLine:

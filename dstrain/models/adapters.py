@@ -71,7 +71,7 @@ def add_adapters(
         problem = f"{lora.targets!r}: {str(error).split('. ')[0]}"
         if "ParamWrapper" in problem:
             problem = f"{lora.targets!r} adapts experts, which is not possible with dropout or dora"
-            suggestion = "remove these two, or list modules outside the experts, such as q_proj and v_proj"
+            suggestion = "remove dropout and dora, or list modules outside the experts, such as q_proj and v_proj"
         raise RecipeError(Fault("model.lora.targets", problem, suggestion)) from error
     _cast_as_shards(wrapped)
     return wrapped

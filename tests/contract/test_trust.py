@@ -25,7 +25,6 @@ from dstrain.commands.untrusted import load_folder_recipe, pattern_fault, read_f
 from dstrain.config.schema import RunConfig
 from dstrain.data.limited_process import ResourceLimits
 from dstrain.errors import UsageError
-from dstrain.launch.command import rank_command
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
 from dstrain.training.checkpoints import find_best, read_best_name
 from tests.contract.export_cases import make_run
@@ -212,8 +211,24 @@ def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPa
     ], "nothing was written into it"  # fmt: skip
 
 
-def test_no_process_imports_from_the_working_folder() -> None:
-    assert "-P" in rank_command([])  # launching/test_terminal.py has a run in such a folder
+def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launching/test_terminal.py has a run in such a folder."""
+    from dstrain.commands import run_job
+    from dstrain.commands.evaluate import EvaluateJob
+    from dstrain.commands.trained_model import ModelSelector
+
+    seen: list[str] = []
+
+    def launched(made: Any, place: Path) -> run_job.JobResult:
+        seen.extend(made.argv)
+        return run_job.JobResult(0)
+
+    monkeypatch.setattr(run_job, "_launch_workers", launched)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    job = EvaluateJob(selector=ModelSelector(folder=folder / "run"), data=str(folder / "eval.jsonl"))
+    run_job.run_job(job, {"num_gpus": 2}, None)
+    assert "-P" in seen[: seen.index("-m")]
 
 
 @pytest.mark.parametrize(

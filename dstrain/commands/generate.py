@@ -21,7 +21,7 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
-from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_lost
+from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS, describe_template_counts
 from dstrain.data.formats.answers import COMPLETIONS
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import ParsedPrompt
@@ -184,8 +184,8 @@ def describe_changes(prompts: Sequence[EncodedPrompt], limit: int | None) -> lis
             f"{cut} of {len(prompts)} prompts have more than {limit} tokens, and the model sees the last {limit} only; "
             "shorten them, lower --max-new-tokens, or raise data.max_prompt_length where it is set"
         )
-    counts = {name: sum(prompt.lost.get(name, 0) for prompt in prompts) for name in LOST_COLUMNS}
-    return lines + describe_lost({"kept": len(prompts), "cuts": counts})
+    counts = {name: sum(prompt.lost.get(name, 0) for prompt in prompts) for name in TEMPLATE_COLUMNS}
+    return lines + describe_template_counts({"kept": len(prompts), "cuts": counts})
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:

@@ -266,6 +266,8 @@ class DataConfig(Section):
     """Use only the first N records of each file."""
     columns: ColumnNames = {}
     """Column names in the file -> names of the record format; null leaves a column out."""
+    rendered: bool | Literal["auto"] = "auto"
+    """Texts that went through a chat template already (`<|im_start|>user ...`), which are taken as they stand. auto: where a prompt begins or ends as the template writes it, or a text alone contains its control tokens; true: all; false: none. Elsewhere a control token makes a record bad."""
     on_error: Literal["skip", "fail"] | None = None
     """Bad records: skip and count them, or fail at the first. Empty: skip up to 1 %."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 4

@@ -20,7 +20,7 @@ from dstrain.cache import cache_root
 from dstrain.data.dataset import SequenceDataset
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.encoding.template_check import describe_lost
+from dstrain.data.encoding.template_check import describe_template_counts
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.formats.columns import ColumnReport, add_record, describe_columns, merge_reports, parse_record
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
@@ -335,7 +335,7 @@ MAX_LISTED_RECORDS = 10
 
 def describe_examples(report: Mapping[str, Any]) -> list[str]:
     """Return lines on a dataset's report: columns, texts that were cut or dropped, notes, and the records that were skipped."""
-    lines = [*describe_columns(report.get("columns", {})), describe_cuts(report), *describe_lost(report)]
+    lines = [*describe_columns(report.get("columns", {})), describe_cuts(report), *describe_template_counts(report)]
     lines += report.get("notes", ())
     if skipped := report.get("skipped"):
         lines.append(f"{skipped} of {report['read']} records skipped:")

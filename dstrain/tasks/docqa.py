@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import DatasetConfig, LoraConfig, check_limits
 from dstrain.data.documents.source import DocumentOptions, DocumentSource
+from dstrain.data.encoding.chat_template import messages_to_transcript
 from dstrain.data.encoding.conversations import encode_answers
-from dstrain.data.encoding.rendering import PlaceholderExpansion, messages_to_transcript
+from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages

@@ -104,7 +104,9 @@ class KTO(ReferenceTask):
     @property
     def _encoding_config(self) -> EncodingConfig:
         data = self.recipe.data
-        return EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
+        return EncodingConfig(
+            max_length=data.max_length, max_prompt_length=data.max_prompt_length, rendered=data.rendered
+        )
 
     def build_store(self, source: ConcatSource) -> TokenStore:
         # Also for a vision-language model: the records have no images.

@@ -90,15 +90,24 @@ class ProcessRewardModel(TextTask):
 
     def encode(self, samples: list[Solution], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
         from dstrain.data.encoding.conversations import encode_prompts
+        from dstrain.data.encoding.rendered_text import check_control_tokens, find_template_marks
 
         data, ends = self.recipe.data, self._ids(self.step_separator)
         prompts = [ParsedPrompt(sample.prompt, sample.tools) for sample in samples]
         found: list[EncodeResult] = []
+        marks = find_template_marks(self.tokenizer)
         for sample, prompt in zip(
-            samples, encode_prompts(self.tokenizer, prompts, data.max_prompt_length), strict=True
+            samples,
+            encode_prompts(self.tokenizer, prompts, data.max_prompt_length, rendered_texts=data.rendered),
+            strict=True,
         ):
             if isinstance(prompt, BadRecord):
                 found.append(prompt)
+                continue
+            try:
+                check_control_tokens(marks, "", sample.steps)
+            except BadRecord as fault:
+                found.append(fault)
                 continue
             ids, places, labels = [*prompt.ids], list[int](), list[int]()
             # Each step is tokenized on its own, so that no token holds parts of two steps, as in TRL.
@@ -123,7 +132,7 @@ class ProcessRewardModel(TextTask):
     def encode_key(self) -> dict[str, Any]:
         data = self.recipe.data
         limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-        return {"what": "steps", "separator": self.step_separator, **limits}
+        return {"what": "steps", "separator": self.step_separator, **limits, "rendered": data.rendered}
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         solution = self.parse(record)

@@ -69,6 +69,7 @@ class SFT(TextTask):
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
             with_thinking=self.train_on_thinking,
+            rendered=data.rendered,
         )
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:

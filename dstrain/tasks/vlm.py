@@ -70,7 +70,7 @@ class VLM(SFT):
         return super().parse_with_images(record, parse)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
-        from dstrain.data.encoding.rendering import messages_to_transcript
+        from dstrain.data.encoding.chat_template import messages_to_transcript
 
         sample = self.parse_record(record).parsed
         dialog = sample.to_conversation() if isinstance(sample, PromptCompletion) else sample

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dstrain.data.encoding.chat_template import to_template_messages
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import to_template_messages
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of

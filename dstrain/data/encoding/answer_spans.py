@@ -8,13 +8,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from dstrain.data.encoding.rendering import (
-    find_answer_end,
-    has_chat_template,
-    render_conversation,
-    to_template_messages,
+from dstrain.data.encoding.chat_template import has_chat_template, render_conversation, to_template_messages
+from dstrain.data.encoding.rendered_text import (
+    Rendered,
+    TemplateMarks,
+    check_control_tokens,
+    check_inner_ends,
+    find_template_marks,
+    read_rendered,
 )
-from dstrain.data.encoding.template_check import Span, TemplateCheck, check_answers, check_template, remove_turns
+from dstrain.data.encoding.rendering import find_answer_end
+from dstrain.data.encoding.template_check import (
+    RENDERED_COUNTS,
+    Span,
+    TemplateCheck,
+    check_answers,
+    check_template,
+    remove_turns,
+)
 from dstrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
@@ -22,6 +33,7 @@ from dstrain.data.formats.conversations import (
     get_message_field,
 )
 from dstrain.data.formats.messages import Message, common_prefix_length
+from dstrain.data.formats.preferences import Prompt, Response
 from dstrain.data.records import BadRecord
 
 RenderFn = Callable[..., str]
@@ -78,29 +90,28 @@ class RenderedSample:
     used_chat_template: bool
     """True if the tokenizer's chat template wrote it: then nothing is appended to it."""
     lost: Mapping[str, int] = field(default_factory=lambda: TemplateCheck().counts)
-    """LOST_COLUMNS of the example."""
+    """TEMPLATE_COLUMNS of the example."""
 
 
 def render_sample(
     tokenizer: Any,
     sample: Sample,
-    end_tokens: Sequence[str] = (),
     assistant_only: bool = True,
     with_thinking: bool = True,
+    rendered_texts: Rendered = "auto",
 ) -> RenderedSample:
     """Return the text of a sample and the spans that are trained on.
 
-    `end_tokens`: tokens that may end a turn. `with_thinking`: thoughts are trained on too. Raises BadRecord if the chat
-    template rejects the conversation, does not keep it (`check_template`), or an answer cannot be located in its text.
+    `with_thinking`: thoughts are trained on too. `rendered_texts`: data.rendered. Raises BadRecord if the chat template
+    rejects the conversation, does not keep it (`check_template`), an answer cannot be located in its text, or a text
+    contains control tokens (`read_rendered`).
     """
     templated = has_chat_template(tokenizer)
-    # Two texts without a template are one text: no turns to look for.
+    plain = _render_plain(tokenizer, sample, assistant_only, rendered_texts)
+    if plain is not None:
+        spans = plain.trained_spans if with_thinking else without_thinking(plain.text, plain.trained_spans)
+        return replace(plain, trained_spans=tuple(spans))
     if isinstance(sample, PromptCompletion):
-        if not (templated and sample.prompt):
-            text = sample.prompt + sample.answer
-            start = len(sample.prompt) if assistant_only else 0
-            spans = [(start, len(text))]
-            return RenderedSample(text, tuple(spans if with_thinking else without_thinking(text, spans)), False)
         sample = sample.to_conversation()
     if not templated and _uses_tools(sample):
         raise BadRecord("tools and calls of them need a chat template, and the tokenizer has none; give it one")
@@ -108,7 +119,7 @@ def render_sample(
         # Nothing is trained on in the turns after the last trained one, and some templates render a turn differently if
         # others follow.
         sample = replace(sample, messages=sample.messages[: sample.trained_turns[-1] + 1])
-    locate = partial(_locate, tokenizer, end_tokens=tuple(end_tokens), assistant_only=assistant_only)
+    locate = partial(_locate, tokenizer, assistant_only=assistant_only)
     check = TemplateCheck()
     if templated:
         check = check_template(tokenizer, sample, f"sample {assistant_only}", locate, None if assistant_only else 0)
@@ -122,11 +133,65 @@ def render_sample(
     return RenderedSample(text, tuple(spans), templated, check.counts | lost)
 
 
-def _locate(
-    tokenizer: Any, sample: Conversation, end_tokens: tuple[str, ...], assistant_only: bool
-) -> tuple[str, list[Span]]:
+def _render_plain(
+    tokenizer: Any, sample: Sample, assistant_only: bool, rendered_texts: Rendered
+) -> RenderedSample | None:
+    """Return a sample whose text is taken as it stands; None where the template, or a transcript, writes the turns.
+
+    It is one that went through a chat template already, a text without a prompt, or any two texts without a template.
+    Raises BadRecord.
+    """
+    marks = find_template_marks(tokenizer)
+    prompt: Prompt
+    answers: list[Response]
+    tools: Sequence[Mapping[str, Any]] = ()
+    if isinstance(sample, PromptCompletion):
+        if not sample.prompt:
+            return _render_document(marks, sample.answer, assistant_only, rendered_texts)
+        if not has_chat_template(tokenizer):
+            check_inner_ends(marks, sample.answer)
+            text = sample.prompt + sample.answer
+            return RenderedSample(text, ((len(sample.prompt) if assistant_only else 0, len(text)),), False)
+        prompt, answers = sample.prompt, [sample.answer]
+    elif not has_chat_template(tokenizer):
+        return None
+    else:
+        first_answer = sample.trained_turns[0]
+        prompt, answers = sample.messages[:first_answer], [sample.messages[first_answer:]]
+        tools = sample.tools
+    taken = read_rendered(tokenizer, prompt, answers, rendered_texts, tools)
+    if taken is None:
+        return None
+    text = taken.prompt + taken.answers[0]
+    start = len(taken.prompt) if assistant_only else 0
+    return RenderedSample(text, ((start, len(text)),), True, RENDERED_COUNTS)
+
+
+def _render_document(marks: TemplateMarks, text: str, assistant_only: bool, rendered_texts: Rendered) -> RenderedSample:
+    """Return a text without a prompt: of a conversation that went through the template the answers are trained on.
+
+    Raises BadRecord for a control token where data.rendered is false.
+    """
+    body = text.removeprefix(marks.bos).rstrip()
+    for token in marks.end_tokens:
+        body = body.removesuffix(token)
+    is_rendered = rendered_texts is True or marks.find_control_token(body) is not None
+    if is_rendered and rendered_texts is False:
+        check_control_tokens(marks, body)
+    answers = [*marks.iter_answer_spans(text)] if is_rendered else []
+    if not answers:
+        return RenderedSample(
+            text, ((0, len(text)),), False, RENDERED_COUNTS if is_rendered else TemplateCheck().counts
+        )
+    shift = len(marks.bos) if not text.startswith(marks.bos) else 0
+    spans = [(start + shift, end + shift) for start, end in answers]
+    text = marks.bos[:shift] + text
+    return RenderedSample(text, tuple(spans) if assistant_only else ((0, len(text)),), True, RENDERED_COUNTS)
+
+
+def _locate(tokenizer: Any, sample: Conversation, assistant_only: bool) -> tuple[str, list[Span]]:
     """Return the text of a conversation and the spans that are trained on. Raises BadRecord."""
-    templated = has_chat_template(tokenizer)
+    templated, end_tokens = has_chat_template(tokenizer), find_template_marks(tokenizer).added_tokens
     render_fn = partial(render_conversation, tokenizer, tools=list(sample.tools) or None)
     if not assistant_only:
         text = render_fn(sample.messages)

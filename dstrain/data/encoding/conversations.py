@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, RenderedSample, render_sample
+from dstrain.data.encoding.chat_template import has_chat_template
+from dstrain.data.encoding.rendered_text import Rendered
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
     Shifts,
-    has_chat_template,
     keep_system_text,
     render_prompt,
     shift_offset,
@@ -55,6 +56,8 @@ class EncodingConfig:
     """True to train on the answers only, False to train on every token."""
     with_thinking: bool = True
     """False to leave the thoughts of answers out of what is trained on."""
+    rendered: Rendered = "auto"
+    """data.rendered: whether texts went through the chat template already."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,6 @@ class Encoder:
     @cached_property
     def special_tokens(self) -> SpecialTokens:
         return get_special_tokens(self.tokenizer)
-
-    @cached_property
-    def end_tokens(self) -> tuple[str, ...]:
-        """Any added token may end a turn: templates do not say which one does."""
-        return tuple(self.tokenizer.get_added_vocab())
 
     def encode(
         self,
@@ -160,7 +158,7 @@ def _render(encoder: Encoder, index: int, sample: Sample) -> _ExpandedSample:
         removed = len(sample.messages) - len(messages)
         sample = replace(sample, messages=messages, trained_turns=tuple(at - removed for at in sample.trained_turns))
     config = encoder.config
-    rendered = render_sample(encoder.tokenizer, sample, encoder.end_tokens, config.assistant_only, config.with_thinking)
+    rendered = render_sample(encoder.tokenizer, sample, config.assistant_only, config.with_thinking, config.rendered)
     text, shifts = encoder.expand(index, rendered.text)
     spans = shift_spans(rendered.trained_spans, shifts)
     return _ExpandedSample(sample, rendered.text, replace(rendered, text=text, trained_spans=spans), shifts)
@@ -284,7 +282,7 @@ class EncodedPrompt:
     is_cut: bool = False
     """True if the ids lack the beginning of the text."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """LOST_COLUMNS of the prompt."""
+    """TEMPLATE_COLUMNS of the prompt."""
 
 
 def encode_prompts(
@@ -292,17 +290,18 @@ def encode_prompts(
     prompts: Sequence[ParsedPrompt],
     max_length: int | None = None,
     expansion: PlaceholderExpansion | None = None,
+    rendered_texts: Rendered = "auto",
 ) -> list[EncodedPrompt | BadRecord]:
     """Return each prompt as text and ids, rendered as in training.
 
     `max_length`: tokens of a prompt; a longer one loses the tokens after its BOS. `expansion`: the
-    images of the prompts.
+    images of the prompts. `rendered_texts`: data.rendered.
     """
     special_tokens = get_special_tokens(tokenizer)
 
     def encode(index: int, prompt: ParsedPrompt) -> EncodedPrompt:
         """Return prompt `index` as text and ids. Raises BadRecord."""
-        rendered = render_prompt(tokenizer, prompt.prompt, (), prompt.tools)
+        rendered = render_prompt(tokenizer, prompt.prompt, (), prompt.tools, rendered_texts)
         text = expanded = rendered.prompt
         if expansion is not None:
             text = text.replace(IMAGE_PLACEHOLDER, expansion.vision_processor.image_token)
@@ -335,6 +334,7 @@ def encode_image_prompts(
     parsed_prompts: Sequence[RecordWithImages[ParsedPrompt]],
     folders: Sequence[Path],
     max_length: int | None = None,
+    rendered_texts: Rendered = "auto",
 ) -> list[EncodedPrompt | BadRecord]:
     """Return the prompts with their images, or a BadRecord where one of the images cannot be used."""
 
@@ -347,7 +347,7 @@ def encode_image_prompts(
     def encode(items: list[tuple[ParsedPrompt, list[Path | bytes], list[str]]]) -> list[EncodedPrompt | BadRecord]:
         prompts, images, texts = zip(*items, strict=True) if items else ((), (), ())
         expansion = PlaceholderExpansion(vision_processor, texts)
-        encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
+        encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion, rendered_texts)
         return [
             one if isinstance(one, BadRecord) else replace(one, images=tuple(shown))
             for one, shown in zip(encoded, images, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dstrain.data.encoding.conversations import Encoder, EncodingConfig, encode_conversations
+from dstrain.data.encoding.rendered_text import Rendered
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
     RenderedPrompt,
@@ -15,7 +16,7 @@ from dstrain.data.encoding.rendering import (
     render_prompt,
     shift_offset,
 )
-from dstrain.data.encoding.template_check import LOST_COLUMNS
+from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
 from dstrain.data.encoding.tokenization import (
     CUT_COLUMNS,
     TokenBudget,
@@ -47,15 +48,16 @@ def encode_preferences(
     max_length: int,
     max_prompt_length: int | None = None,
     expansion: PlaceholderExpansion | None = None,
+    rendered_texts: Rendered = "auto",
 ) -> list[dict[str, Any] | BadRecord]:
     """Return for each preference `chosen` and `rejected`, ids of prompt and answer, and `prompt_length`.
 
     Prompt and answer are tokenized as one text, as the model sees them. The answers start where
     the two rows and the prompt's own ids diverge, as in TRL's DPOTrainer. `prompt_cut`,
     `response_cut` and `last_turn_cut` are 1 if something was truncated, else 0. `expansion`: the
-    images of the preferences. Raises DataError if max_length leaves no room for text.
+    images of the preferences. `rendered_texts`: data.rendered. Raises DataError if max_length leaves no room for text.
     """
-    config = EncodingConfig(max_length=max_length, max_prompt_length=max_prompt_length)
+    config = EncodingConfig(max_length=max_length, max_prompt_length=max_prompt_length, rendered=rendered_texts)
     return Encoder(tokenizer, config, expansion).encode(preferences, _render, _encode_rendered)
 
 
@@ -65,7 +67,14 @@ def _render(encoder: Encoder, index: int, preference: Preference) -> _RenderedPa
         prompt_messages = keep_system_text(encoder.tokenizer, preference.prompt, len(preference.prompt))
         preference = replace(preference, prompt=prompt_messages)
     answers = preference.chosen, preference.rejected
-    rendered = render_prompt(encoder.tokenizer, preference.prompt, answers, preference.tools)
+    rendered = render_prompt(
+        encoder.tokenizer,
+        preference.prompt,
+        answers,
+        preference.tools,
+        encoder.config.rendered,
+        preference.is_common_prefix,
+    )
     prompt, shifts = encoder.expand(index, rendered.prompt)
     return _RenderedPair(preference, rendered, replace(rendered, prompt=prompt), shifts)
 
@@ -166,7 +175,7 @@ def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config:
         if isinstance(example, BadRecord):
             results.append(example)
             continue
-        counts = {name: value for name, value in example.items() if name in (*CUT_COLUMNS, *LOST_COLUMNS)}
+        counts = {name: value for name, value in example.items() if name in (*CUT_COLUMNS, *TEMPLATE_COLUMNS)}
         answer = {"answer": example["input_ids"], "answer_loss_mask": example["loss_mask"]}
         results.append({**answer, "desirable": float(item.desirable), **counts})
     return results

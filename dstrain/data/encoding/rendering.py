@@ -2,124 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
-from dstrain.data.encoding.template_check import FIX, LOST_COLUMNS, TemplateCheck, check_answers, check_template
+from dstrain.data.encoding.chat_template import (
+    ASSISTANT_PREFIX,
+    has_chat_template,
+    render_conversation,
+)
+from dstrain.data.encoding.rendered_text import Rendered, check_inner_ends, find_template_marks, read_rendered
+from dstrain.data.encoding.template_check import (
+    FIX,
+    RENDERED_COUNTS,
+    TEMPLATE_COLUMNS,
+    TemplateCheck,
+    check_answers,
+    check_template,
+)
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import (
-    IMAGE_PLACEHOLDER,
     Message,
     common_prefix_length,
 )
 from dstrain.data.formats.preferences import Prompt, Response
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import VisionProcessor
-from dstrain.errors import DataError, Fault, RecipeError
-
-RECIPE_KEY = "model.chat_template"
-BUILTIN_TEMPLATE = "human_assistant"
-_TRANSCRIPT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role == 'assistant' -%}{{- '\n\nAssistant: ' -}}
-{%- elif message.role != 'system' -%}{{- '\n\nHuman: ' if message.role == 'user' else '\n\nTool: ' -}}{%- endif -%}
-{%- if message.content is string -%}{{- message.content -}}
-{%- else -%}{%- for part in message.content -%}
-{{- 'IMAGE' if part.type == 'image' else part.text -}}
-{%- endfor -%}{%- endif -%}
-{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '\n\nAssistant:' -}}{%- endif -%}"""
-"""Conversations in the form of hh-rlhf, with EOS after each answer."""
-
-
-def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> str:
-    """Return the Jinja template that the value of model.chat_template stands for.
-
-    `image_token`: the text of an image placeholder. Raises RecipeError.
-    """
-    if value == BUILTIN_TEMPLATE:
-        if tokenizer.eos_token is None:
-            problem = "ends answers with EOS, and the tokenizer has none"
-            raise RecipeError(Fault(RECIPE_KEY, problem, "write a template"))
-        return _TRANSCRIPT_TEMPLATE.replace("IMAGE", image_token)
-    if "{" in value:
-        return value
-    file = Path(value).expanduser()
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        fix = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
-        raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", fix)) from fault
-
-
-KWARGS_KEY = "model.chat_template_kwargs"
-RESERVED_KWARGS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
-)
-"""Variables of a template that the conversation and the tokenizer set."""
-
-
-def set_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> None:
-    """Give variables of the tokenizer's chat template a value where the caller of the template gives none.
-
-    In the template itself, so that the text is the same wherever it is rendered, and in exports. The names that are
-    set last count. Raises RecipeError for a name that the template does not read.
-    """
-    if not values:
-        return
-    if not has_chat_template(tokenizer):
-        fix = "name a template with model.chat_template, or remove it"
-        raise RecipeError(Fault(KWARGS_KEY, "is set, but the tokenizer has no chat template", fix))
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, Mapping) else [template]
-    read = {name for text in texts for name in re.findall(r"\b[A-Za-z_]\w*", text)}
-    asked = {name for text in texts for name in re.findall(r"\b([A-Za-z_]\w*) is (?:not )?defined", text)}
-    known = ", ".join(sorted(asked - RESERVED_KWARGS)) or "none"
-    faults = [
-        Fault(f"{KWARGS_KEY}.{name}", "is set from the conversation and the tokenizer", "remove it")
-        if name in RESERVED_KWARGS
-        else Fault(f"{KWARGS_KEY}.{name}", "is not read by the chat template", f"variables that it asks for: {known}")
-        for name in values
-        if name in RESERVED_KWARGS or name not in read
-    ]
-    if faults:
-        raise RecipeError(faults)
-    defaults = "".join(
-        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_to_jinja(value)} -%}}{{%- endif -%}}\n"
-        for name, value in sorted(values.items())
-    )
-
-    def prepend(text: str) -> str:
-        return text if text.startswith(defaults) else defaults + text
-
-    if isinstance(template, Mapping):
-        tokenizer.chat_template = {name: prepend(text) for name, text in template.items()}
-    else:
-        tokenizer.chat_template = prepend(template)
-
-
-def _to_jinja(value: Any) -> str:
-    """Return a value of JSON as a literal of Jinja."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(key))}: {_to_jinja(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_to_jinja, value)) + "]"
-    return "none" if value is None else json.dumps(value)
-
 
 ID_COLUMNS = {"input_ids", "chosen", "rejected"}
 """Columns of an example that hold image tokens."""
 Shifts = Sequence[tuple[int, int]]
 """For each expanded placeholder (its start in the text, characters that the text grew by)."""
-_ROLE_TO_SPEAKER = {"user": "Human", "assistant": "Assistant", "tool": "Tool"}
-_ASSISTANT_PREFIX = "\n\nAssistant:"
-_PROBE_TEXT = "probe"
 
 
 @dataclass(frozen=True)
@@ -134,7 +48,7 @@ class RenderedPrompt:
     """Text that the template writes before an answer to generate, but not before a given answer,
     such as an empty block of thoughts."""
     lost: Mapping[str, int] = field(default_factory=lambda: TemplateCheck().counts)
-    """LOST_COLUMNS of the example."""
+    """TEMPLATE_COLUMNS of the example."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -143,109 +57,45 @@ class RenderedPrompt:
 
 
 def render_prompt(
-    tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = (), tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    prompt: Prompt,
+    answers: Sequence[Response] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    rendered_texts: Rendered = "auto",
+    is_common_prefix: bool = False,
 ) -> RenderedPrompt:
     """Return the text of a prompt and its answers.
 
-    Raises BadRecord if the chat template rejects the conversation or does not keep it (`check_template`), or tools
-    have no template.
+    `rendered_texts`: data.rendered. `is_common_prefix`: as in `read_rendered`. Raises BadRecord if the chat template
+    rejects the conversation or does not keep it (`check_template`), tools have no template, or a text contains
+    control tokens (`read_rendered`).
     """
     if has_chat_template(tokenizer):
+        taken = read_rendered(tokenizer, prompt, answers, rendered_texts, tools, is_common_prefix)
+        if taken is not None:
+            return RenderedPrompt(taken.prompt, taken.answers, True, lost=RENDERED_COUNTS)
         rendered = _render_with_template(tokenizer, prompt, answers, tools)
         checks = [
             _check_answer(tokenizer, prompt, answer, text, tools)
             for answer, text in zip(answers, rendered.answers, strict=True)
         ]
         checks = checks or [_check_prompt(tokenizer, prompt, tools)]
-        return replace(rendered, lost={name: max(one.counts[name] for one in checks) for name in LOST_COLUMNS})
+        lost = {name: max(check.counts[name] for check in checks) for name in TEMPLATE_COLUMNS}
+        return replace(rendered, lost=lost)
     if tools:
         raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
     if isinstance(prompt, str):
         assert all(isinstance(answer, str) for answer in answers), "messages answer messages"
+        for answer in answers:
+            check_inner_ends(find_template_marks(tokenizer), str(answer))
         return RenderedPrompt(prompt, tuple(map(str, answers)), False)
     # Transcripts are plain concatenation: prompt and answer can be rendered separately.
     texts = tuple(render_conversation(tokenizer, _to_messages(answer, "assistant")) for answer in answers)
     return RenderedPrompt(
         render_conversation(tokenizer, prompt, True),
-        tuple(text.removeprefix(_ASSISTANT_PREFIX) for text in texts),
+        tuple(text.removeprefix(ASSISTANT_PREFIX) for text in texts),
         False,
     )
-
-
-def render_conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """Return the text of a conversation.
-
-    `add_generation_prompt`: append what comes before the next answer of the assistant. Raises
-    BadRecord if the chat template rejects the conversation, DataError for a syntax error in it.
-    """
-    if not has_chat_template(tokenizer):
-        return messages_to_transcript(messages) + (_ASSISTANT_PREFIX if add_generation_prompt else "")
-    from jinja2 import TemplateSyntaxError
-
-    said = to_template_messages(tokenizer, messages)
-    apply = partial(
-        tokenizer.apply_chat_template, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
-    )
-    try:
-        try:
-            return apply(said)
-        except TypeError:  # of a template that joins texts, such as DeepSeek's
-            if not any(message.get("tool_calls") for message in said):
-                raise
-            return apply([_with_text_arguments(message) for message in said])
-    except TemplateSyntaxError as fault:  # the same for every conversation
-        raise DataError(
-            f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); "
-            "fix it, or name another with model.chat_template"
-        ) from fault
-    except Exception as fault:  # a template is a program: it may divide by zero or recurse too deep
-        reason = str(fault) or type(fault).__name__
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({reason}); fix the turns") from fault
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with the arguments of its calls as JSON in a text, OpenAI's own form."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
-        if not isinstance(arguments := call["function"].get("arguments"), str)
-        else call
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**message, **({"tool_calls": calls} if calls else {})}
-
-
-def to_template_messages(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:
-    """Return the messages, as typed parts if they hold images or the template reads only parts."""
-    has_images = any(IMAGE_PLACEHOLDER in message["content"] for message in messages)
-    if has_images or _requires_content_parts(tokenizer):
-        return [to_content_parts(message) for message in messages]
-    return messages
-
-
-_PARTS_ONLY_CACHE: dict[str, bool] = {}
-
-
-def _requires_content_parts(tokenizer: Any) -> bool:
-    """Return whether the template skips string contents, as many vision-language models' do."""
-    template = str(tokenizer.chat_template)
-    if template not in _PARTS_ONLY_CACHE:
-        plain: Message = {"role": "user", "content": _PROBE_TEXT}
-        _PARTS_ONLY_CACHE[template] = not _renders_probe(tokenizer, plain) and _renders_probe(
-            tokenizer, to_content_parts(plain)
-        )
-    return _PARTS_ONLY_CACHE[template]
-
-
-def _renders_probe(tokenizer: Any, message: Any) -> bool:
-    try:
-        return _PROBE_TEXT in tokenizer.apply_chat_template([message], tokenize=False)
-    except Exception:  # any error of the template
-        return False
 
 
 def _render_with_template(
@@ -260,16 +110,12 @@ def _render_with_template(
     # Some templates open an answer with text that they omit where the answer is given, such as an
     # empty block of thoughts: the prompt ends where the texts diverge.
     start = common_prefix_length([opening, *full])
-    turns = [_to_messages(answer, "assistant")[-1] for answer in answers]
-    # Only what follows an end token is cut: whitespace stays, as the template writes it.
-    ends = [
-        find_answer_end(text, start, len(text.rstrip()), turn, (tokenizer.eos_token,))
-        for text, turn in zip(full, turns, strict=True)
-    ]
-    texts = tuple(
-        text[start:] if end == len(text.rstrip()) else text[start:end] for text, end in zip(full, ends, strict=True)
-    )
-    return RenderedPrompt(opening[:start], texts, True, opening[start:])
+    end_tokens = find_template_marks(tokenizer).added_tokens
+    texts = list[str]()
+    for answer, text in zip(answers, full, strict=True):
+        last_turn = _to_messages(answer, "assistant")[-1]
+        texts.append(text[start : find_answer_end(text, start, len(text), last_turn, end_tokens)])
+    return RenderedPrompt(opening[:start], tuple(texts), True, opening[start:])
 
 
 def find_answer_end(text: str, start: int, end: int, message: Message, end_tokens: tuple[str, ...]) -> int:
@@ -278,7 +124,6 @@ def find_answer_end(text: str, start: int, end: int, message: Message, end_token
     Some templates write a line break there, and some, such as Command R+'s, the prompt of the next answer, which the
     model never has to generate.
     """
-    end_tokens = tuple(filter(None, end_tokens))
     stripped = start + len(text[start:end].rstrip())
     content, at = message["content"].strip(), -1
     if content and not message.get("tool_calls"):
@@ -369,49 +214,6 @@ def _find_system_glue(tokenizer: Any) -> str | None:
 
 def _to_messages(value: Response, role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def describe_missing_template(tokenizer: Any) -> Sequence[str]:
-    """Return a notice for a tokenizer without a chat template; nothing if it has one."""
-    if has_chat_template(tokenizer):
-        return ()
-    eos = tokenizer.eos_token
-    end = f"the last answer ends with {eos}" if eos else "nothing ends an answer, since it has no EOS token either"
-    return [
-        'the tokenizer has no chat template: dialogs are written as "\\n\\nHuman: ... \\n\\nAssistant: ..." and '
-        f"{end} (model.chat_template names another form; human_assistant ends each answer)"
-    ]
-
-
-def messages_to_transcript(messages: Iterable[Message]) -> str:
-    """Return messages as a transcript, with the system text in front."""
-    text = ""
-    for message in messages:
-        if message["role"] == "system":
-            text += f"\n\n{message['content']}" if text else message["content"]
-        else:
-            text += f"\n\n{_ROLE_TO_SPEAKER[message['role']]}: {message['content']}"
-    return text
-
-
-def to_content_parts(message: Message) -> dict[str, Any]:
-    """Return the message in typed parts, as templates of vision-language models read it.
-
-    The line break between a text and an image is dropped: the template adds its own.
-    """
-    texts = message["content"].split(IMAGE_PLACEHOLDER)
-    parts: list[dict[str, str]] = []
-    for at, text in enumerate(texts):
-        text = text.removeprefix("\n") if at else text
-        text = text.removesuffix("\n") if at < len(texts) - 1 else text
-        parts += [{"type": "text", "text": text}] if text or len(texts) == 1 else []
-        parts += [{"type": "image"}] if at < len(texts) - 1 else []
-    return {**message, "content": parts}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,13 @@ Locate = Callable[[Conversation], tuple[str, Sequence[Span]]]
 """Conversation -> its text and the spans that are learnt, as a task renders it. Raises BadRecord."""
 LOST_COLUMNS = ("system_lost", "tools_lost", "turns_lost", "thoughts_lost")
 """Columns that are 1 where the chat template drops a text of the record: the system text, tools, calls of turns that are
-not learnt or results of calls, other turns, thoughts. They are counted, and not stored."""
+not learnt or results of calls, other turns, thoughts."""
+RENDERED = "rendered"
+"""Column that is 1 where a record's texts went through the chat template before: they are taken as they stand."""
+TEMPLATE_COLUMNS = (*LOST_COLUMNS, RENDERED)
+"""Columns of an example that say what the chat template did with its record. They are counted, and not stored."""
+RENDERED_COUNTS = {name: int(name == RENDERED) for name in TEMPLATE_COLUMNS}
+"""TEMPLATE_COLUMNS of a record whose texts are taken as they stand."""
 _LOST_TEXTS = {
     "system_lost": "their system text",
     "tools_lost": "their tools, calls or the results of calls",
@@ -48,8 +54,8 @@ class TemplateCheck:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The LOST_COLUMNS as columns of an example."""
-        return {name: int(name in self.lost) for name in LOST_COLUMNS}
+        """The TEMPLATE_COLUMNS of an example."""
+        return {name: int(name in self.lost) for name in TEMPLATE_COLUMNS}
 
 
 _checks_by_shape: dict[Any, TemplateCheck] = {}
@@ -262,12 +268,17 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def describe_lost(report: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each kind of text that the chat template drops, with its number of samples."""
+def describe_template_counts(report: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each kind of text that the chat template drops, and on texts that are taken as they stand."""
     cuts = report.get("cuts") or {}
-    return [
-        f"the chat template drops {what} in {cuts[name]} of {report['kept']} samples "
-        f"({_THOUGHTS_FIX if name == 'thoughts_lost' else FIX})"
-        for name, what in _LOST_TEXTS.items()
-        if cuts.get(name)
-    ]
+    sentences = []
+    if cuts.get(RENDERED):
+        sentences.append(
+            f"{cuts[RENDERED]} of {report['kept']} samples are texts that went through a chat template already: they are "
+            "taken as they stand (data.rendered)"
+        )
+    for name, dropped in _LOST_TEXTS.items():
+        if cuts.get(name):
+            fix = _THOUGHTS_FIX if name == "thoughts_lost" else FIX
+            sentences.append(f"the chat template drops {dropped} in {cuts[name]} of {report['kept']} samples ({fix})")
+    return sentences

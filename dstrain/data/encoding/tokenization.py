@@ -14,7 +14,7 @@ import numpy as np
 from dstrain.cache import get_or_build
 from dstrain.config.rules import MIN_VOCAB_SIZE
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, with_sentinel
-from dstrain.data.encoding.rendering import render_conversation
+from dstrain.data.encoding.chat_template import render_conversation
 from dstrain.data.formats.messages import HUMAN_PREFIX, common_prefix_length
 from dstrain.data.formats.preferences import Prompt
 from dstrain.data.records import BadRecord

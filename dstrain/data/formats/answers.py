@@ -33,11 +33,13 @@ class PromptAnswers:
     """Where the answers stand in the record: one answer, `chosen` and `rejected`, or `completions`."""
     tools: tuple[dict[str, Any], ...] = ()
     """Functions that the assistant may call, for the chat template."""
+    is_common_prefix: bool = False
+    """True where the prompt is no text of its own, but what both answers have in common at the start."""
 
     def to_preference(self, number: int) -> Preference:
         """Return answer `number` as both sides of a preference, or the pair itself."""
         first, last = self.answers if self.form == "pair" else (self.answers[number],) * 2
-        return Preference(self.prompt, first, last, tools=self.tools)
+        return Preference(self.prompt, first, last, tools=self.tools, is_common_prefix=self.is_common_prefix)
 
 
 def read_prompt_answers(record: Mapping[str, Any]) -> PromptAnswers:
@@ -54,7 +56,7 @@ def read_prompt_answers(record: Mapping[str, Any]) -> PromptAnswers:
         return PromptAnswers(asked.prompt, _read_answers(given, asked.prompt), "list", asked.tools)
     if is_preference_pair(record):
         pair = read_preference(record)
-        return PromptAnswers(pair.prompt, (pair.chosen, pair.rejected), "pair", pair.tools)
+        return PromptAnswers(pair.prompt, (pair.chosen, pair.rejected), "pair", pair.tools, pair.is_common_prefix)
     sample = read_conversation(record.without(*LABEL_KEYS))
     if isinstance(sample, PromptCompletion):
         if not sample.prompt:

@@ -58,6 +58,8 @@ class Preference:
     chosen_safe: bool | None = None
     """Safety label of the chosen answer, None if it is unknown or not read."""
     rejected_safe: bool | None = None
+    is_common_prefix: bool = False
+    """True where the prompt is no text of its own, but what two texts have in common at the start."""
 
 
 PromptChosenRejected = tuple[Prompt, Response, Response]
@@ -177,6 +179,7 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     record = to_chosen_rejected(record)
     chosen, rejected = _read_pair(record)
     key = next((key for key in (*CONVERSATION_KEYS, *QUESTION_KEYS) if has(record, key)), "")
+    is_common_prefix = False
     if has(record, "prompt"):
         prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
     elif key in CONVERSATION_KEYS and not _are_full_conversations(chosen, rejected):
@@ -190,6 +193,7 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     else:
         _reject_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
+        is_common_prefix = isinstance(prompt, str)
     if has(record, "history") and not has(record, "instruction"):
         prompt = [
             *read_history(record),
@@ -204,7 +208,9 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     # Messages can only answer messages.
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
-    return Preference(prompt, chosen, rejected, _read_margin(record), read_tools(record))
+    return Preference(
+        prompt, chosen, rejected, _read_margin(record), read_tools(record), is_common_prefix=is_common_prefix
+    )
 
 
 def _are_full_conversations(chosen: Any, rejected: Any) -> bool:

@@ -39,11 +39,11 @@ class PromptReader:
         """Return the ids of each prompt; relative image paths start from the record's folder."""
         from dstrain.data.encoding.conversations import encode_image_prompts, encode_prompts
 
-        processor = self.task.model_source.vision_processor
+        processor, rendered = self.task.model_source.vision_processor, self.task.recipe.data.rendered
         if processor is None:
             parsed = [prompt.parsed for prompt in prompts]
-            return encode_prompts(self.task.tokenizer, parsed, self.max_length)
-        return encode_image_prompts(processor, prompts, folders, self.max_length)
+            return encode_prompts(self.task.tokenizer, parsed, self.max_length, rendered_texts=rendered)
+        return encode_image_prompts(processor, prompts, folders, self.max_length, rendered)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class ModelSource:
 
     def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
         """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
-        from dstrain.data.encoding.rendering import resolve_chat_template, set_template_kwargs
+        from dstrain.data.encoding.chat_template import resolve_chat_template, set_template_kwargs
 
         wanted = self.recipe.model.chat_template
         if wanted is not None:

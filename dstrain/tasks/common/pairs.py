@@ -58,7 +58,9 @@ class PairTask(TextTask):
         from dstrain.data.encoding.preferences import encode_preferences
 
         data = self.recipe.data
-        encoded = encode_preferences(self.tokenizer, samples, data.max_length, data.max_prompt_length, images)
+        encoded = encode_preferences(
+            self.tokenizer, samples, data.max_length, data.max_prompt_length, images, data.rendered
+        )
         return [
             one if isinstance(one, BadRecord) else one | self.scalar_columns(sample)
             for sample, one in zip(samples, encoded, strict=True)
@@ -71,7 +73,7 @@ class PairTask(TextTask):
     def encode_key(self) -> dict[str, Any]:
         data = self.recipe.data
         limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-        return {"what": "preferences", **limits}
+        return {"what": "preferences", **limits, "rendered": data.rendered}
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         preference = self.parse_record(record).parsed

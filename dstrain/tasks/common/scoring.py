@@ -150,7 +150,9 @@ def encode_answers(
     # All records each time, since their images are found by their place.
     for number in range(rounds):
         asked = [one.to_preference(min(number, len(one.answers) - 1)) for one in samples]
-        encoded = encode_preferences(task.tokenizer, asked, data.max_length, data.max_prompt_length, images)
+        encoded = encode_preferences(
+            task.tokenizer, asked, data.max_length, data.max_prompt_length, images, data.rendered
+        )
         for examples, sample, example in zip(found, samples, encoded, strict=True):
             if sample.form == "pair" and number == 0:
                 examples += [_take(example, side, at) for at, side in enumerate(SIDES)]

@@ -168,7 +168,7 @@ class TextChecks(Checks):
         return [*self.validator.warnings, *describe_missing_end(self.task.tokenizer)]
 
     def info_messages(self) -> Sequence[str]:
-        from dstrain.data.encoding.rendering import describe_missing_template
+        from dstrain.data.encoding.chat_template import describe_missing_template
 
         packing = [message] if (message := self.task.packing.message) else []
         return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
@@ -362,10 +362,10 @@ class TextTask(RecordTask):
 
     @property
     def example_settings(self) -> ExampleSettings:
-        from dstrain.data.encoding.template_check import LOST_COLUMNS
+        from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
         from dstrain.data.encoding.tokenization import CUT_COLUMNS
 
-        return replace(super().example_settings, counted=(*CUT_COLUMNS, *LOST_COLUMNS))
+        return replace(super().example_settings, counted=(*CUT_COLUMNS, *TEMPLATE_COLUMNS))
 
     @property
     def _tokens(self) -> TokenColumns:

@@ -40,6 +40,9 @@ class Slow:
     def __init__(self, fast: Any) -> None:
         self._fast = fast
 
+    def __len__(self) -> int:
+        return len(self._fast)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fast, name)
 

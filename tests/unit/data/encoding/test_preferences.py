@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from dstrain.data.encoding.chat_template import render_conversation
 from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import render_conversation, render_prompt
+from dstrain.data.encoding.rendering import render_prompt
 from dstrain.data.encoding.tokenization import get_special_tokens, train_tokenizer
 from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.preferences import Preference, read_preference
@@ -232,36 +233,37 @@ GOLDEN = {
     ],
     ("qwen", "byte-level"): [
         ["ss", "istan", "t", "Ċ"],
-        ["Sure", ",", "Ġhere", ".", "<|im_end|>", "Ċ"],
-        ["the", "Ġriver", "<|im_end|>", "Ċ"],
+        ["Sure", ",", "Ġhere", ".", "<|im_end|>"],
+        ["the", "Ġriver", "<|im_end|>"],
     ],
     ("qwen", "legacy metaspace"): [
         ["<|im_end|>", "▁\n", "<|im_start|>", "▁assistant\n"],
-        ["Su", "r", "e", ",", "▁her", "e", ".", "<|im_end|>", "▁\n"],
-        ["t", "h", "e", "▁", "r", "i", "v", "er", "<|im_end|>", "▁\n"],
+        ["Su", "r", "e", ",", "▁her", "e", ".", "<|im_end|>"],
+        ["t", "h", "e", "▁", "r", "i", "v", "er", "<|im_end|>"],
     ],
     ("qwen", "metaspace"): [
         ["ss", "istan", "t", "\n"],
-        ["Su", "re,", "▁here", ".", "<|im_end|>", "\n"],
-        ["the", "▁river", "<|im_end|>", "\n"],
+        ["Su", "re,", "▁here", ".", "<|im_end|>"],
+        ["the", "▁river", "<|im_end|>"],
     ],
     ("zephyr", "byte-level"): [
         ["t", "|", ">", "Ċ"],
-        ["Sure", ",", "Ġhere", ".", "</s>", "Ċ"],
-        ["the", "Ġriver", "</s>", "Ċ"],
+        ["Sure", ",", "Ġhere", ".", "</s>"],
+        ["the", "Ġriver", "</s>"],
     ],
     ("zephyr", "legacy metaspace"): [
         ["t", "<0x7C>", "<0x3E>", "\n"],
-        ["Su", "r", "e", ",", "▁her", "e", ".", "</s>", "▁\n"],
-        ["t", "h", "e", "▁", "r", "i", "v", "er", "</s>", "▁\n"],
+        ["Su", "r", "e", ",", "▁her", "e", ".", "</s>"],
+        ["t", "h", "e", "▁", "r", "i", "v", "er", "</s>"],
     ],
     ("zephyr", "metaspace"): [
         ["t", "<0x7C>", "<0x3E>", "\n"],
-        ["Su", "re,", "▁here", ".", "</s>", "\n"],
-        ["the", "▁river", "</s>", "\n"],
+        ["Su", "re,", "▁here", ".", "</s>"],
+        ["the", "▁river", "</s>"],
     ],
 }
-"""Tokens of pair "one turn": the end of the prompt, and both answers. From `apply_chat_template(tokenize=True)`."""
+"""Tokens of pair "one turn": the end of the prompt, and both answers up to their end token, of `apply_chat_template`."""
+END_TOKENS = {"llama3": "<|eot_id|>", "qwen": "<|im_end|>", "zephyr": "</s>"}
 BOTH = [(family, kind) for family in TEMPLATES for kind in KINDS]
 
 
@@ -293,7 +295,9 @@ def test_rows_are_the_templates_ids_and_begin_as_generation_does(
         whole = tokenizer.apply_chat_template(
             [*record["prompt"], message("assistant", record[side])], return_dict=False
         )
-        assert example[side] == whole, "BOS where the template writes it, once, whatever the tokenizer adds by itself"
+        end = tokenizer.convert_tokens_to_ids(END_TOKENS[family])
+        until_end = whole[: len(whole) - whole[::-1].index(end)]
+        assert example[side] == until_end, "BOS as the template writes it, and no line break behind the end token"
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "line breaks"])
@@ -307,7 +311,7 @@ def test_the_boundary_is_the_generation_prompts_end_and_that_of_sft(family: str,
     taught = encode_conversations(tokenizer, [read_conversation(record)], EncodingConfig(max_length=1000))[0]
     assert not isinstance(taught, BadRecord)
     assert taught["loss_mask"].index(1) == example["prompt_length"]
-    assert taught["input_ids"] == example["chosen"][: len(taught["input_ids"])]
+    assert taught["input_ids"] == example["chosen"], "an answer ends at the same token for all tasks"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from dstrain.data.encoding.conversations import (
     encode_prompts,
 )
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_lost
+from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_template_counts
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
@@ -230,7 +230,7 @@ def test_a_template_that_joins_texts_gets_arguments_as_text() -> None:
 def test_what_a_template_drops_is_counted() -> None:
     row = encode(NO_SYSTEM, CONVERSATIONS["system"])[2]  # type: ignore[index]
     assert [name for name in LOST_COLUMNS if row[name]] == ["system_lost"]
-    told = describe_lost({"kept": 20, "cuts": {"system_lost": 3, "tools_lost": 0}})
+    told = describe_template_counts({"kept": 20, "cuts": {"system_lost": 3, "tools_lost": 0}})
     assert told == [
         "the chat template drops their system text in 3 of 20 samples (name another template with model.chat_template)"
     ]
@@ -296,7 +296,7 @@ PROMPT_AT_THE_END = (  # as Command R+: whether or not it is asked for, the text
 
 
 def test_a_prompt_that_a_template_always_writes_is_not_learnt() -> None:
-    turns = {"messages": [message("user", "2+2?"), message("assistant", "4 </s> or so"), message("user", "Sure?")]}
+    turns = {"messages": [message("user", "2+2?"), message("assistant", "4 or so"), message("user", "Sure?")]}
     turns["messages"].append(message("assistant", "Yes."))
     found = encode(PROMPT_AT_THE_END, turns)
     assert isinstance(found, tuple)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.rendering import to_content_parts
+from dstrain.data.encoding.chat_template import to_content_parts
 from dstrain.data.formats.conversations import Conversation, read_conversation, read_prompt
 from dstrain.data.formats.images import GroupByImageSource, read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.data.encoding.rendering import messages_to_transcript
+from dstrain.data.encoding.chat_template import messages_to_transcript
 from dstrain.data.formats.messages import (
     common_word_prefix_length,
     is_transcript,

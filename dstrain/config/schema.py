@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -149,6 +150,17 @@ class ProcessorConfig(Section):
     """data: normalize by mean and standard deviation per channel of the training images, with `config`; empty: by the family's values."""
 
 
+def _to_template_time(value: Any) -> Any:
+    """Return a time in ISO 8601, to the second."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    try:
+        time = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("must be a time such as 2026-11-28T09:00:00") from None
+    return time.isoformat(timespec="seconds") if isinstance(time, datetime) else value
+
+
 class ModelConfig(Section):
     """The model, its tokenizer and processor, and the trained parameters."""
 
@@ -166,6 +178,8 @@ class ModelConfig(Section):
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as {enable_thinking: false}, in training, generation, scoring and chats. The exported template has them as defaults, which a server may override."""
+    chat_template_time: Annotated[str | None, BeforeValidator(_to_template_time)] = None
+    """Time that a chat template writes which asks for the present one (Llama 3.2, Granite), such as 2026-11-28T09:00:00. Empty: that of the run's first start, which the run records for resume, evaluation and generation."""
     init: str | None = None
     """Initial weights: safetensors, a .pt file with or without "module." prefixes, or a run folder as in `path`, its adapters merged."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

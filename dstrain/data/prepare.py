@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-CACHE_FORMAT = 8
+CACHE_FORMAT = 9
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
@@ -151,10 +151,15 @@ class ImageRecordEncoder:
         return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
 
 
+def read_minor_versions(*names: str) -> list[str]:
+    """Return name, major and minor version of installed packages."""
+    return [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in names]
+
+
 def _downscale_fingerprint(image_processor: Any) -> str:
     """Return a hash of everything that determines downscaled copies; the tokenizer is not part of it."""
     kind = type(image_processor)
-    made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
+    made_by = read_minor_versions("pillow", "transformers")
     parts = [f"{kind.__module__}.{kind.__qualname__}", image_processor.to_json_string(), *made_by]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
@@ -202,7 +207,9 @@ def prepare(
     it. `on_error` is not part of the key: another value needs no new tokens. `write_extra` writes the image index of
     examples with images. Raises DataError for too many bad records, TaskError for a value that no column holds.
     """
-    full = {"format": CACHE_FORMAT, "data": source.digest, **key}
+    # A library that renders or tokenizes in another way gives other examples.
+    libraries = read_minor_versions("jinja2", "tokenizers", "transformers")
+    full = {"format": CACHE_FORMAT, "data": source.digest, "libraries": libraries, **key}
     full |= {"code": policy.code} if policy.code else {}
     full |= {"token_columns": asdict(settings.tokens)} if settings.tokens.names else {}
     full |= {"group": settings.group_key} if settings.get_group else {}

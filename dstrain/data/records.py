@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from dstrain.data.template_clock import get_written_times
 from dstrain.errors import TaskError, one_line
 
 ParsedT = TypeVar("ParsedT")
@@ -120,7 +121,7 @@ def encode_valid(
 
 
 def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
-    """Return a hash of everything that determines the ids of a text, and of the pad token."""
+    """Return a hash of everything that determines the ids of a text, the time that its template writes too, and of the pad token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # A slow tokenizer has no state as JSON; its vocabulary has to do.
     if backend is None:
@@ -133,4 +134,6 @@ def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
     if not with_pad_token:
         special.pop("pad_token", None)
     parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
+    if times := get_written_times(tokenizer):
+        parts.append(times)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrain.batch import Batch, PackedGroup
 from dstrain.config.schema import check_limits
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.encoding.preferences import UnpairedEncoder
+from dstrain.data.encoding.preferences import UnpairedEncode, encode_unpaired
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
+from dstrain.data.formats.preferences import Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
-from dstrain.data.prepare import RecordEncode, prepare
+from dstrain.data.prepare import prepare
 from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
@@ -91,11 +92,13 @@ class KTO(ReferenceTask):
         return bool(example["desirable"] > 0)
 
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:
-        return self._make_encoder()(samples)
+        items = [item for record in samples for item in record]
 
-    def _make_encoder(self) -> UnpairedEncoder:
-        """Return a new encoder, which holds the last answer of a chunk for the next one."""
-        return UnpairedEncoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
+        def find_first(prompt: Prompt) -> UnpairedPreference | None:
+            return next((item for item in items if item.prompt != prompt), None)
+
+        find_following = find_first if self.needs_step_stats else None
+        return encode_unpaired(self.tokenizer, self._encoding_config, find_following, samples)
 
     def encode_key(self) -> dict[str, Any]:
         config = asdict(self._encoding_config)
@@ -111,10 +114,13 @@ class KTO(ReferenceTask):
     def build_store(self, source: ConcatSource) -> TokenStore:
         # Also for a vision-language model: the records have no images.
         key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        encode, policy = RecordEncode(self._parse_text_only, self._make_encoder()), policy_of(self.recipe)
-        if self.needs_step_stats:  # one process: the last answer of a chunk may answer a prompt of the next
-            policy = replace(policy, processes=1)
-        return prepare(source, encode, key, policy, settings=self.example_settings)
+        encode = UnpairedEncode(
+            self.tokenizer,
+            self._encoding_config,
+            lambda record: self.parse_record(record).parsed,
+            source if self.needs_step_stats else None,
+        )
+        return prepare(source, encode, key, policy_of(self.recipe), settings=self.example_settings)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         for item in self.parse(record):

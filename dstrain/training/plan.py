@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 from threading import Timer
@@ -164,6 +165,7 @@ def make_plan(
         ds_config = resolve_ds_config(config, preset, batch, worker.world_size, kind, run_dir)
         check_offload_folders(ds_config, run_dir)
         task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
+        config, task = _with_template_time(config, task, worker, world)
         recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it
         if recorded is not None:  # before the records are read, which would fail on what a changed file causes
             check_inputs_unchanged(recorded, digest_input_files(task), resume.allowed_keys)
@@ -205,6 +207,21 @@ def open_copy(config: RunConfig, run_dir: Path, resume: ResumeOptions, world: Ra
             log_stdout(line)
     world.gather(None)
     return copy
+
+
+def _with_template_time(config: RunConfig, task: Task, worker: Worker, world: Ranks) -> tuple[RunConfig, Task]:
+    """Return recipe and task with the present time of rank 0 where the chat template of a new run asks for it. Collective."""
+    time = None
+    if worker.rank == 0 and config.model.chat_template_time is None and task.writes_time:
+        time = datetime.now().isoformat(timespec="seconds")
+    time = world.gather(time)[0]
+    if time is None:
+        return config, task
+    recipes = [
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_time": time})})
+        for recipe in (config, task.recipe)
+    ]
+    return recipes[0], make_task(recipes[1])
 
 
 def _prepare_datasets(

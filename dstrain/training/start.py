@@ -138,6 +138,7 @@ def _make_start(
 ) -> Start:
     """Return the start at a point: preset, then micro-batch, then total; refuse what changes learning."""
     checkpoint = point.checkpoint
+    config = with_recorded_time(config, checkpoint)
     config, auto = _with_preset(config, cluster, checkpoint, devices)
     if options.source != "never":
         config = with_reduced_batch(config, run_dir, world_size)
@@ -172,6 +173,14 @@ def _with_preset(
     if micro is not None:
         batch = batch.model_copy(update={"micro": micro})
     return config.model_copy(update={"ds_config": name, "batch": batch}), f"ds_config auto: {reason}"
+
+
+def with_recorded_time(config: RunConfig, checkpoint: CheckpointInfo | None) -> RunConfig:
+    """Return the recipe with the time that the chat template of the run wrote, where the recipe names none."""
+    if checkpoint is None or config.model.chat_template_time is not None:
+        return config
+    time = read_recorded_recipe(checkpoint).model.chat_template_time
+    return config.model_copy(update={"model": config.model.model_copy(update={"chat_template_time": time})})
 
 
 def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from dstrain.data.encoding.chat_template import has_chat_template, render_conversation, to_template_messages
+from dstrain.data.encoding.chat_template import (
+    get_template,
+    has_chat_template,
+    render_conversation,
+    to_template_messages,
+)
 from dstrain.data.encoding.rendered_text import (
     Rendered,
     TemplateMarks,
@@ -222,7 +227,7 @@ def _find_generation_spans(tokenizer: Any, sample: Conversation) -> list[Span] |
     None if the template has no such tags, or not one pair for each turn of the assistant.
     """
     tools = list(sample.tools) or None
-    template = tokenizer.get_chat_template(None, tools)
+    template = get_template(tokenizer, tools)
     if not _GENERATION_TAG.search(template):
         return None
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -11,6 +11,7 @@ from typing import Any
 
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord
+from dstrain.data.template_clock import CLOCK_FUNCTION, write_time
 from dstrain.errors import DataError, Fault, RecipeError
 
 RECIPE_KEY = "model.chat_template"
@@ -51,7 +52,19 @@ def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> 
 
 KWARGS_KEY = "model.chat_template_kwargs"
 RESERVED_KWARGS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+    {
+        *(
+            "messages",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "bos_token",
+            "eos_token",
+            "pad_token",
+            "unk_token",
+        ),
+        CLOCK_FUNCTION,
+    }
 )
 """Variables of a template that the conversation and the tokenizer set."""
 
@@ -131,7 +144,11 @@ def render_conversation(
 
     said = to_template_messages(tokenizer, messages)
     apply = partial(
-        tokenizer.apply_chat_template, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+        tokenizer.apply_chat_template,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        chat_template=get_template(tokenizer, tools),
     )
     try:
         try:
@@ -148,6 +165,11 @@ def render_conversation(
     except Exception as fault:  # a template is a program: it may divide by zero or recurse too deep
         reason = str(fault) or type(fault).__name__
         raise BadRecord(f"the tokenizer's chat template refuses the dialog ({reason}); fix the turns") from fault
+
+
+def get_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the tokenizer's template for conversations with these tools, with the run's time written in it."""
+    return write_time(tokenizer, tokenizer.get_chat_template(None, tools))
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dstrain.data.encoding.conversations import Encoder, EncodingConfig, encode_conversations
@@ -26,10 +27,12 @@ from dstrain.data.encoding.tokenization import (
     split_bos,
     tokenize,
 )
+from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.formats.preferences import Preference, Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference
-from dstrain.data.records import BadRecord, EncodeResult
+from dstrain.data.records import BadRecord, EncodeResult, as_record, encode_valid, try_parse
+from dstrain.data.sources.base import Source
 
 
 @dataclass(frozen=True)
@@ -136,36 +139,80 @@ def _without_suffix(ids: list[int], suffix: list[int]) -> list[int]:
     return ids[: len(ids) - len(suffix)] if has_suffix(ids, suffix) else ids
 
 
-@dataclass
-class UnpairedEncoder:
-    """Encodes the answers of parsed records, one chunk after another.
+FindFollowing = Callable[[Prompt], UnpairedPreference | None]
+"""prompt -> the next answer in the data to another prompt; None where all prompts are equal."""
 
-    `answer` holds the ids, `answer_loss_mask` is 1 where a token is the answer's, `desirable` is 1 or
-    0. If requested, `mismatched` and `mismatched_loss_mask` are the same prompt with the answer to the
-    next other prompt of the chunk.
+
+@dataclass
+class UnpairedEncode:
+    """An `Encode` of single answers with labels.
+
+    `answer` holds the ids, `answer_loss_mask` is 1 where a token is the answer's, `desirable` is 1 or 0.
     """
 
     tokenizer: Any
     config: EncodingConfig
-    with_mismatched: bool
-    previous_answers: list[UnpairedPreference] = field(default_factory=list)
-    """The last good answer before the chunk, for a last chunk that holds a single prompt."""
+    parse: Callable[[dict[str, Any]], list[UnpairedPreference]]
+    """Raises BadRecord."""
+    source: Source | None = None
+    """The records, where each example also needs `mismatched` and `mismatched_loss_mask`: its prompt with the answer to
+    the next other prompt of the data, in which the first record follows the last."""
+    has_one_prompt: bool = False
+    """True once all prompts of the data are known to be equal."""
 
-    def __call__(self, records: list[list[UnpairedPreference]]) -> list[list[EncodeResult]]:
-        """Return for each record of a chunk the examples of its answers."""
-        items = [item for record in records for item in record]
-        examples = _encode_matched(self.tokenizer, items, self.config)
-        if self.with_mismatched:
-            good = [at for at, example in enumerate(examples) if not isinstance(example, BadRecord)]
-            # A chunk with a single prompt borrows an answer from the chunk before it.
-            ring = [items[at] for at in good] + self.previous_answers
-            pairs = zip(ring, mismatched_indices([item.prompt for item in ring]), strict=True)
-            samples = [item.build_sample(ring[other]) for item, other in pairs][: len(good)]
-            for at, example in zip(good, encode_conversations(self.tokenizer, samples, self.config), strict=True):
-                examples[at] = _merge_examples(examples[at], example)
-            self.previous_answers = [items[at] for at in good[-1:]] or self.previous_answers
-        following = iter(examples)
-        return [[next(following) for _ in record] for record in records]
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult | list[EncodeResult]]:
+        """Return for each record the examples of its answers."""
+        records = [try_parse(parse_record, self.parse, record) for _, record in rows]
+        following = partial(self._find_following, rows[-1][0] + 1) if rows and self.source is not None else None
+        return encode_valid(records, partial(encode_unpaired, self.tokenizer, self.config, following))
+
+    def _find_following(self, start: int, prompt: Prompt) -> UnpairedPreference | None:
+        """Return the first usable answer to another prompt from record `start` on."""
+        assert self.source is not None, "asked for by `mismatched` only"
+        if self.has_one_prompt:
+            return None
+        for index in (*range(start, len(self.source)), *range(start)):
+            items = try_parse(lambda at: self.parse(as_record(self.source[at])), index)  # type: ignore[index]
+            for item in [] if isinstance(items, BadRecord) else items:
+                if item.prompt != prompt and not isinstance(
+                    _encode_matched(self.tokenizer, [item], self.config)[0], BadRecord
+                ):
+                    return item
+        self.has_one_prompt = True
+        return None
+
+
+def encode_unpaired(
+    tokenizer: Any,
+    config: EncodingConfig,
+    find_following: FindFollowing | None,
+    records: Sequence[Sequence[UnpairedPreference]],
+) -> list[list[EncodeResult]]:
+    """Return for each record the examples of its answers, with mismatched answers where `find_following` is given."""
+    items = [item for record in records for item in record]
+    examples = _encode_matched(tokenizer, items, config)
+    if find_following is not None:
+        usable = [at for at, example in enumerate(examples) if not isinstance(example, BadRecord)]
+        answers = choose_mismatched([items[at] for at in usable], find_following)
+        samples = [items[at].build_sample(answer) for at, answer in zip(usable, answers, strict=True)]
+        for at, example in zip(usable, encode_conversations(tokenizer, samples, config), strict=True):
+            examples[at] = _merge_examples(examples[at], example)
+    following = iter(examples)
+    return [[next(following) for _ in record] for record in records]
+
+
+def choose_mismatched(items: Sequence[UnpairedPreference], find_following: FindFollowing) -> list[UnpairedPreference]:
+    """Return for each item the next one with another prompt; the next one where all prompts are equal."""
+    if not items:
+        return []
+    chosen, answer = list[UnpairedPreference](), find_following(items[-1].prompt)
+    if answer is None:
+        return [*items[1:], items[0]]
+    for at in reversed(range(len(items))):
+        if at + 1 < len(items) and items[at + 1].prompt != items[at].prompt:
+            answer = items[at + 1]
+        chosen.append(answer)
+    return chosen[::-1]
 
 
 def _encode_matched(tokenizer: Any, items: Sequence[UnpairedPreference], config: EncodingConfig) -> list[EncodeResult]:
@@ -185,19 +232,3 @@ def _merge_examples(matched: EncodeResult, mismatched: EncodeResult) -> EncodeRe
     if isinstance(matched, BadRecord) or isinstance(mismatched, BadRecord):
         return matched if isinstance(matched, BadRecord) else mismatched
     return {**matched, "mismatched": mismatched["input_ids"], "mismatched_loss_mask": mismatched["loss_mask"]}
-
-
-def mismatched_indices(prompts: Sequence[Prompt]) -> list[int]:
-    """Return for each prompt the index of the next different one, or of the next if all are equal.
-
-    The list is treated as a ring: the first follows the last.
-    """
-    count = len(prompts)
-    found = [(at + 1) % count for at in range(count)]
-    if all(prompt == prompts[0] for prompt in prompts):
-        return found
-    # Twice around: the next different prompt of the last items is found only in the second pass.
-    for at in [*reversed(range(count))] * 2:
-        after = (at + 1) % count
-        found[at] = after if prompts[after] != prompts[at] else found[after]
-    return found

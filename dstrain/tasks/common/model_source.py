@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
+from dstrain.data.template_clock import reads_clock, set_template_time
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_place
@@ -179,6 +181,9 @@ class ModelSource:
         if wanted is not None:
             tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
         set_template_kwargs(tokenizer, self.recipe.model.chat_template_kwargs)
+        if reads_clock(tokenizer):
+            recorded = self.recipe.model.chat_template_time
+            set_template_time(tokenizer, datetime.fromisoformat(recorded) if recorded else datetime.now())
         return tokenizer
 
     @cached_property

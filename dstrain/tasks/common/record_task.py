@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from dstrain.data.token_store import TokenColumns, TokenStore
 
 
-_TOKENIZER_KEYS = {"path", "config", "tokenizer", "processor", "chat_template", "chat_template_kwargs"}
+_TOKENIZER_KEYS = {
+    "path",
+    "config",
+    "tokenizer",
+    "processor",
+    "chat_template",
+    "chat_template_kwargs",
+    "chat_template_time",
+}
 """Keys of `model` that an encoder may read."""
 
 

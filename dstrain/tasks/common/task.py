@@ -322,6 +322,11 @@ class Task(ABC):
         return False
 
     @property
+    def writes_time(self) -> bool:
+        """True where the tokenizer's chat template writes the present time into each sample."""
+        return False
+
+    @property
     def can_generate(self) -> bool:
         """True where the model writes text, token by token."""
         return False

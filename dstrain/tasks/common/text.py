@@ -18,6 +18,7 @@ from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
 from dstrain.data.records import BadRecord, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource, Source
+from dstrain.data.template_clock import describe_written_times, reads_clock
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import (
     ModelValidator,
@@ -171,7 +172,12 @@ class TextChecks(Checks):
         from dstrain.data.encoding.chat_template import describe_missing_template
 
         packing = [message] if (message := self.task.packing.message) else []
-        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
+        return [
+            *self.validator.info_messages,
+            *describe_missing_template(self.task.tokenizer),
+            *describe_written_times(self.task.tokenizer),
+            *packing,
+        ]
 
     def newly_initialized(self) -> Sequence[str]:
         return self.validator.newly_initialized
@@ -531,6 +537,10 @@ class TextTask(RecordTask):
     def tokenizer(self) -> Any:
         """The tokenizer, with a pad token and the recipe's chat template."""
         return self.model_source.recipe_tokenizer  # what `super().tokenizer` of a subclass asks for
+
+    @property
+    def writes_time(self) -> bool:
+        return self.reads_text and reads_clock(self.tokenizer)
 
     @property
     def has_own_tokenizer(self) -> bool:

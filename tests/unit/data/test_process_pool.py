@@ -17,7 +17,7 @@ import pytest
 
 from dstrain.data import prepare, process_pool
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.preferences import UnpairedEncoder, encode_preferences
+from dstrain.data.encoding.preferences import UnpairedEncode, encode_preferences
 from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
@@ -53,14 +53,12 @@ def record(at: int) -> dict[str, Any]:
 
 def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
-    kto = UnpairedEncoder(tokenizer, SETTINGS, False)
-
     return {
         "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
         "conversations": RecordEncode(
             read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
         ),
-        "labelled": RecordEncode(read_unpaired, kto),
+        "labelled": UnpairedEncode(tokenizer, SETTINGS, read_unpaired),
     }
 
 

@@ -13,7 +13,6 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.prepare import PreparePolicy, prepare
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
 from dstrain.models.params import build_param_groups
@@ -210,17 +209,6 @@ def test_a_task_without_a_survey_pays_nothing(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
     batches = [make_batch(task.examples("train"), task.collate, [1, 2], 0)]  # type: ignore[arg-type]
     assert with_step_stats(torch.nn.Identity(), task.loss_inputs, batches, SingleProcessWorld()) is batches
-
-
-@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-def test_answers_that_go_to_other_prompts_are_encoded_in_one_process(
-    loss_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policies: list[PreparePolicy] = []
-    monkeypatch.setattr("dstrain.tasks.kto.prepare", lambda *given, **_: policies.append(given[3]) or prepare(*given))
-    monkeypatch.setattr("dstrain.tasks.common.record_task.count_available_cores", lambda: 3)
-    made(tmp_path, {"loss_type": loss_type}).examples("train")
-    assert policies[0].processes == (1 if loss_type == "kto" else 3)
 
 
 def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:

@@ -417,3 +417,29 @@ def test_tokens_that_another_tokenizer_gives_are_not_a_fault_of_the_data(tmp_pat
     with pytest.raises(ResumeError) as refused:
         plan(tmp_path)
     assert [fault.where for fault in refused.value.faults] == ["model.tokenizer"]
+
+
+CLOCK = (
+    "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_run_whose_template_writes_the_time_goes_on_later_without_its_cache(tmp_path: Path) -> None:
+    values = begun(tmp_path, "sft")
+    values["model"]["chat_template"] = CLOCK
+    values["data"]["max_length"] = 200
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    shutil.rmtree(tmp_path / "run")
+    first = save(tmp_path).run_info
+    time = first["recipe"]["model"]["chat_template_time"]
+    assert time is not None
+    shutil.rmtree(tmp_path / "cache")
+    later = plan(tmp_path)
+    assert later.config.model.chat_template_time == time
+    assert later.fingerprints["inputs"] == first["inputs"]
+    assert dump_training_recipe(later.config) == first["recipe"]
+    with pytest.raises(
+        ResumeError, match=r"model\.chat_template_time: is '2020-01-01T00:00:00', but the run was started"
+    ):
+        plan(tmp_path, ["model.chat_template_time=2020-01-01"])

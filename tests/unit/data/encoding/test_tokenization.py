@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.preferences import UnpairedEncoder, encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences, encode_unpaired
 from dstrain.data.encoding.tokenization import TokenBudget, describe_cuts, load_or_train_tokenizer, train_tokenizer
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.preferences import Preference, read_preference
@@ -111,7 +111,7 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
         if how == "sft":
             cut: Any = encode_conversations(tokenizer, [read_conversation(record)], settings)[0]
         else:
-            ((cut,),) = UnpairedEncoder(tokenizer, settings, True)([read_unpaired(single)])
+            ((cut,),) = encode_unpaired(tokenizer, settings, lambda prompt: None, [read_unpaired(single)])
         if isinstance(cut, BadRecord):
             seen.add("bad")
             continue

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from dstrain.data import prepare as prepare_module
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.encoding.preferences import UnpairedEncoder, mismatched_indices
+from dstrain.data.encoding.preferences import UnpairedEncode, choose_mismatched
 from dstrain.data.encoding.tokenization import CUT_COLUMNS, train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
-from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode, prepare
+from dstrain.data.prepare import ExampleSettings, PreparePolicy, prepare
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenStore
@@ -111,20 +112,28 @@ def test_an_answer_moves_to_another_prompt() -> None:
     [("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("abba", [1, 3, 3, 1]), ("aaa", [1, 2, 0]), ("a", [0]), ("", [])],
 )
 def test_the_next_other_prompt_comes_round(prompts: str, wanted: list[int]) -> None:
-    assert mismatched_indices(list(prompts)) == wanted
+    items = [UnpairedPreference(prompt, str(at), True) for at, prompt in enumerate(prompts)]
+
+    def find_following(prompt: Any) -> UnpairedPreference | None:
+        return next((item for item in items if item.prompt != prompt), None)
+
+    assert [int(str(item.answer)) for item in choose_mismatched(items, find_following)] == wanted
 
 
 WORDS = [f"Question {at}?" for at in range(20)] + [f" Answer number {at}" + " and so on" * 9 + "." for at in range(20)]
 TOKENIZER = train_tokenizer(WORDS, 300)
 
 
-def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True, max_length: int = 40) -> TokenStore:
+def stored(
+    folder: Path, records: list[dict[str, Any]], mismatched: bool = True, max_length: int = 40, processes: int = 1
+) -> TokenStore:
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    encode = UnpairedEncoder(TOKENIZER, EncodingConfig(max_length=max_length), mismatched)
-    key = {"mismatched": mismatched, "max_length": max_length}
+    key = {"mismatched": mismatched, "max_length": max_length, "folder": str(folder)}
     source = open_source(folder / "train.jsonl")
-    policy, settings = PreparePolicy(task="kto", on_error="skip"), ExampleSettings(counted=CUT_COLUMNS)
-    return prepare(source, RecordEncode(read_unpaired, encode), key, policy, settings)
+    config = EncodingConfig(max_length=max_length)
+    encode = UnpairedEncode(TOKENIZER, config, read_unpaired, source if mismatched else None)
+    policy = PreparePolicy(task="kto", on_error="skip", processes=processes)
+    return prepare(source, encode, key, policy, ExampleSettings(counted=CUT_COLUMNS))
 
 
 def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:
@@ -161,12 +170,30 @@ def test_a_long_answer_to_another_prompt_cuts_nothing_of_ones_own(tmp_path: Path
     assert store.report.cuts == {"prompt_cut": 0, "last_turn_cut": 0, "response_cut": 1}, "of the answers themselves"
 
 
-def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Path) -> None:
-    encode = UnpairedEncoder(TOKENIZER, EncodingConfig(max_length=40), True)
-    encode([read_unpaired(numbered(at)) for at in range(3)])
-    ((example,),) = encode([read_unpaired(numbered(9))])
-    assert not isinstance(example, BadRecord)
-    assert learnt(dict(example), "mismatched") == " Answer 2.</s>"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_next_prompt_is_that_of_the_whole_file_however_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    records = [numbered(at // 4, more=f" {at}") for at in range(18)]
+    records[4] = numbered(1, more=" a" * 500) | {"prompt": "Question " * 200}  # does not fit, and answers no one
+    wanted = stored(tmp_path, records)
+    for folder in ("small", "tiny"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr("dstrain.data.process_pool.MIN_PARALLEL_RECORDS", 1)
+    for size, folder in ((5, "small"), (1, "tiny")):
+        monkeypatch.setattr(prepare_module, "CHUNK_SIZE", size)
+        monkeypatch.setattr(prepare_module, "PARALLEL_CHUNK_SIZE", size)
+        store = stored(tmp_path / folder, records, processes=processes)
+        assert [learnt(store[at], "mismatched") for at in range(len(store))] == [
+            learnt(wanted[at], "mismatched") for at in range(len(wanted))
+        ]
+    assert learnt(wanted[3], "mismatched").startswith(" Answer 1. 5"), "the record that does not fit is left out"
+    assert learnt(wanted[len(wanted) - 1], "mismatched").startswith(" Answer 0. 0"), "the first follows the last"
+
+
+def test_equal_prompts_take_the_next_answer(tmp_path: Path) -> None:
+    store = stored(tmp_path, [numbered(3, more=f" {at}") for at in range(3)])
+    assert [learnt(store[at], "mismatched") for at in range(3)] == [f" Answer 3. {at}</s>" for at in (1, 2, 0)]
 
 
 def test_mismatched_answers_are_made_where_they_are_needed(tmp_path: Path) -> None:

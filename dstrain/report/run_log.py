@@ -119,9 +119,9 @@ class RunLog:
         if self._is_writer:
             log_stdout(line)
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, **fields: Any) -> None:
         """Announce a warning."""
-        self.announce(f"warning: {text}", "warning", what=text)
+        self.announce(f"warning: {text}", "warning", what=text, **fields)
 
     def _check_after_pause(self) -> None:
         """Raise where this process stood still for so long that another launch may have taken the folder, and has."""

@@ -63,6 +63,7 @@ class KTO(ReferenceTask):
             raise ValueError(f"loss_type {self.loss_type} has no metric kl, which eval.metric names; use loss")
 
     token_columns = ("answer", "mismatched")
+    label_column = "desirable"
 
     @property
     def needs_step_stats(self) -> bool:

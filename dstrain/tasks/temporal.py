@@ -333,6 +333,10 @@ class Temporal(SFT):
             return SyntheticCurves(self.synthetic)
         return open_source(item, self.recipe.data.columns, SERIES_SOURCE_TYPES)
 
+    @property
+    def label_column(self) -> str:  # type: ignore[override]  # depends on the stage
+        return "label" if self.stage == "classify" else ""
+
     @cached_property
     def known_labels(self) -> tuple[str, ...]:
         """The labels, in the order of the classifier's outputs. Raises DataError where there are none."""

@@ -109,6 +109,9 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         *batch_warnings(plan.batch, world.size),
     ):
         run_log.warn(line)
+    selection_warnings = [report["selection_warning"] for report in reports.values() if "selection_warning" in report]
+    for line in (*selection_warnings, *plan.task.checks.data_warnings(plan.train_dataset, plan.eval_dataset)):
+        run_log.warn(line, about="data")
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):
         run_log.announce(resharding, "resharded", step=start.step, how=resharding)
 

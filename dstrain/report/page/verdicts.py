@@ -240,7 +240,14 @@ def skipped_steps(run: RunSummary) -> Iterator[Verdict]:
         )
 
 
-LEARNING_RULES: tuple[Rule, ...] = (training_loss, evaluation, overfitting, gradients, skipped_steps)
+def data(run: RunSummary) -> Iterator[Verdict]:
+    """Repeat what the last start warned of in the data: labels of one kind, few samples left or held out."""
+    texts = [str(event["what"]) for event in run.history.find_events("warning") if event.get("about") == "data"]
+    for text in dict.fromkeys(texts):
+        yield Verdict("warning", f"{text[:1].upper()}{text[1:]}.")
+
+
+LEARNING_RULES: tuple[Rule, ...] = (data, training_loss, evaluation, overfitting, gradients, skipped_steps)
 
 
 GIB = 2**30

@@ -148,6 +148,10 @@ class GenerationMetrics:
     """Generate for the first N samples only; None: for all."""
 
 
+MIN_HELD_OUT = 10
+"""Held-out samples below which a run warns that a metric of them says little."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checks:
     """Checks and messages before a run starts. Subclass it, and return yours from `Task.checks`."""
@@ -174,6 +178,16 @@ class Checks:
     def info_messages(self) -> Sequence[str]:
         """Return a sentence for each fact worth knowing when a run starts."""
         return ()
+
+    def data_warnings(self, train: Samples, held_out: Samples | None) -> Sequence[str]:
+        """Return a warning for data from which little can be learnt, or by which little can be told."""
+        if held_out is None or len(held_out) >= MIN_HELD_OUT:
+            return ()
+        count = f"{len(held_out)} sample{'s' * (len(held_out) != 1)}"
+        return [
+            f"the held-out data have {count}: metrics of so few say little, and the best checkpoint is chosen by them; hold "
+            "out more with data.eval or data.eval_fraction"
+        ]
 
     def newly_initialized(self) -> Sequence[str]:
         """Return the weights that the model's files lack, after `run`."""

@@ -179,6 +179,17 @@ class TextChecks(Checks):
             *packing,
         ]
 
+    def data_warnings(self, train: Any, held_out: Any) -> Sequence[str]:
+        warnings = [*super().data_warnings(train, held_out)]
+        splits = [("training", train), ("held-out", held_out)]
+        for name, dataset in splits if self.task.label_column else []:
+            if dataset is not None and len(dataset) > 1 and len(set(dataset.column(self.task.label_column))) == 1:
+                warnings.append(
+                    f"all {len(dataset)} samples of the {name} data have the same label: nothing can be learnt, or told, of "
+                    "the difference between labels; add samples of another one"
+                )
+        return warnings
+
     def newly_initialized(self) -> Sequence[str]:
         return self.validator.newly_initialized
 
@@ -240,6 +251,8 @@ class TextTask(RecordTask):
     )  # fmt: skip
     """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
     answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = ANSWER_METRICS
+    label_column: ClassVar[str] = ""
+    """Column of the examples with the label of each; empty: they have none."""
     default_max_new_tokens: ClassVar[int] = 256
     """Limit of tokens of a generated answer where the recipe names none."""
     scores_answers: ClassVar[bool] = True

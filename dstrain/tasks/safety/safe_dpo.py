@@ -64,11 +64,32 @@ def order_dataset(dataset: TokenizedDataset, options: SafetyOptions, split: Spli
     left_out = "dropped" if split == "train" else "left out of the loss"
     selection = f"{reordered} pairs reordered, {dropped} of two unsafe answers {left_out}"
     counts: dict[str, int | str] = {"pairs_reordered": reordered, "pairs_dropped": dropped, "selection": selection}
+    if 2 * dropped > len(dataset):
+        counts["selection_warning"] = (
+            f"{len(dataset) - dropped} of {len(dataset)} pairs of the {'training' if split == 'train' else 'held-out'} data "
+            f"are left, since the others have two unsafe answers{_describe_scores(dataset, options)}"
+        )
     kept = dataset.select(order.keep) if split == "train" else dataset
     for number, (before, after) in enumerate(zip(dataset.sizes, kept.sizes, strict=True), 1):
         if before and not after:
             raise DataError(_describe_unsafe(f"{before} pairs of source {number}", options, split, dataset))
     return replace(kept, counts=counts)
+
+
+SCORE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def _describe_scores(dataset: TokenizedDataset, options: SafetyOptions) -> str:
+    """Return the threshold and quantiles of the harmless scores, to choose another one; empty for labels."""
+    import numpy as np
+
+    if not options.harmless_rm:
+        return ""
+    scores = np.concatenate([dataset.column(name) for name in HARMLESS_COLUMNS])
+    values = np.quantile(scores[np.isfinite(scores)], SCORE_QUANTILES)
+    quantiles = ", ".join(f"{share:.0%} {value:.3g}" for share, value in zip(SCORE_QUANTILES, values, strict=True))
+    threshold = f"options.safety.harmless_threshold {options.harmless_threshold:g}"
+    return f" by {threshold}; quantiles of the scores: {quantiles}"
 
 
 def _describe_unsafe(pairs: str, options: SafetyOptions, split: Split, dataset: TokenizedDataset) -> str:

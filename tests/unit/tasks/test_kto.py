@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,22 @@ def made(folder: Path, options: dict[str, Any] | None = None, **model: Any) -> T
     recipe = KTO.tiny(folder) | {"options": options or {}, "seed": SEED}
     recipe["model"] = recipe["model"] | model
     return make_task(RunConfig.model_validate(recipe))
+
+
+def test_labels_of_one_kind_and_few_held_out_samples_are_warnings(tmp_path: Path) -> None:
+    both = made(tmp_path)
+    train: Any = both.examples("train")
+    assert both.checks.data_warnings(train, None) == []
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(line for line in lines if '"label": true' in line))
+    task = make_task(both.recipe)
+    warnings = task.checks.data_warnings(task.examples("train"), None)
+    assert len(warnings) == 1
+    assert "samples of the training data have the same label" in warnings[0]
+    held_out: Any = both.examples("eval")
+    first = held_out.select(np.arange(len(held_out)) < 1)
+    (warning,) = both.checks.data_warnings(train, first)
+    assert warning.startswith("the held-out data have 1 sample: metrics of so few say little")
 
 
 def read(task: Task, ids: list[int]) -> Batch:

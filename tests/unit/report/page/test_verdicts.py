@@ -48,6 +48,13 @@ def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:
     assert found[0].text.startswith("Finished: step 100 of 100 in 3 m 2")
 
 
+def test_warnings_of_the_data_are_verdicts_once(read: Read) -> None:
+    warned = event("warning", what="the held-out data have 1 sample: say little", about="data")
+    found = read(rows_of(40), warned, warned, event("warning", what="another"))
+    assert [line for line in found if "held-out" in line] == ["warning: The held-out data have 1 sample: say little."]
+    assert not says(found, "Another")
+
+
 def test_a_loss_that_rises_diverges(read: Read) -> None:
     found = read(rows_of(40, loss=lambda step: 2 - step / 10 if step < 15 else step / 10))
     assert says(found, "bad: The training loss rises", "optim.lr (now 0.001)")

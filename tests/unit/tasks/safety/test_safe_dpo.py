@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -294,6 +295,29 @@ def test_the_range_of_the_scores_is_said_where_no_answer_is_safe(tmp_path: Path)
     wanted = r"no answer of its \d+ pairs has a harmless score of at least 2, and all scores are from -3 to 1; lower"
     with pytest.raises(DataError, match=wanted):
         order_dataset(replace(dataset, output_columns=scores), options, "train")
+
+
+@pytest.mark.parametrize(("split", "name"), [("train", "training"), ("eval", "held-out")])
+def test_few_pairs_that_a_threshold_leaves_are_a_warning_with_the_quantiles(
+    split: Literal["train", "eval"], name: str, tmp_path: Path
+) -> None:
+    dataset = made(tmp_path, "dpo").examples("train")
+    count = len(dataset.store)
+    scores = {column: np.linspace(-3, place, count) for place, column in enumerate(HARMLESS_COLUMNS)}
+    ordered = order_dataset(
+        replace(dataset, output_columns=scores),
+        SafetyOptions(method="safedpo", harmless_rm="rm", harmless_threshold=0.9),
+        split,
+    )
+    (warning,) = [value for key, value in ordered.counts.items() if key == "selection_warning"]
+    assert re.match(rf"\d of {count} pairs of the {name} data are left, since the others have two unsafe", str(warning))
+    assert "options.safety.harmless_threshold 0.9; quantiles of the scores: 5% -2.8" in str(warning)
+    most = order_dataset(
+        replace(dataset, output_columns=scores),
+        SafetyOptions(method="safedpo", harmless_rm="rm", harmless_threshold=-2),
+        split,
+    )
+    assert "selection_warning" not in most.counts
 
 
 def test_a_source_of_unsafe_answers_alone_is_named(tmp_path: Path) -> None:

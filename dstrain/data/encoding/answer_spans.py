@@ -19,10 +19,10 @@ from dstrain.data.encoding.rendered_text import (
     TemplateMarks,
     check_control_tokens,
     check_inner_ends,
+    find_answer_end,
     find_template_marks,
     read_rendered,
 )
-from dstrain.data.encoding.rendering import find_answer_end
 from dstrain.data.encoding.template_check import (
     RENDERED_COUNTS,
     Span,
@@ -177,12 +177,9 @@ def _render_document(marks: TemplateMarks, text: str, assistant_only: bool, rend
 
     Raises BadRecord for a control token where data.rendered is false.
     """
-    body = text.removeprefix(marks.bos).rstrip()
-    for token in marks.end_tokens:
-        body = body.removesuffix(token)
-    is_rendered = rendered_texts is True or marks.find_control_token(body) is not None
-    if is_rendered and rendered_texts is False:
-        check_control_tokens(marks, body)
+    if rendered_texts is False:
+        check_control_tokens(marks, marks.strip_ends(text))
+    is_rendered = rendered_texts is True or (rendered_texts == "auto" and marks.is_rendered_text(text))
     answers = [*marks.iter_answer_spans(text)] if is_rendered else []
     if not answers:
         return RenderedSample(

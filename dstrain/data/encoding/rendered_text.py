@@ -33,10 +33,12 @@ class TemplateMarks:
     """Added tokens that the template writes itself, with BOS and EOS."""
     end_tokens: tuple[str, ...] = ()
     """Control tokens that end an answer; EOS is one of them."""
-    answer_end: str = ""
-    """What the template writes after the last answer, else EOS; empty where there is neither."""
+    answer_ending: str = ""
+    """What the template writes after the last answer and is learnt: one end token of most, and nothing of some."""
     bos: str = ""
     """BOS, if the template begins with it."""
+    head: str = ""
+    """Text in front of the first question."""
     answer_header: str = ""
     """Text that opens an answer, such as `<|im_start|>assistant` and a line break."""
     question_end: str = ""
@@ -61,24 +63,48 @@ class TemplateMarks:
         match = self._control_pattern.match(text) if self._control_pattern else None
         return match is not None
 
-    def is_rendered(self, prompt: str) -> bool:
+    @cached_property
+    def has_distinct_opening(self) -> bool:
+        """False where the template opens an answer with a plain word, or with nothing."""
+        return bool(re.search(r"\w", self.opening) and re.search(r"[^\w\s]", self.opening))
+
+    def is_rendered_prompt(self, prompt: str) -> bool:
         """Return whether a prompt begins or ends as one that the template wrote."""
         body = prompt.strip().removeprefix(self.bos).lstrip()
-        ending = self.opening.strip()
-        # A template without added tokens may open an answer with a plain word.
-        has_distinct_ending = bool(re.search(r"\w", ending) and re.search(r"[^\w\s]", ending))
-        return self.begins_with_control_token(body) or (has_distinct_ending and body.endswith(ending))
+        ends_with_opening = self.has_distinct_opening and body.endswith(self.opening.strip())
+        return self.begins_with_control_token(body) or ends_with_opening
+
+    def is_rendered_text(self, text: str) -> bool:
+        """Return whether a text without a prompt has control tokens besides BOS and EOS around it, or turns."""
+        has_turns = bool(self.head.strip()) and text.startswith(self.head) and self.opening in text
+        has_control_token = self.find_control_token(self.strip_ends(text)) is not None
+        return has_control_token or (has_turns and self.has_distinct_opening)
+
+    def strip_ends(self, text: str) -> str:
+        """Return a text without the BOS in front and the end token behind, which a document may have."""
+        body = text.removeprefix(self.bos).rstrip()
+        for token in self.end_tokens:
+            body = body.removesuffix(token)
+        return body
 
     def iter_answer_spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the span of each answer in a rendered conversation, its end token included."""
-        opening, end = self.opening, 0
+        """Yield the span of each answer in a rendered conversation, with what ends it."""
+        opening = self.opening
         start = text.find(opening) if opening.strip() else -1
         while start >= 0:
             start += len(opening)
-            ends = [at + len(token) for token in self.end_tokens if (at := text.find(token, start)) >= 0]
-            end = min(ends, default=len(text))
+            end = self._find_ending(text, start)
             yield start, end
             start = text.find(opening, end)
+
+    def _find_ending(self, text: str, start: int) -> int:
+        """Return where the answer that begins at `start` ends."""
+        endings = [self.answer_ending, *self.end_tokens]  # the first may begin with another one
+        places = [(text.find(ending, start), ending) for ending in endings if ending.strip()]
+        first = min((place for place, _ in places if place >= 0), default=-1)
+        if first < 0:
+            return len(text)
+        return first + len(next(ending for place, ending in places if place == first))
 
 
 _marks_by_tokenizer: WeakKeyDictionary[Any, tuple[Any, TemplateMarks]] = WeakKeyDictionary()
@@ -96,7 +122,7 @@ def find_template_marks(tokenizer: Any) -> TemplateMarks:
 
 def _marks_without_template(tokenizer: Any) -> TemplateMarks:
     added, eos = tuple(tokenizer.get_added_vocab()), tokenizer.eos_token
-    return TemplateMarks(added, end_tokens=(eos,), answer_end=eos) if eos else TemplateMarks(added)
+    return TemplateMarks(added, end_tokens=(eos,)) if eos else TemplateMarks(added)
 
 
 def _probe_template(tokenizer: Any) -> TemplateMarks:
@@ -124,20 +150,47 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
     header = opened[len(closed) : shared] if opened.startswith(closed) else ""
     question_end = opened[:shared].partition(_QUESTION)[2]
     marks = TemplateMarks(control_tokens=control)
-    ends = [marks.find_control_token(rest) for rest in (several.partition(_ANSWER)[2], several.partition(_LAST)[2])]
-    last = answered.partition(_ANSWER)[2].lstrip()
-    answer_end = marks.find_control_token(last) if marks.begins_with_control_token(last) else None
-    end_tokens = dict.fromkeys(token for token in (answer_end, *ends, tokenizer.eos_token) if token)
+    tails = [several.partition(_ANSWER)[2], several.partition(_LAST)[2], answered.partition(_ANSWER)[2]]
+    # An answer without an end is followed by the next question.
+    ends = [marks.find_control_token(tail) for tail in tails if marks.begins_with_control_token(tail.lstrip())]
+    end_tokens = dict.fromkeys(token for token in (*ends, tokenizer.eos_token) if token)
+    content_end = answered.find(_ANSWER) + len(_ANSWER)
+    ending = answered[content_end : find_answer_end(answered, shared, len(answered), answer, added_tokens)]
     bos = tokenizer.bos_token or ""
     return TemplateMarks(
         added_tokens=added_tokens,
         control_tokens=control,
         end_tokens=tuple(end_tokens),
-        answer_end=answer_end or tokenizer.eos_token or "",
+        answer_ending=ending,
         bos=bos if bos and opened.startswith(bos) else "",
+        head=opened.partition(_QUESTION)[0],
         answer_header=header,
         question_end=question_end,
     )
+
+
+def find_answer_end(text: str, start: int, end: int, message: Message, end_tokens: tuple[str, ...]) -> int:
+    """Return where the answer in `text[start:end]` ends: after its end token, or what else the template ends it with.
+
+    Some templates write a line break there, and some, such as Command R+'s, the prompt of the next answer, which the
+    model never has to generate. White space that ends the answer by itself is kept.
+    """
+    without_blanks = start + len(text[start:end].rstrip())
+    ends_with_token = text.endswith(end_tokens, start, without_blanks)
+    content = message["content"].strip()
+    if not content or message.get("tool_calls") or content not in text[start:end]:
+        return without_blanks if ends_with_token else end
+    content_end = text.rindex(content, start, end) + len(content)
+    places = [(text.find(token, content_end, end), token) for token in end_tokens]
+    ends = [place + len(token) for place, token in places if place >= 0]
+    if ends:
+        rest = text[min(ends) : end]
+        for token in end_tokens:
+            rest = rest.replace(token, "")
+        if rest.strip():
+            return min(ends)
+    has_ending = ends_with_token or content_end < without_blanks
+    return without_blanks if has_ending else end
 
 
 @dataclass(frozen=True)
@@ -166,7 +219,7 @@ def read_rendered(
     asked, replies = _single_text(prompt, "user"), [_single_text(answer, "assistant") for answer in answers]
     texts = [reply for reply in replies if reply is not None]
     if asked is not None and len(texts) == len(replies) and not tools:
-        if rendered is True or (rendered == "auto" and marks.is_rendered(asked)):
+        if rendered is True or (rendered == "auto" and marks.is_rendered_prompt(asked)):
             return _split_rendered(marks, asked, texts, is_common_prefix)
     elif rendered is True:
         raise BadRecord(
@@ -193,7 +246,7 @@ def _split_rendered(marks: TemplateMarks, prompt: str, answers: Sequence[str], i
     if is_common_prefix and marks.opening.strip() in prompt and marks.opening.strip():
         end = prompt.rindex(marks.opening.strip()) + len(marks.opening.strip())
         prompt, answers = prompt[:end], [prompt[end:] + answer for answer in answers]
-    if bare_header and bare_header not in prompt and marks.is_rendered(prompt):
+    if bare_header and bare_header not in prompt and marks.is_rendered_prompt(prompt):
         # Some files have what opens the answer in the answer.
         if not all(answer.lstrip().startswith(bare_header) for answer in answers):
             raise BadRecord(
@@ -210,14 +263,24 @@ def _split_rendered(marks: TemplateMarks, prompt: str, answers: Sequence[str], i
 
 
 def end_answer(marks: TemplateMarks, answer: str) -> str:
-    """Return a rendered answer with a single end token. Raises BadRecord for an end token that more text follows."""
-    body, end = answer.rstrip(), ""
-    while ending := next((token for token in marks.end_tokens if body.endswith(token)), None):
-        body, end = body.removesuffix(ending).rstrip(), ending
-    if not body:
+    """Return a rendered answer that ends once, as it stands, or as the template ends it where it has no end.
+
+    Raises BadRecord for an end token that more text follows.
+    """
+    endings = [ending for ending in (marks.answer_ending, *marks.end_tokens) if ending.strip()]
+    body, end = answer, ""
+    while True:
+        stripped = body.rstrip()
+        matching = [ending for ending in endings if stripped.endswith(ending.rstrip())]
+        if not matching:
+            break
+        body, end = stripped.removesuffix(matching[0].rstrip()), matching[0]
+    if not body.strip():
         raise BadRecord("the answer is empty but for its end token; write one or remove the record")
     check_inner_ends(marks, body)
-    return body + end if end else answer + marks.answer_end
+    if end:
+        return body + end
+    return answer if answer.endswith(marks.answer_ending) else answer + marks.answer_ending
 
 
 def check_inner_ends(marks: TemplateMarks, answer: str) -> None:

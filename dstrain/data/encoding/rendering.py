@@ -12,7 +12,13 @@ from dstrain.data.encoding.chat_template import (
     has_chat_template,
     render_conversation,
 )
-from dstrain.data.encoding.rendered_text import Rendered, check_inner_ends, find_template_marks, read_rendered
+from dstrain.data.encoding.rendered_text import (
+    Rendered,
+    check_inner_ends,
+    find_answer_end,
+    find_template_marks,
+    read_rendered,
+)
 from dstrain.data.encoding.template_check import (
     FIX,
     RENDERED_COUNTS,
@@ -116,30 +122,6 @@ def _render_with_template(
         last_turn = _to_messages(answer, "assistant")[-1]
         texts.append(text[start : find_answer_end(text, start, len(text), last_turn, end_tokens)])
     return RenderedPrompt(opening[:start], tuple(texts), True, opening[start:])
-
-
-def find_answer_end(text: str, start: int, end: int, message: Message, end_tokens: tuple[str, ...]) -> int:
-    """Return where the answer in `text[start:end]` ends: after its end token, or what else the template ends it with.
-
-    Some templates write a line break there, and some, such as Command R+'s, the prompt of the next answer, which the
-    model never has to generate. White space that ends the answer by itself is kept.
-    """
-    without_blanks = start + len(text[start:end].rstrip())
-    ends_with_token = text.endswith(end_tokens, start, without_blanks)
-    content = message["content"].strip()
-    if not content or message.get("tool_calls") or content not in text[start:end]:
-        return without_blanks if ends_with_token else end
-    content_end = text.rindex(content, start, end) + len(content)
-    places = [(text.find(token, content_end, end), token) for token in end_tokens]
-    ends = [place + len(token) for place, token in places if place >= 0]
-    if ends:
-        rest = text[min(ends) : end]
-        for token in end_tokens:
-            rest = rest.replace(token, "")
-        if rest.strip():
-            return min(ends)
-    has_ending = ends_with_token or content_end < without_blanks
-    return without_blanks if has_ending else end
 
 
 def _check_prompt(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> TemplateCheck:

@@ -19,6 +19,7 @@ Rendered = bool | Literal["auto"]
 """The values of data.rendered."""
 THOUGHT_TOKENS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
 """Tokens that answers may contain, though templates write them too."""
+_THOUGHT = re.compile("|".join(map(re.escape, sorted(THOUGHT_TOKENS))))
 _SYSTEM, _QUESTION, _ANSWER, _MORE, _LAST = (f"\ue020{number}\ue021" for number in range(5))
 """Texts of a conversation with which a template is probed; private-use characters, absent from data."""
 
@@ -41,6 +42,8 @@ class TemplateMarks:
     """Text in front of the first question."""
     answer_header: str = ""
     """Text that opens an answer, such as `<|im_start|>assistant` and a line break."""
+    next_question: str = ""
+    """Text between an answer and the next question, where no control token ends the answer."""
     question_end: str = ""
     """Text from the end of a question to its answer, the header included."""
 
@@ -89,10 +92,14 @@ class TemplateMarks:
 
     def iter_answer_spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the span of each answer in a rendered conversation, with what ends it."""
-        opening = self.opening
+        # Earlier answers may lack the thought with which the template opens the last one.
+        opening = _THOUGHT.split(self.opening)[0]
+        thought = self.opening.removeprefix(opening)
         start = text.find(opening) if opening.strip() else -1
         while start >= 0:
             start += len(opening)
+            if text.startswith(thought, start):
+                start += len(thought)
             end = self._find_ending(text, start)
             yield start, end
             start = text.find(opening, end)
@@ -102,6 +109,9 @@ class TemplateMarks:
         endings = [self.answer_ending, *self.end_tokens]  # the first may begin with another one
         places = [(text.find(ending, start), ending) for ending in endings if ending.strip()]
         first = min((place for place, _ in places if place >= 0), default=-1)
+        next_question = text.find(self.next_question, start) if self.next_question.strip() else -1
+        if next_question >= 0 and not 0 <= first < next_question:
+            return next_question
         if first < 0:
             return len(text)
         return first + len(next(ending for place, ending in places if place == first))
@@ -156,6 +166,7 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
     end_tokens = dict.fromkeys(token for token in (*ends, tokenizer.eos_token) if token)
     content_end = answered.find(_ANSWER) + len(_ANSWER)
     ending = answered[content_end : find_answer_end(answered, shared, len(answered), answer, added_tokens)]
+    next_question = tails[0].partition(_MORE)[0]
     bos = tokenizer.bos_token or ""
     return TemplateMarks(
         added_tokens=added_tokens,
@@ -164,6 +175,7 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
         answer_ending=ending,
         bos=bos if bos and opened.startswith(bos) else "",
         head=opened.partition(_QUESTION)[0],
+        next_question="" if marks.begins_with_control_token(next_question.lstrip()) else next_question,
         answer_header=header,
         question_end=question_end,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
-from tests.unit.data.encoding.test_conversations import TEMPLATES, chat
+from tests.unit.data.encoding.test_conversations import TEMPLATES, chat, runs
 from tests.vocabulary import message
 
 __all__ = ["chat"]
@@ -98,7 +99,7 @@ def test_rendered_pairs_are_the_pairs_of_their_messages(chat: Any, name: str) ->
     assert asked.ids == wanted["chosen"][: wanted["prompt_length"]]
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no thoughts before"])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_of_a_rendered_conversation_in_one_text_the_answers_are_learnt(chat: Any, name: str) -> None:
     tokenizer, messages = chat(name), [*EARLIER, QUESTION, ANSWER]
     text = render(tokenizer, messages)
@@ -107,8 +108,36 @@ def test_of_a_rendered_conversation_in_one_text_the_answers_are_learnt(chat: Any
     wanted = encode(tokenizer, {"messages": messages})
     assert learnt == [token for token, is_target in zip(*ids_and_mask(wanted), strict=True) if is_target]
     assert example["input_ids"] == wanted["input_ids"]
+    assert example[RENDERED] == 1
     whole = encode(tokenizer, {"text": text}, assistant_only=False)
     assert set(whole["loss_mask"][1:]) == {1}
+
+
+OPENED_THOUGHT = (  # Qwen 3.5's shape: the last answer begins with a thought, earlier ones do not
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+PLAIN_WORDS = (  # LLaVA's shape: no token ends an answer
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (OPENED_THOUGHT, ["no dog<|im_end|>", "\n</think>\nover the river<|im_end|>"]),
+        (PLAIN_WORDS, [" no dog", " over the river"]),
+    ],
+    ids=["thought", "words"],
+)
+def test_answers_are_found_where_the_last_one_begins_in_another_way_or_nothing_ends_one(
+    chat: Any, template: str, wanted: list[str]
+) -> None:
+    tokenizer = copy.deepcopy(chat("chatml"))
+    tokenizer.chat_template = template
+    example = encode(tokenizer, {"text": render(tokenizer, [*EARLIER, QUESTION, ANSWER])})
+    assert [text.rstrip(" ") for text in runs(tokenizer, example)] == wanted
 
 
 def test_what_opens_the_answer_may_stand_in_the_answer(chat: Any) -> None:

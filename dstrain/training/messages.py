@@ -90,7 +90,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         if (report := None if examples is None else examples.report) is not None
     }
     for split, report in reports.items():
-        run_log.log_event("data", split=split, **report)
+        run_log.log_event("data", split=split, described=describe_examples(report), **report)
     if world.rank == 0:
         log_stdout(
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "

@@ -19,6 +19,7 @@ from dstrain.report.page.sections import (
     render_cards,
     render_checkpoints,
     render_data,
+    render_data_notes,
     render_diff,
     render_events,
     render_files,
@@ -122,7 +123,7 @@ def _render_summary(runs: Sequence[RunSummary], names: Sequence[str]) -> str:
 
 def _render_details(run: RunSummary, name: str, is_multi_run: bool) -> str:
     history = run.history
-    data = render_data(history)
+    data = render_data(history) + render_data_notes(history)
     parts = (
         (f"<h2>Data</h2>{data}" if data else "") + f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
         f"<h2>Events</h2>{render_events(history)}<h2>Configuration</h2>{render_files(history)}"

@@ -235,3 +235,11 @@ def test_the_recipe_on_the_page_is_that_of_the_folder(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "run")
     text = render(folder).texts["text"]
     assert yaml.safe_dump(yaml.safe_load((folder / "recipe.yaml").read_text())) in text
+
+
+def test_the_page_says_what_the_start_said_of_the_samples(tmp_path: Path) -> None:
+    file = {"records": 9, "images": 0, "used": ["prompt"], "unused": []}
+    line = "4 of 9 samples are texts that went through a chat template already <b>"
+    events = [started(), event("data", split="train", columns={"a.jsonl": file}, described=[line])]
+    text = render_page([RunSummary(open_run(write_run(tmp_path / "run", [], events)), "finished")])
+    assert "<li>train: 4 of 9 samples are texts that went through a chat template already &lt;b&gt;</li>" in text

@@ -19,6 +19,7 @@ from dstrain.data.encoding.rendered_text import (
     TemplateMarks,
     check_control_tokens,
     check_inner_ends,
+    end_by_next_turn,
     find_answer_end,
     find_template_marks,
     read_rendered,
@@ -185,6 +186,9 @@ def _render_document(marks: TemplateMarks, text: str, assistant_only: bool, rend
         return RenderedSample(
             text, ((0, len(text)),), False, RENDERED_COUNTS if is_rendered else TemplateCheck().counts
         )
+    start, end = answers.pop()
+    text, end = end_by_next_turn(marks, text, end)
+    answers.append((start, end))
     shift = len(marks.bos) if not text.startswith(marks.bos) else 0
     spans = [(start + shift, end + shift) for start, end in answers]
     text = marks.bos[:shift] + text
@@ -193,7 +197,7 @@ def _render_document(marks: TemplateMarks, text: str, assistant_only: bool, rend
 
 def _locate(tokenizer: Any, sample: Conversation, assistant_only: bool) -> tuple[str, list[Span]]:
     """Return the text of a conversation and the spans that are trained on. Raises BadRecord."""
-    templated, end_tokens = has_chat_template(tokenizer), find_template_marks(tokenizer).added_tokens
+    templated, marks = has_chat_template(tokenizer), find_template_marks(tokenizer)
     render_fn = partial(render_conversation, tokenizer, tools=list(sample.tools) or None)
     if not assistant_only:
         text = render_fn(sample.messages)
@@ -204,14 +208,16 @@ def _locate(tokenizer: Any, sample: Conversation, assistant_only: bool) -> tuple
         spans = _find_generation_spans(tokenizer, sample)
     # Without tags, by comparing the text with renderings of parts of the conversation.
     if spans is None:
-        aligner = TemplateAligner(render_fn, messages, text, end_tokens)
+        aligner = TemplateAligner(render_fn, messages, text, marks.added_tokens)
         # One aligner for all turns, since neighbours share their renderings.
         spans = [aligner.find_span(turn) for turn in sample.trained_turns]
-    turns = [messages[turn] for turn in sample.trained_turns]
-    return text, [
-        (start, find_answer_end(text, start, end, message, end_tokens))
-        for message, (start, end) in zip(turns, spans, strict=True)
-    ]
+    ended = []
+    for turn, (start, end) in zip(sample.trained_turns, spans, strict=True):
+        text, last = end_by_next_turn(
+            marks, text, find_answer_end(text, start, end, messages[turn], marks.added_tokens)
+        )
+        ended.append((start, last))
+    return text, ended
 
 
 def _uses_tools(sample: Conversation) -> bool:

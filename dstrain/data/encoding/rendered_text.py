@@ -36,6 +36,8 @@ class TemplateMarks:
     """Control tokens that end an answer; EOS is one of them."""
     answer_ending: str = ""
     """What the template writes after the last answer and is learnt: one end token of most, and nothing of some."""
+    is_ended_by_next_turn: bool = False
+    """True where the token that opens the next turn ends an answer (GLM): the last answer is given it too."""
     bos: str = ""
     """BOS, if the template begins with it."""
     head: str = ""
@@ -166,13 +168,16 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
     end_tokens = dict.fromkeys(token for token in (*ends, tokenizer.eos_token) if token)
     content_end = answered.find(_ANSWER) + len(_ANSWER)
     ending = answered[content_end : find_answer_end(answered, shared, len(answered), answer, added_tokens)]
+    opening_token = marks.find_control_token(tails[0])
+    is_ended_by_next_turn = not ending.strip() and opening_token is not None and tails[0].startswith(opening_token)
     next_question = tails[0].partition(_MORE)[0]
     bos = tokenizer.bos_token or ""
     return TemplateMarks(
         added_tokens=added_tokens,
         control_tokens=control,
         end_tokens=tuple(end_tokens),
-        answer_ending=ending,
+        answer_ending=opening_token if is_ended_by_next_turn and opening_token else ending,
+        is_ended_by_next_turn=is_ended_by_next_turn,
         bos=bos if bos and opened.startswith(bos) else "",
         head=opened.partition(_QUESTION)[0],
         next_question="" if marks.begins_with_control_token(next_question.lstrip()) else next_question,
@@ -203,6 +208,16 @@ def find_answer_end(text: str, start: int, end: int, message: Message, end_token
             return min(ends)
     has_ending = ends_with_token or content_end < without_blanks
     return without_blanks if has_ending else end
+
+
+def end_by_next_turn(marks: TemplateMarks, text: str, end: int) -> tuple[str, int]:
+    """Return text and end of an answer in it with the token of the next turn, where that ends the template's answers."""
+    token = marks.answer_ending
+    if not marks.is_ended_by_next_turn:
+        return text, end
+    if end == len(text):
+        text += token
+    return text, end + len(token) if text.startswith(token, end) else end
 
 
 @dataclass(frozen=True)

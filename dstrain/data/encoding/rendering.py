@@ -15,6 +15,7 @@ from dstrain.data.encoding.chat_template import (
 from dstrain.data.encoding.rendered_text import (
     Rendered,
     check_inner_ends,
+    end_by_next_turn,
     find_answer_end,
     find_template_marks,
     read_rendered,
@@ -116,11 +117,12 @@ def _render_with_template(
     # Some templates open an answer with text that they omit where the answer is given, such as an
     # empty block of thoughts: the prompt ends where the texts diverge.
     start = common_prefix_length([opening, *full])
-    end_tokens = find_template_marks(tokenizer).added_tokens
-    texts = list[str]()
+    marks, texts = find_template_marks(tokenizer), list[str]()
     for answer, text in zip(answers, full, strict=True):
         last_turn = _to_messages(answer, "assistant")[-1]
-        texts.append(text[start : find_answer_end(text, start, len(text), last_turn, end_tokens)])
+        end = find_answer_end(text, start, len(text), last_turn, marks.added_tokens)
+        ended, end = end_by_next_turn(marks, text, end)
+        texts.append(ended[start:end])
     return RenderedPrompt(opening[:start], tuple(texts), True, opening[start:])
 
 

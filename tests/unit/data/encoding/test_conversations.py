@@ -55,6 +55,10 @@ TEMPLATES = {
         "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     ),
+    "the next turn ends it": (  # GLM's shape
+        "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    ),
     "generation marks": (
         "{% for m in messages %}{% if m.role == 'assistant' %}<|a|>{%- generation -%}{{ m.content }}<|e|>"
         "{%- endgeneration -%}{% else %}<|u|>{{ m.content }}<|e|>{% endif %}\n{% endfor %}"
@@ -64,7 +68,7 @@ TEMPLATES = {
 ENDS = {"chatml": "<|im_end|>", "headers": "<|eot|>", "no thoughts before": "<|im_end|>", "generation marks": "<|e|>"}
 TOKENS = [
     "<|im_start|>", "<|im_end|>", "<|head|>", "<|end_head|>", "<|eot|>", "[INST]", "[/INST]", "<|User|>", "<|Assistant|>",
-    "<|start|>", "<|message|>", "<|return|>", "<|end|>", "<|a|>", "<|u|>", "<|e|>",
+    "<|start|>", "<|message|>", "<|return|>", "<|end|>", "<|a|>", "<|u|>", "<|e|>", "[gMASK]", "<|user|>", "<|assistant|>",
 ]  # fmt: skip
 
 
@@ -115,6 +119,7 @@ WANTED = {
     "no thoughts before": ["a fox<|im_end|>", "<think>\n\n</think>\n\nno dog\n\nat all<|im_end|>"],
     "an opened thought": ["a fox</s>", "no dog\n\nat all</s>"],
     "another end at the end": ["<|message|>a fox<|end|>", "<|message|>no dog\n\nat all<|return|>"],
+    "the next turn ends it": ["a fox<|user|>", "no dog\n\nat all<|user|>"],
     "generation marks": ["a fox<|e|>", "no dog\n\nat all<|e|>"],
 }
 
@@ -139,6 +144,8 @@ def test_a_single_answer_is_what_the_model_would_write(name: str, chat: Any) -> 
 def test_ids_are_the_templates_own(name: str, chat: Any) -> None:
     example = encode(chat(name), dialog(*TWO))
     whole = chat(name).apply_chat_template(dialog(*TWO).messages, return_dict=False)
+    if name == "the next turn ends it":
+        whole.append(chat(name).convert_tokens_to_ids("<|user|>"))
     length = len(example["input_ids"])
     assert example["input_ids"] == whole[:length]
     assert not chat(name).decode(whole[length:]).strip(), "but for the line break behind the last turn"

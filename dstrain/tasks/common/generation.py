@@ -77,9 +77,14 @@ class HeldOutPrompts:
         return self.source.get_base_dir(int(example["sample"]))
 
     def read_texts(self, example: Mapping[str, Any]) -> list[str]:
-        """Return the texts of the right answers to an example's prompt."""
-        found = self.read(example)
-        return [] if found is None else [answer_text(answer) for answer in found.parsed.answers]
+        """Return the texts of the right answers to an example's prompt, without the end tokens of rendered ones."""
+        from dstrain.data.encoding.rendered_text import find_template_marks
+
+        held_out = self.read(example)
+        if held_out is None:
+            return []
+        marks = find_template_marks(self.task.tokenizer)
+        return [marks.strip_ends(answer_text(answer)).strip() for answer in held_out.parsed.answers]
 
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
         """Return an example's prompt as `dstrain generate` would; None where there is none.

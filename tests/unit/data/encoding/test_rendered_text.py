@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dstrain.config.schema import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.template_check import RENDERED, describe_template_counts
@@ -14,8 +16,10 @@ from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
+from dstrain.tasks import make_task
+from dstrain.tasks.sft import SFT
 from tests.unit.data.encoding.test_conversations import TEMPLATES, chat, runs
-from tests.vocabulary import message
+from tests.vocabulary import message, write_jsonl
 
 __all__ = ["chat"]
 LONG = EncodingConfig(max_length=1000)
@@ -236,3 +240,15 @@ def test_an_answer_without_a_template_does_not_go_on_after_eos(tokenizer: Any) -
 def test_rendered_samples_are_counted_in_a_sentence() -> None:
     (line,) = describe_template_counts({"kept": 9, "cuts": {RENDERED: 4}})
     assert line.startswith("4 of 9 samples are texts that went through a chat template already")
+
+
+def test_a_right_answer_is_compared_without_its_end_token(tmp_path: Path) -> None:
+    recipe = SFT.tiny(tmp_path)
+    template = TEMPLATES["chatml"].replace("<|im_end|>", "</s>")
+    recipe["model"]["chat_template"] = template
+    recipe["eval"] = {"generate": {"metrics": ["exact_match"]}}
+    record = {"prompt": "<|im_start|>user\nfox?</s>\n<|im_start|>assistant\n", "completion": "a dog</s>\n"}
+    write_jsonl(tmp_path / "eval.jsonl", [record])
+    task: Any = make_task(RunConfig.model_validate(recipe))
+    (example,) = list(task.examples("eval"))
+    assert task.held_out_prompts.read_texts(example) == ["a dog"]

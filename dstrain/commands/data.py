@@ -18,7 +18,7 @@ from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, describe_examples, format_bad_rows
 from dstrain.data.records import BadRow
 from dstrain.data.series import SERIES_TOKEN_ID
-from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
+from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, list_unread
 from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.process_setup import count_available_cores
@@ -61,7 +61,7 @@ def check_file(
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
-    told = list[str]()
+    told = list_unread(opened)
     if isinstance(source, DocumentSource):
         recall = source.measure_recall()  # of the evidence pages that records name
         told = [*source.summarize(), *[str(recall)] * (recall.questions > 0)]

@@ -27,7 +27,7 @@ from dstrain.data.formats.images import RecordWithImages, has_null_image, read_w
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
-from dstrain.data.sources.base import ConcatSource, DerivedSource, Source
+from dstrain.data.sources.base import ConcatSource, DerivedSource, Source, list_unread
 from dstrain.data.token_store import (
     GROUP,
     AlignedStore,
@@ -224,6 +224,8 @@ def prepare(
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault
+    # Not part of the key: the files of a folder that are not read may change at any time.
+    store.report.notes = [*store.report.notes, *list_unread(source)]
     check_bad_records(store.report, policy)
     return store
 
@@ -286,7 +288,8 @@ def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, sta
             piece.examples.append(kept | {"sample": index} | group)
         used = next((example for example in examples if not isinstance(example, BadRecord)), None)
         if used is not None and isinstance(record, Record):
-            add_record(piece.columns, source.location(index), record, len(used.get("images", ())))
+            place = source.location(index), source.get_base_dir(index)
+            add_record(piece.columns, *place, record, len(used.get("images", ())))
     return piece
 
 
@@ -537,7 +540,8 @@ def check_source(
                     for key in IMAGE_KEYS
                     if has_null_image(record, key)
                 ]
-            add_record(columns, where, record, len(item.images) if isinstance(item, RecordWithImages) else 0)
+            num_images = len(item.images) if isinstance(item, RecordWithImages) else 0
+            add_record(columns, where, source.get_base_dir(index), record, num_images)
             for value in item.images if isinstance(item, RecordWithImages) else ():
                 shown.append((where, _submit_image(pool, value, source.get_base_dir(index), known)))
                 if not len(shown) % MAX_PENDING_IMAGES:

@@ -46,6 +46,13 @@ class Record(dict[str, Any]):
         """The columns of the file, as they are written there."""
         self.used: dict[str, str] = {} if parent is None else parent.used
         """Column of the file -> key that it was read as."""
+        self.content: dict[str, int] = {} if parent is None else parent.content
+        """What the record holds, as its task counts it (`dstrain.data.content`)."""
+
+    def note_content(self, counts: Mapping[str, int]) -> None:
+        """Note what the record holds, in place of what was noted before: a record may be parsed twice."""
+        self.content.clear()
+        self.content.update(counts)
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)

@@ -15,9 +15,10 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
+from dstrain.data.content import count_chains
 from dstrain.data.dataset import Samples
 from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out, prepare
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, as_record
 from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.structures import (
@@ -151,6 +152,7 @@ class Protein(RecordTask):
         if not isinstance(path, str):
             raise BadRecord("the record names no structure file under 'path'; give a folder of .pdb or .cif files")
         chains = read_chains(Path(path))
+        as_record(record).note_content(count_chains([(len(chain.types), chain.unknown) for chain in chains]))
         if not chains:
             raise BadRecord("it has no chain of amino acids; remove the file")
         sizes = [int((chain.is_complete & chain.is_known).sum()) for chain in chains]

@@ -14,6 +14,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig
+from dstrain.data.content import count_series
 from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from dstrain.batch import Batch
 
 
+RECORD_VERSION = 2
+"""Increase it when the same records give other examples, or another report of them: cached ones are then ignored."""
 LANGUAGE_STAGES = ("align", "sft")
 """Stages with a language model."""
 
@@ -364,11 +367,16 @@ class Temporal(SFT):
         if not self.has_language_model:  # captions are not used there, and the run says so
             record = as_record(record).without("caption", "captions", "prompt")
         sample = read_series_record(record)
+        as_record(record).note_content(count_series(sample.values.shape, self._patch_length))
         if self.has_language_model and not sample.captions:
             raise BadRecord("the record has no 'caption'; write one, or use options.stage classify or masked")
         if self.stage == "classify" and sample.label is None:
             raise BadRecord("the record has no 'label'; write one, or use another options.stage")
         return sample
+
+    @cached_property
+    def _patch_length(self) -> int:
+        return self.model_source.patches.length
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         # The curve is not parsed: a tokenizer needs the texts alone.
@@ -407,8 +415,9 @@ class Temporal(SFT):
         if not self.has_language_model:
             labels = {"labels": self.known_labels} if self.stage == "classify" else {}
             lengths = {"patch_length": patches.length, "max_length": self.recipe.data.max_length}
-            return {"what": "series", **lengths, **labels}
-        own = {"what": "captioned series", "prompt": self.prompt, "patches": [patches.length, patches.per_token]}
+            return {"what": "series", "version": RECORD_VERSION, **lengths, **labels}
+        own = {"what": "captioned series", "version": RECORD_VERSION, "prompt": self.prompt}
+        own |= {"patches": [patches.length, patches.per_token]}
         return {**super().encode_key(), **own}
 
     def build_store(self, source: ConcatSource) -> TokenStore:

@@ -18,7 +18,7 @@ from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySou
 from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError, Fault
-from dstrain.files import display_path, list_entries, match_files, not_file_reason
+from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
 
 STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
 """Ends of the names of structure files; each may be followed by .gz."""
@@ -36,13 +36,18 @@ def find_structure_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path] if is_structure_file(path) else []
+    return [file for file in _list_files(path) if is_structure_file(file)]
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return all files of a folder and its subfolders in the order of their relative paths, without hidden ones."""
     try:
-        found = [one for one in path.rglob("*") if is_structure_file(one) and one.is_file()]
+        files = [file for file in folder.rglob("*") if file.is_file()]
     except OSError as fault:
-        raise DataError(f"{display_path(path)} cannot be read ({fault.strerror}); check its permissions") from fault
+        raise DataError(f"{display_path(folder)} cannot be read ({fault.strerror}); check its permissions") from fault
     return sorted(
-        (one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)),
-        key=lambda one: one.relative_to(path).as_posix(),
+        (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)),
+        key=lambda file: file.relative_to(folder).as_posix(),
     )
 
 
@@ -53,7 +58,10 @@ class FolderSource(BaseSource):
         """Raises DataError for a file that cannot be read."""
         folder = path if path.is_dir() else path.parent
         super().__init__(path.name, folder, columns)
-        self.files = find_structure_files(path)
+        listed = _list_files(path) if path.is_dir() else [path]
+        self.files = [file for file in listed if is_structure_file(file)]
+        unread = describe_unread(file.name for file in listed if not is_structure_file(file))
+        self.unread = f"{display_path(path)}: {unread}" if unread else ""
         digest = hashlib.sha256()
         for file in self.files:
             try:

@@ -190,7 +190,7 @@ def test_an_empty_file_is_said_to_be_empty(name: str, tmp_path: Path) -> None:
 def test_a_file_that_hangs_or_crashes_gemmi_is_a_bad_record(
     work: str, limits: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structures, "_read_structure", lambda path: exec(work, {"os": os}))
+    monkeypatch.setattr(structures, "_read_file", lambda path: exec(work, {"os": os}))
     monkeypatch.setattr(structures, "LIMITS", replace(structures.LIMITS, **limits))
     with pytest.raises(BadRecord, match=message):
         read_chains(write(tmp_path, helix("ACDEF")))

@@ -31,18 +31,25 @@ def count_chains(chains: Sequence[tuple[int, Mapping[str, int]]]) -> Content:
 
 def describe_content(counts: Content) -> tuple[list[str], list[str]]:
     """Return (clauses on the content of a file, notes on what is unusual of it)."""
-    split = [(*key.split(" "), count) for key, count in counts.items()]
-    shapes = {(int(row[1]), int(row[2])): int(row[3]) for row in split if row[0] == "series"}
-    patches = [int(row[1]) for row in split if row[0] == "patch"]
-    lengths = Counter({int(row[1]): int(row[2]) for row in split if row[0] == "chain"})
-    unknown = Counter({str(row[1]): int(row[2]) for row in split if row[0] == "unknown"})
-    clauses = [describe_shapes(shapes)] * bool(shapes)
+    shapes, patch_length = Counter[tuple[int, int]](), 1
+    lengths, unknown = Counter[int](), Counter[str]()
+    for key, count in counts.items():
+        kind, *values = key.split(" ")
+        if kind == "series":
+            shapes[int(values[0]), int(values[1])] += count
+        elif kind == "patch":
+            patch_length = max(patch_length, int(values[0]))
+        elif kind == "chain":
+            lengths[int(values[0])] += count
+        elif kind == "unknown":
+            unknown[values[0]] += count
+    clauses = [describe_shapes(shapes)] if shapes else []
     if lengths:
-        total = sum(lengths.values())
-        clauses.append(f"{total} chain{'s' * (total != 1)}: {_describe_range(lengths)} residues{_legend(lengths)}")
+        plural = "s" if lengths.total() != 1 else ""
+        clauses.append(f"{lengths.total()} chain{plural}: {_describe_range(lengths)} residues{_legend(lengths)}")
     if unknown:
         clauses.append(describe_unknown(unknown, sum(length * count for length, count in lengths.items())))
-    return clauses, _find_notes(shapes, max(patches, default=1))
+    return clauses, _find_notes(shapes, patch_length)
 
 
 def describe_shapes(shapes: Mapping[tuple[int, int], int]) -> str:
@@ -51,11 +58,11 @@ def describe_shapes(shapes: Mapping[tuple[int, int], int]) -> str:
     for (width, length), count in shapes.items():
         channels[width] += count
         values[length] += count
-    width = f"{min(channels)} to {max(channels)}" if len(channels) > 1 else str(min(channels))
-    plural = "" if width == "1" else "s"
+    number = f"{min(channels)} to {max(channels)}" if len(channels) > 1 else str(min(channels))
+    plural = "" if number == "1" else "s"
     value = "value" if [*values] == [1] else "values"
     return (
-        f"{sum(shapes.values())} series: {width} channel{plural}, {_describe_range(values)} {value}{_legend(values)}"
+        f"{sum(shapes.values())} series: {number} channel{plural}, {_describe_range(values)} {value}{_legend(values)}"
     )
 
 
@@ -88,13 +95,13 @@ def find_median(counts: Counter[int]) -> int:
 
 
 def _find_notes(shapes: Mapping[tuple[int, int], int], patch_length: int) -> list[str]:
-    flat = sum(count for (channels, steps), count in shapes.items() if 1 < channels and steps < channels)
+    flat = sum(count for (channels, steps), count in shapes.items() if channels > 1 and steps < channels)
     short = sum(count for (_, steps), count in shapes.items() if steps < patch_length)
     notes = []
     if flat:
-        problem = f"{flat} series have fewer values than channels: they look transposed"
+        problem = f"fewer values than channels in {flat} series: they look transposed"
         notes.append(f"{problem}; a series is a list of channels, each with all its values, in Python {TRANSPOSE}")
     if short:
-        problem = f"{short} series have fewer values than options.encoder.patch_length ({patch_length})"
-        notes.append(f"{problem}: each channel is one padded patch; lower it, or see whether rows are time steps")
+        problem = f"fewer values than options.encoder.patch_length ({patch_length}) in {short} series"
+        notes.append(f"{problem}: each channel is one padded patch; lower it, or see whether records are time steps")
     return notes

@@ -259,12 +259,12 @@ def _is_amino_acid(residue: Any) -> bool:
 
 def _read_chain(name: str, groups: Groups) -> Chain:
     types, coordinates, numbers, names, unknown = [], [], [], [], Counter[str]()
-    for number, residues in groups.items():
+    for at, residues in groups.items():
         residue, atoms = _choose_conformer(residues)
         types.append(_residue_type(residue.name))
         coordinates.append([atoms.get(atom, (math.nan,) * 3) for atom in BACKBONE_ATOMS])
         numbers.append(residue.seqid.num)
-        names.append(f"{number} {residue.name}")
+        names.append(f"{at} {residue.name}")
         unknown[residue.name] += types[-1] == UNKNOWN
     places = np.array(coordinates, dtype=np.float64).reshape(-1, len(BACKBONE_ATOMS), 3)
     check_geometry(name, names, places)
@@ -280,8 +280,8 @@ def check_geometry(chain: str, residues: Sequence[str], places: np.ndarray) -> N
     where = f"chain {chain}"
     atoms = places[np.isfinite(places).all(-1)]  # (A, 3)
     if len(atoms) > 1 and np.ptp(atoms, axis=0).max() < MIN_BOND:
-        at = ", ".join(f"{value:g}" for value in atoms[0])
-        raise BadRecord(f"{where}: all {len(atoms)} backbone atoms are at one place ({at}); give their positions")
+        first = ", ".join(f"{value:g}" for value in atoms[0])
+        raise BadRecord(f"{where}: all {len(atoms)} backbone atoms are at one place ({first}); give their positions")
     bonds = np.linalg.norm(np.diff(places, axis=1), axis=-1)  # (L, 3): N-CA, CA-C, C-O
     known = bonds[np.isfinite(bonds)]
     middle = float(np.median(known)) if len(known) else BOND_RANGE[0]

@@ -15,8 +15,9 @@ from typing import Any
 from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySource, Source
-from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
+from dstrain.data.sources.files import SOURCE_TYPES, TsSource, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
+from dstrain.data.sources.series_tables import CsvSource, SeriesParquetSource, suggest_series_conversion
 from dstrain.errors import DataError, Fault
 from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
 
@@ -123,7 +124,7 @@ def find_shards(pattern: Path) -> list[Path]:
     return files
 
 
-READER_VERSION = 3
+READER_VERSION = 4
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
 _CONVERSIONS = {
@@ -133,7 +134,13 @@ _CONVERSIONS = {
 }
 """File extension -> how to make a data file of it, for the error message."""
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
-SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
+_SERIES_TYPES = {".ts": TsSource, ".csv": CsvSource, ".tsv": CsvSource}
+SERIES_SOURCE_TYPES: SourceTypes = {
+    **SOURCE_TYPES,
+    ".parquet": SeriesParquetSource,
+    **_SERIES_TYPES,
+    **{f"{ending}.gz": kind for ending, kind in _SERIES_TYPES.items()},
+}
 """File extension -> source class, of tasks on time series."""
 
 
@@ -202,7 +209,8 @@ def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Sourc
     kind = source_types.get(file_extension(path.name))
     if kind is None:
         ending = file_extension(path.name)
-        fix = _CONVERSIONS.get(ending.removesuffix(".gz"), "")
+        is_series = source_types is SERIES_SOURCE_TYPES
+        fix = suggest_series_conversion(path) if is_series else _CONVERSIONS.get(ending.removesuffix(".gz"), "")
         raise DataError(
             f"{display_path(path)} ends in '{ending}'; data files end in {_format_extensions(source_types)}{fix}"
         )

@@ -288,8 +288,8 @@ def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, sta
             piece.examples.append(kept | {"sample": index} | group)
         used = next((example for example in examples if not isinstance(example, BadRecord)), None)
         if used is not None and isinstance(record, Record):
-            place = source.location(index), source.get_base_dir(index)
-            add_record(piece.columns, *place, record, len(used.get("images", ())))
+            num_images = len(used.get("images", ()))
+            add_record(piece.columns, source.location(index), record, num_images, source.get_base_dir(index))
     return piece
 
 
@@ -541,7 +541,7 @@ def check_source(
                     if has_null_image(record, key)
                 ]
             num_images = len(item.images) if isinstance(item, RecordWithImages) else 0
-            add_record(columns, where, source.get_base_dir(index), record, num_images)
+            add_record(columns, where, record, num_images, source.get_base_dir(index))
             for value in item.images if isinstance(item, RecordWithImages) else ():
                 shown.append((where, _submit_image(pool, value, source.get_base_dir(index), known)))
                 if not len(shown) % MAX_PENDING_IMAGES:

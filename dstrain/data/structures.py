@@ -212,18 +212,20 @@ def _list_chains(model: Any) -> list[tuple[str, Groups]]:
 
 def _repeats_residues(structure: Any) -> bool:
     """Return whether a chain has a residue with an atom twice, as two chains of one name have it."""
-    for model in structure:
-        for chain in model:
-            for residues in _group_by_number(chain).values():
-                plain = [atom.name for residue in residues for atom in residue if atom.altloc == "\0"]
-                if len(plain) != len({*plain}):
-                    return True
-    return False
+    chains = (chain for model in structure for chain in model)
+    return any(_is_repeated(residues) for chain in chains for residues in _group_by_number(chain).values())
+
+
+def _is_repeated(residues: Sequence[Any]) -> bool:
+    plain = [atom.name for residue in residues for atom in residue if atom.altloc == "\0"]
+    return len(plain) != len({*plain})
 
 
 def _check_chain(name: str, groups: Groups, place: str) -> None:
     """Raise BadRecord where an atom or a residue of the polymer is there twice without an alternate location."""
-    fix = "give alternate locations, rename the second chain, or remove one"
+    fix = "give alternate locations, or remove one"
+    if sum(map(_is_repeated, groups.values())) > 1:
+        fix = "if these are two chains, end the first one with a line TER, or rename the second; else remove one"
     for number, residues in groups.items():
         where = f"{place}chain {name}, residue {number}"
         for residue in residues:

@@ -35,6 +35,7 @@ from dstrain.data.series import (
     read_label,
     read_series_record,
     stack_patches,
+    suggest_label,
     to_columns,
 )
 from dstrain.data.sources.base import ConcatSource, Source
@@ -371,7 +372,7 @@ class Temporal(SFT):
         if self.has_language_model and not sample.captions:
             raise BadRecord("the record has no 'caption'; write one, or use options.stage classify or masked")
         if self.stage == "classify" and sample.label is None:
-            raise BadRecord("the record has no 'label'; write one, or use another options.stage")
+            raise BadRecord(f"the record has no 'label'; {suggest_label(record)}, or use another options.stage")
         return sample
 
     @cached_property

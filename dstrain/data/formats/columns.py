@@ -308,11 +308,18 @@ def _list_columns(counts: Mapping[str, int], records: int) -> str:
 
 
 def add_record(
-    reports: dict[str, ColumnReport], location: str, folder: Path, record: Mapping[str, Any], num_images: int = 0
+    reports: dict[str, ColumnReport],
+    location: str,
+    record: Mapping[str, Any],
+    num_images: int = 0,
+    folder: Path | None = None,
 ) -> None:
-    """Count a record, once it was parsed, for the file of its location, else for the folder of all files."""
+    """Count a record, once it was parsed, for the file of its location; files of a folder count as one.
+
+    `folder`: the folder of all files, where they are in subfolders.
+    """
     file = re.sub(r"(:\d+|\[\d+\])$", "", location)
-    name = file if file != location else display_path(folder)
+    name = file if file != location else display_path(folder or Path(location).parent)
     reports.setdefault(name, ColumnReport()).add(record, num_images)
 
 

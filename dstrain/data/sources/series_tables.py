@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dstrain.data.records import LABEL_NAMES, yaml_key
 from dstrain.data.sources.base import Columns
 from dstrain.data.sources.files import RowsSource, file_extension, read_whole_file
 from dstrain.data.sources.parquet import ParquetSource
@@ -25,8 +26,6 @@ from dstrain.files import display_path
 
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
 """Columns that are not values of the series."""
-LABEL_NAMES = {"class", "classes", "classlabel", "class_label", "target", "targets", "labels", "category", "y"}
-"""Names under which other programs write the label."""
 INDEX_COLUMNS = ("", "index", "unnamed: 0", "__index_level_0__")
 """Names of a column that counts rows, whatever these are."""
 TIME_COLUMNS = (*INDEX_COLUMNS, "timestamp", "time", "date", "datetime", "ds", "t")
@@ -91,9 +90,9 @@ class TableHeader:
         for at in (self.value_columns[0], self.value_columns[-1]):
             column = str(self.names[at])
             if column.lower() in LABEL_NAMES and len(self.value_columns) > 1:
-                fix = f"if it is the label, rename it with data.columns {{{_quote(column)}: label}}; if it is a value"
+                fix = f"if it is the label, rename it with data.columns {{{yaml_key(column)}: label}}; if it is a value"
                 raise DataError(
-                    f"{name}: the column '{column}' looks like the label; {fix}, {{{_quote(column)}: last}}"
+                    f"{name}: the column '{column}' looks like the label; {fix}, {{{yaml_key(column)}: last}}"
                 )
 
 
@@ -122,7 +121,7 @@ class TableRows:
             problem = f"the first column '{column}' counts time, so each row is a time step, and a row must be a series"
             fix = f"make one series of the table: {convert(others, order == 'down')}"
             if len(others) >= MIN_VALUES and is_index:
-                fix = f"if it counts series, leave it out with data.columns {{{_quote(column)}: null}}; else {fix}"
+                fix = f"if it counts series, leave it out with data.columns {{{yaml_key(column)}: null}}; else {fix}"
             elif len(others) >= MIN_VALUES:
                 fix += "; if each row is a series, give each a name in a column id"
             raise DataError(f"{self.name}: {problem} with one value per column; {fix}")
@@ -233,11 +232,6 @@ def _target(path: Path, suffix: str) -> str:
     return shlex.quote(display_path(path.with_name(f"{stem}{suffix}")))
 
 
-def _quote(column: str) -> str:
-    """Return the name of a column as YAML takes it."""
-    return column if re.fullmatch(r"[A-Za-z_][\w.-]*", column) and column.lower() not in ("y", "n") else f'"{column}"'
-
-
 class CsvSource(RowsSource):
     """The rows of a .csv or .tsv file: {"series": [...], "label", "caption", ...}. All in memory.
 
@@ -304,7 +298,7 @@ class CsvSource(RowsSource):
             problem += ", and each line has one value"
             raise DataError(f"{self.name}:1: {problem}; make one series of the file: {self._command([0], False)}")
         at = cells.index(texts[0]) + 1 if texts else 1
-        known = f"such as {{{_quote(str(at))}: label}}"
+        known = f"such as {{{yaml_key(str(at))}: label}}"
         known += "" if texts else ' where the first one is the label, or {"1": v1} where all are values'
         fix = f"name a column by its number, counted from 1, with data.columns, {known}"
         raise DataError(f"{self.name}:1: {problem}; add a line such as t0,t1,…,label, or {fix}")
@@ -389,7 +383,7 @@ def describe_cell(name: str, cell: str) -> str:
         return f"{where} {quoted}; write a point for the decimal comma, {cell.replace(',', '.')}"
     if re.sub("_", "", cell) != cell and is_number(cell.replace("_", "")):
         return f"{where} {quoted}; write the number as {cell.replace('_', '')}"
-    column, problem = _quote(name), f"{where} text ({quoted}), not a number"
+    column, problem = yaml_key(name), f"{where} text ({quoted}), not a number"
     if name.lower() in LABEL_NAMES:
         return f"{problem}; if it is the label, rename it with data.columns {{{column}: label}}; else correct it"
     texts = "the columns of texts are label, caption, prompt and id"
@@ -487,7 +481,7 @@ _CONVERSIONS = {
 }
 _SAME = {".hdf5": ".h5", ".xls": ".xlsx", ".arrow": ".feather", ".pickle": ".pkl", ".dat": ".txt"}
 _REMARKS = {
-    ".npy": "the first axis counts series; labels are written beside them as 'label'",
+    ".npy": "the first axis counts series; add the labels as 'label'",
     ".pkl": "a pickle runs the code that it holds, so only if it is yours",
 }
 _REMARK_OF = {".npz": ".npy", ".mat": ".npy", ".h5": ".npy"}

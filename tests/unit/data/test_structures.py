@@ -291,6 +291,12 @@ def test_two_chains_of_one_name_are_two_where_ter_is_between(name: str, tmp_path
     assert [letters(chain) for chain in read_chains(tmp_path / "x.pdb")] == ["ACDEFGH"] * 2
 
 
+def test_two_chains_of_one_name_without_ter_are_refused_with_that_fix(tmp_path: Path) -> None:
+    first, second = helix("ACDEFGH"), helix("ACDEFGH", turn_offset=30)
+    with pytest.raises(BadRecord, match=r"atom N twice; if these are two chains, end the first one with a line TER"):
+        read_chains(write(tmp_path, first + second))
+
+
 def test_a_gap_that_is_written_as_ter_does_not_split_a_chain(tmp_path: Path) -> None:
     text = pdb_text(helix("ACDE")).removesuffix("END\n") + pdb_text(helix("FGHI", first=9, turn_offset=8))
     (tmp_path / "x.pdb").write_text(text)

@@ -124,6 +124,19 @@ def read_values(series: Any) -> np.ndarray:
     return values
 
 
+SHOWN_VALUES = 4
+"""Values at each end of a channel in `summarize_values`."""
+
+
+def summarize_values(channel: np.ndarray) -> str:
+    """Return the first and last values of a channel, (T,), its range, and how many are missing."""
+    ends = [f"{value:.6g}" for value in channel]
+    shown = ends if len(ends) <= 2 * SHOWN_VALUES else [*ends[:SHOWN_VALUES], "…", *ends[-SHOWN_VALUES:]]
+    missing = int(np.isnan(channel).sum())
+    told = "" if missing == len(channel) else f"from {np.nanmin(channel):.6g} to {np.nanmax(channel):.6g}"
+    return f"{', '.join(shown)} ({told}{f', {missing} missing' * (missing > 0)})"
+
+
 def normalize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the channels with mean 0 and deviation 1, (C, T) float32, and their statistics, (C, 2) float32.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
-from dstrain.data.content import count_chains
+from dstrain.data.content import count_chains, describe_unknown
 from dstrain.data.dataset import Samples
 from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out, prepare
 from dstrain.data.records import BadRecord, as_record
@@ -162,6 +163,20 @@ class Protein(RecordTask):
             )
             raise BadRecord(f"{problem}; lower options.min_residues or remove the file")
         return [chain for chain, size in zip(chains, sizes, strict=True) if size >= self.min_residues]
+
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        letters = np.array([*AMINO_ACIDS, "X"])
+        lines = []
+        for chain in parsed:
+            counts = Counter(letters[chain.types].tolist()).most_common()
+            parts = [f"chain {chain.name or 'without a name'}: {len(chain.types)} residues"]
+            parts.append(f"types {', '.join(f'{letter} {count}' for letter, count in counts)}")
+            parts += [describe_unknown(Counter(chain.unknown), len(chain.types))] * bool(chain.unknown)
+            gaps, incomplete = int((np.diff(chain.positions) > 1).sum()), int((~chain.is_complete).sum())
+            parts += [f"{gaps} gap{'s' * (gaps != 1)}"] * bool(gaps)
+            parts += [f"{incomplete} without N, CA or C"] * bool(incomplete)
+            lines += ["; ".join(parts), "".join(letters[chain.types])]
+        return lines
 
     def choose_held_out(self, dataset: TokenizedDataset) -> np.ndarray:
         store = dataset.store

@@ -34,8 +34,10 @@ from dstrain.data.series import (
     insert_soft_tokens,
     read_label,
     read_series_record,
+    read_values,
     stack_patches,
     suggest_label,
+    summarize_values,
     to_columns,
 )
 from dstrain.data.sources.base import ConcatSource, Source
@@ -363,6 +365,15 @@ class Temporal(SFT):
                 "{image: null}, or the column's name, to leave it out"
             )
         return super().parse_record(record)
+
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        values = read_values(record["series"])
+        texts = {"label": parsed.label, "prompt": parsed.prompt, "caption": " | ".join(parsed.captions)}
+        channels, steps = values.shape
+        lines = [f"{channels} channel{'s' * (channels != 1)} of {steps} value{'s' * (steps != 1)}"]
+        lines += [f"channel {number}: {summarize_values(channel)}" for number, channel in enumerate(values[:8], 1)]
+        lines += [f"… and {channels - 8} more channels"] * (channels > 8)
+        return [*lines, *(f"{name}: {text}" for name, text in texts.items() if text)]
 
     def parse(self, record: Mapping[str, Any]) -> SeriesRecord:  # type: ignore[override]  # not a conversation
         if not self.has_language_model:  # captions are not used there, and the run says so

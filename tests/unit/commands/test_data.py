@@ -111,7 +111,7 @@ def test_without_a_model_there_are_no_tokens_to_show(tmp_path: Path) -> None:
     found = invoke("data", "show", tmp_path / "a.jsonl", "--task", "sft")
     assert found.exit_code == 2
     assert "add --set model.path=FOLDER" in found.stderr
-    assert "records are not texts" in invoke("data", "show", tmp_path / "a.jsonl", "--task", "protein").stderr
+    assert "records are not texts" in invoke("data", "show", tmp_path / "a.jsonl", "--task", tmp_path / "own.py").stderr
     assert "--task, or a recipe with --recipe" in invoke("data", "show", tmp_path / "a.jsonl").stderr
 
 
@@ -190,7 +190,7 @@ def test_a_check_counts_subfolders_and_files_that_are_not_read_once(tmp_path: Pa
         (tmp_path / "pdb" / name / "x.pdb").write_text(pdb_text(helix(["A", "HIE", "CYX", "UNK", "A"])))
     for name in ("x.bcif", "y.cif.bz2", "z.BCIF", "README", ".hidden"):
         (tmp_path / "pdb" / name).write_bytes(b"x")
-    found = invoke("data", "check", tmp_path / "pdb", "--task", tmp_path / "own.py")
+    found = invoke("data", "check", tmp_path / "pdb", "--task", "protein")
     assert found.exit_code == 0, found.output
     shape = "3 chains: 5 residues; unknown types: UNK 3 (3 of 15 residues, never a target)"
     assert found.stdout.splitlines() == [

@@ -482,6 +482,8 @@ def choose_held_out(
 TEXT_ONLY_NOTE = "the record is used as text alone"
 MIN_CONTRAST = 8
 """Grey levels of 255 below which an image of more than 8 bits is shown as black or grey, which its owner may not know."""
+DARK_LEVEL = 64
+"""Grey level of 255 up to which the brightest value of an image of 16 bits may come from 14 bits or fewer."""
 MAX_PENDING_IMAGES = 256
 """Images that wait to be checked."""
 _ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
@@ -599,12 +601,24 @@ def describe_conversions(source: Path | bytes) -> list[str]:
             low, high = cast("tuple[int, int]", scale_to_8_bits(image, bits).getextrema())
             if high - low < MIN_CONTRAST:
                 found.append(f"almost no contrast: its grey values are {low} to {high} of 255 after scaling")
+        high = max(pair[1] for pair in _list_extrema(image, bits))
+        if high <= DARK_LEVEL:
+            share = f"its brightest value is {high / 255:.0%} of white"
+            found.append(f"{share}: if it has 10 to 14 bits in 16, as of cameras and microscopes, scale it up before")
     if image.has_transparency_data and _has_alpha(image):
         found.append("partly transparent: the background becomes white")
     if (frames := count_frames(content, name)) > 1:
         many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
         found.append(f"{many}: only the first is used")
     return found
+
+
+def _list_extrema(image: Image, bits: int) -> list[tuple[int, int]]:
+    """Return the least and the largest value of each colour after scaling to 8 bits."""
+    grey = scale_to_8_bits(image, bits) if image.mode.startswith("I") else image
+    colors = grey if grey.mode in ("L", "RGB") else grey.convert("RGB")
+    found = cast("Any", colors.getextrema())
+    return [found] if isinstance(found[0], int) else list(found)
 
 
 def _has_alpha(image: Image) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -138,6 +139,53 @@ def _find_duplicate_key(value: Any) -> str:
     return next(filter(None, map(_find_duplicate_key, inside)), "")
 
 
+_GZIP_SIGNATURE, _PARQUET_SIGNATURE = b"\x1f\x8b", b"PAR1"
+_OTHER_SIGNATURES = (
+    (b"PK\x03\x04", "is a zip archive; unpack it"),
+    (b"\x28\xb5\x2f\xfd", "is packed with zstd; unpack it with `zstd -d`"),
+    (b"BZh", "is packed with bzip2; unpack it with `bunzip2`"),
+    (b"\xfd7zXZ", "is packed with xz; unpack it with `unxz`"),
+    (b"version https://git-lfs", "is a Git LFS pointer; `git lfs pull` fetches the file"),
+    (b"<", "is HTML or XML, such as an error page; download it again"),
+)
+"""First bytes of files that no reader takes -> what they are, and the fix."""
+
+
+def check_file_kind(path: Path) -> None:
+    """Raise DataError for a file whose first bytes are those of another format than its name says."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    name, ending = display_path(path), file_extension(path.name)
+    if ending.endswith(".gz") != head.startswith(_GZIP_SIGNATURE):
+        if ending.endswith(".gz"):
+            fix = f"mv {shlex.quote(name)} {shlex.quote(name[:-3])}"
+            raise DataError(
+                f"{name} is not packed: it is no gzip file, although its name ends in .gz; rename it: {fix}"
+            )
+        raise DataError(f"{name} is packed with gzip; rename it: mv {shlex.quote(name)} {shlex.quote(name + '.gz')}")
+    is_parquet = head.startswith(_PARQUET_SIGNATURE)
+    if is_parquet and ending != ".parquet":
+        raise DataError(f"{name} is a parquet file; name it .parquet")
+    if ending == ".parquet" and not is_parquet and head.lstrip()[:1] in (b"{", b"["):
+        raise DataError(f"{name} is JSON text, not a parquet file; name it .jsonl, or .json if it is one list")
+    for signature, problem in _OTHER_SIGNATURES:
+        if head.removeprefix(BOM).lstrip().startswith(signature):
+            raise DataError(f"{name} {problem}")
+
+
+def _decode_first(text: str) -> tuple[Any, int]:
+    """Return the first value of a text, and where it ends. Raises ValueError."""
+    _parsed.has_duplicates = False
+    return _decoder.raw_decode(text, len(text) - len(text.lstrip()))
+
+
+_LINES_COMMAND = (
+    "python -c \"import json, re, sys; t = open(sys.argv[1], encoding='utf-8-sig').read(); "
+    "[print(json.dumps(r, ensure_ascii=False)) for r in json.loads('[' + re.sub(r'(?m)^}\\s*^{', '},{', t) + ']')]\""
+)
+"""Shell command that writes objects of several lines as one line each."""
+
+
 class JsonLinesSource(BaseSource):
     """A JSON Lines file, read by offset: only the index is in memory. Thread-safe."""
 
@@ -148,8 +196,8 @@ class JsonLinesSource(BaseSource):
         self._file = open_maybe_gzip(path)
         self._reject_utf16()
         self._set_digest(*self._build_index())
-        if self.bad_rows:
-            self._reject_json_array()
+        if self.bad_rows and (not len(self) or self._records_before_bad[0] == 0):
+            self._reject_long_values(path)
 
     def _reject_utf16(self) -> None:
         """Raise DataError for UTF-16, in which no line decodes."""
@@ -158,17 +206,29 @@ class JsonLinesSource(BaseSource):
         if is_utf16(head):
             raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
 
-    def _reject_json_array(self) -> None:
-        """Raise DataError if the lines are one array of objects."""
+    def _reject_long_values(self, path: Path) -> None:
+        """Raise DataError if the lines are one array of objects, or if the first object takes several lines."""
         self._file.seek(0)
-        # Only a file with bad lines is searched, and only if it starts with a bracket.
-        if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
+        # Only a file whose first line is bad is searched, and only if it starts with a bracket.
+        start = self._file.read(64).removeprefix(BOM).lstrip()[:1]
+        if start not in (b"[", b"{"):
             return
         self._file.seek(0)
+        content = self._file.read() if start == b"[" else self._file.read(MAX_LINE_BYTES)
         with contextlib.suppress(ValueError, RecursionError):
-            value = parse_json(decode_text(self._file.read()))
-            if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            text = decode_text(content) if start == b"[" else content.decode("utf-8-sig", "ignore")
+            value, end = _decode_first(text)
+            rest = text[end:].strip()
+            if isinstance(value, list) and value and all(isinstance(row, dict) for row in value) and not rest:
                 raise DataError(f"{self.name} is one JSON array, not one object per line; name it .json")
+            if isinstance(value, dict) and "\n" in text[:end].strip():
+                if not rest and isinstance(value.get("data"), list):
+                    raise DataError(f"{self.name} is one JSON object with a list under 'data'; name it .json")
+                source, target = shlex.quote(self.name), shlex.quote(display_path(path.with_name(f"lines-{path.name}")))
+                raise DataError(
+                    f"{self.name} has JSON over several lines, and a record of .jsonl is one line; "
+                    f"write it again: {_LINES_COMMAND} {source} > {target}"
+                )
 
     def _build_index(self) -> tuple[str, set[str]]:
         content, names, offset = hashlib.sha256(), set[str](), 0

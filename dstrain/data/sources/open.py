@@ -15,7 +15,7 @@ from typing import Any
 from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySource, Source
-from dstrain.data.sources.files import SOURCE_TYPES, TsSource, file_extension
+from dstrain.data.sources.files import SOURCE_TYPES, TsSource, check_file_kind, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.data.sources.series_tables import CsvSource, SeriesParquetSource, suggest_series_conversion
 from dstrain.errors import DataError, Fault
@@ -216,6 +216,7 @@ def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Sourc
         )
     if not path.stat().st_size:
         raise DataError(f"{display_path(path)} is empty; check the path or regenerate the file")
+    check_file_kind(path)
 
     def load() -> Source:
         source = kind(path, columns)

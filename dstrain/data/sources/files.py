@@ -146,7 +146,9 @@ _OTHER_SIGNATURES = (
     (b"BZh", "is packed with bzip2; unpack it with `bunzip2`"),
     (b"\xfd7zXZ", "is packed with xz; unpack it with `unxz`"),
     (b"version https://git-lfs", "is a Git LFS pointer; `git lfs pull` fetches the file"),
-    (b"<", "is HTML or XML, such as an error page; download it again"),
+    (b"<!doctype", "is HTML, such as an error page; download it again"),
+    (b"<html", "is HTML, such as an error page; download it again"),
+    (b"<?xml", "is XML, such as an error page; download it again"),
 )
 """First bytes of files that no reader takes -> what they are, and the fix."""
 
@@ -169,7 +171,7 @@ def check_file_kind(path: Path) -> None:
     if ending == ".parquet" and not is_parquet and head.lstrip()[:1] in (b"{", b"["):
         raise DataError(f"{name} is JSON text, not a parquet file; name it .jsonl, or .json if it is one list")
     for signature, problem in _OTHER_SIGNATURES:
-        if head.removeprefix(BOM).lstrip().startswith(signature):
+        if head.removeprefix(BOM).lstrip()[: len(signature)].lower() == signature.lower():
             raise DataError(f"{name} {problem}")
 
 

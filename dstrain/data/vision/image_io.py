@@ -335,7 +335,9 @@ def _open_image(content: bytes, name: str) -> Image:
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
         # The signature is known, so the file is an image with a damaged header.
-        if any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known):
+        is_known = any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known)
+        # AVIF and HEIC share a brand, mif1.
+        if is_known and _describe_binary(content) is None:
             if variant := _describe_tiff(content):
                 raise _bad_image_error(name, ValueError(f"{variant} is not supported")) from fault
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault

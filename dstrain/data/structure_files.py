@@ -115,7 +115,12 @@ def check_pdb_end(content: bytes) -> None:
     if not atoms:
         return
     last, fix = atoms[-1], "download it again, or, if it is whole, end it with a line END"
-    if any(kind in _END_KINDS for kind in kinds[last + 1 :]):
+    after = {*kinds[last + 1 :]} & {*_END_KINDS}
+    if after == {b"TER"} and (missing := find_missing_chains(lines, kinds, atoms)):
+        raise BadRecord(
+            f"it is cut: SEQRES names chain {missing[0]}, which has no atoms, and no line END follows; {fix}"
+        )
+    if after:
         return
     is_short = last == len(lines) - 1 and len(atoms) > 1 and len(lines[last]) < len(lines[atoms[-2]].rstrip())
     is_fragment = kinds[-1] not in (b"", *_WHOLE_KINDS) and any(kind.startswith(kinds[-1]) for kind in _WHOLE_KINDS)
@@ -134,6 +139,12 @@ def check_pdb_end(content: bytes) -> None:
     backbones = [{b"N", b"CA", b"C"} & found for found in names.values()][:2]
     if len(backbones) == 2 and len(backbones[1]) == 3 and backbones[0] and b"C" not in backbones[0]:
         raise BadRecord(f"it is cut in its last residue, in line {last + 1}; {fix}")
+
+
+def find_missing_chains(lines: list[bytes], kinds: list[bytes], atoms: list[int]) -> list[str]:
+    """Return the chains that SEQRES names and that have no atom."""
+    named = {line[11:12] for line, kind in zip(lines, kinds, strict=True) if kind == b"SEQRES"}
+    return sorted(chain.decode("ascii", "replace") for chain in named - {lines[at][_CHAIN] for at in atoms})
 
 
 def describe_sequence(lines: list[bytes], kinds: list[bytes], atoms: list[int]) -> str:

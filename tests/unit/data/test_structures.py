@@ -177,6 +177,14 @@ def test_a_pdb_file_that_was_cut_is_refused(case: str, tmp_path: Path) -> None:
         read_chains(tmp_path / "x.pdb")
 
 
+def test_an_entry_that_was_cut_between_two_chains_is_refused(tmp_path: Path) -> None:
+    first = entry_text().replace("MASTER        0\nEND\n", "")
+    sequence = "SEQRES   1 B    3  ALA CYS ASP\n"
+    (tmp_path / "x.pdb").write_text(ENTRY + sequence + first.removeprefix(ENTRY))
+    with pytest.raises(BadRecord, match=r"SEQRES names chain B, which has no atoms, and no line END follows"):
+        read_chains(tmp_path / "x.pdb")
+
+
 @pytest.mark.parametrize("end", ["TER\n", "END\n", "TER\nMASTER        0\nEND", "CONECT    1    2\n"])
 def test_an_entry_that_ends_is_whole_whatever_ends_it(end: str, tmp_path: Path) -> None:
     (tmp_path / "x.pdb").write_text(cut_at_atom(entry_text(), 20) + end)

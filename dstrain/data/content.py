@@ -98,7 +98,7 @@ def _find_notes(shapes: Mapping[tuple[int, int], int], patch_length: int) -> lis
     flat = sum(count for (channels, steps), count in shapes.items() if channels > 1 and steps < channels)
     short = sum(count for (_, steps), count in shapes.items() if steps < patch_length)
     notes = []
-    if flat:
+    if 2 * flat > sum(shapes.values()):  # among longer series a short one is no sign of it
         problem = f"fewer values than channels in {flat} series: they look transposed"
         notes.append(f"{problem}; a series is a list of channels, each with all its values, in Python {TRANSPOSE}")
     if short:

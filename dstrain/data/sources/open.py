@@ -130,6 +130,8 @@ READER_VERSION = 4
 _CONVERSIONS = {
     ".csv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.csv').to_json('OUT.jsonl', orient='records', lines=True)\"",
     ".tsv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.tsv', sep='\\t').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".xlsx": "; convert it: python -c \"import pandas; pandas.read_excel('IN.xlsx').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".feather": "; convert it: python -c \"import pandas; pandas.read_feather('IN.feather').to_parquet('OUT.parquet')\"",
     ".txt": '; write each document as one line of a .jsonl file: {"text": …}',
 }
 """File extension -> how to make a data file of it, for the error message."""
@@ -188,7 +190,7 @@ def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_t
         raise DataError(f"{path} cannot be read ({fault.strerror}); {fix}") from fault
     hub_split = _find_hub_split(path_or_config)
     if hub_split is None or path.is_dir():
-        raise DataError(_missing_file_message(path))
+        raise DataError(_missing_file_message(path, source_types))
     return HubSource(hub_split, columns)
 
 
@@ -243,9 +245,9 @@ def _format_extensions(source_types: SourceTypes) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def _missing_file_message(path: Path) -> str:
+def _missing_file_message(path: Path, source_types: SourceTypes) -> str:
     if path.is_dir():
-        kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*SOURCE_TYPES})
+        kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*source_types})
         several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):

@@ -617,8 +617,8 @@ def _list_extrema(image: Image, bits: int) -> list[tuple[int, int]]:
     """Return the least and the largest value of each colour after scaling to 8 bits."""
     grey = scale_to_8_bits(image, bits) if image.mode.startswith("I") else image
     colors = grey if grey.mode in ("L", "RGB") else grey.convert("RGB")
-    found = cast("Any", colors.getextrema())
-    return [found] if isinstance(found[0], int) else list(found)
+    extrema = cast("Any", colors.getextrema())
+    return [extrema] if isinstance(extrema[0], int) else list(extrema)
 
 
 def _has_alpha(image: Image) -> bool:

@@ -48,13 +48,13 @@ class StructureText:
 def read_structure_text(path: Path) -> StructureText:
     """Return the content of a file that is whole, with the format that it has whatever its name. Raises BadRecord."""
     content = read_content(path)
-    found = StructureText(content, find_format(content, path.name))
-    if found.format == PDB:
+    text = StructureText(content, find_format(content, path.name))
+    if text.format == PDB:
         check_pdb_coordinates(content)
         check_pdb_end(content)
     else:
         check_cif_end(content)
-    return found
+    return text
 
 
 def read_content(path: Path) -> bytes:
@@ -116,7 +116,8 @@ def check_pdb_end(content: bytes) -> None:
         return
     last, fix = atoms[-1], "download it again, or, if it is whole, end it with a line END"
     after = {*kinds[last + 1 :]} & {*_END_KINDS}
-    if after == {b"TER"} and (missing := find_missing_chains(lines, kinds, atoms)):
+    missing = find_missing_chains(lines, kinds, atoms) if after == {b"TER"} else []
+    if missing:
         raise BadRecord(
             f"it is cut: SEQRES names chain {missing[0]}, which has no atoms, and no line END follows; {fix}"
         )
@@ -185,7 +186,8 @@ def check_cif_sequence(content: bytes, structure: Any) -> None:
     for entity in structure.entities:
         if not entity.full_sequence:
             continue
-        if missing := [name for name in entity.subchains if name not in present]:
+        missing = [name for name in entity.subchains if name not in present]
+        if missing:
             raise BadRecord(
                 f"it is cut: its last atoms come before chain {missing[0]} of {len(entity.full_sequence)} residues; download it again"
             )

@@ -78,7 +78,8 @@ class TableHeader:
     def check_names(self, name: str) -> None:
         """Raise DataError where a name is written twice, or where no column holds values; `name`: the file's."""
         counts = Counter(self.kept)
-        if doubled := next((column for column in self.kept if counts[column] > 1), None):
+        doubled = next((column for column in self.kept if counts[column] > 1), None)
+        if doubled is not None:
             raise DataError(f"{name}: the column '{doubled}' is written twice; rename one")
         if not self.value_columns:
             raise DataError(f"{name}: has no column of values; the first line names the columns")
@@ -421,7 +422,7 @@ class SeriesParquetSource(ParquetSource):
         if "series" in header.kept or nested or not header.kept:
             return
         header.check_names(self.name)
-        types = {str(one.name): one.type for one in schema}
+        types = {str(column.name): column.type for column in schema}
         at = next(at for at, name in enumerate(header.names) if name is None or name not in TEXT_COLUMNS)
         first = self._file.read(columns=[written[at]]).column(0).to_pylist()
         TableRows(self.name, header, first, at, len(self)).check_direction(ParquetCommand(path))

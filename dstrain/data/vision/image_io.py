@@ -338,7 +338,8 @@ def _open_image(content: bytes, name: str) -> Image:
         is_known = any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known)
         # AVIF and HEIC share a brand, mif1.
         if is_known and _describe_binary(content) is None:
-            if variant := _describe_tiff(content):
+            variant = _describe_tiff(content)
+            if variant:
                 raise _bad_image_error(name, ValueError(f"{variant} is not supported")) from fault
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
         kind = "it is AVIF, which this Pillow does not read" if _is_avif(content) else describe_content(content)

@@ -237,12 +237,12 @@ def render_data(history: RunHistory) -> str:
         with contextlib.suppress(TypeError, KeyError, AttributeError):  # a damaged row has no such fields
             rows += [
                 [("fixed", split), ("text", file), ("number", one["records"]), ("number", one["images"]),
-                 ("text", "; ".join([*one.get("content", []), *one.get("notes", [])])),
                  ("text", ", ".join(one["used"])), ("text", ", ".join(one["unused"]))]
                 for file, one in event["columns"].items()
             ]  # fmt: skip
-    head = ("split", "file", "records", "images", "content", "columns read", "columns not used")
-    return render_table(head, rows) if rows else ""
+    return (
+        render_table(("split", "file", "records", "images", "columns read", "columns not used"), rows) if rows else ""
+    )
 
 
 def render_data_notes(history: RunHistory) -> str:

@@ -180,19 +180,19 @@ def find_last_category(content: bytes) -> str:
 
 def check_cif_sequence(content: bytes, structure: Any) -> None:
     """Raise BadRecord where the atoms come last in the file, and its sequences go far beyond them."""
-    if find_last_category(content) != "_atom_site" or not len(structure):
+    if find_last_category(content) != "_atom_site" or content.rstrip().endswith(b"\n#") or not len(structure):
         return
+    fix = "download it again, or, if it is whole, end it with a line #"
     present = {residue.subchain for chain in structure[0] for residue in chain}
     for entity in structure.entities:
         if not entity.full_sequence:
             continue
         missing = [name for name in entity.subchains if name not in present]
         if missing:
-            raise BadRecord(
-                f"it is cut: its last atoms come before chain {missing[0]} of {len(entity.full_sequence)} residues; download it again"
-            )
+            told = f"its last atoms come before chain {missing[0]} of {len(entity.full_sequence)} residues"
+            raise BadRecord(f"it is cut: {told}; {fix}")
         for name in entity.subchains:
             last = max(residue.label_seq or 0 for residue in structure[0].get_subchain(name))
             if 0 < last < MIN_SHARE * len(entity.full_sequence):
                 told = f"chain {name} has {len(entity.full_sequence)} residues, and its atoms end at residue {last}"
-                raise BadRecord(f"it is cut: {told}; download it again")
+                raise BadRecord(f"it is cut: {told}; {fix}")

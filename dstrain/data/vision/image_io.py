@@ -356,10 +356,11 @@ def _open_image(content: bytes, name: str) -> Image:
 
 def _silence_pillow(bomb_warning: type[Warning]) -> None:
     """Have Pillow's warnings on images not printed: what they say of pixels and damage, messages here say by name."""
-    for category, module in ((bomb_warning, ""), (UserWarning, r"PIL\.")):
-        entry = ("ignore", None, category, re.compile(module) if module else None, 0)
-        # Entered once: each change of the filters has every other warning of the process printed again.
-        if entry not in warnings.filters:
+    silenced = ((UserWarning, r"PIL\."), (bomb_warning, ""))
+    entries = [("ignore", None, category, re.compile(module) if module else None, 0) for category, module in silenced]
+    # Entered only where others have come in front: a change has every other warning of the process printed again.
+    if [*warnings.filters[: len(entries)]] != entries:
+        for category, module in reversed(silenced):
             warnings.filterwarnings("ignore", category=category, module=module)
 
 

@@ -1,7 +1,7 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
     DSTRAIN_DATA=DATA python -m benchmarks.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 900]
-        [--seeds 0 1 2] [--inputs text soft blind]
+        [--seeds 0 1 2] [--inputs text soft blind] [--archives GunPoint ItalyPowerDemand]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.
 """
@@ -40,6 +40,8 @@ NUM_CURVES = 10_000
 WEIGHTS = {"curves": 1.0, "train": 2.0}
 """Passes per epoch over the synthetic curves and over TRUCE's 5,313 training captions: half and half."""
 LEARNING_RATES = (3e-3, 6e-3)
+PATCH_LENGTHS = {"GunPoint": 10, "ItalyPowerDemand": 3, "ArrowHead": 10, "BasicMotions": 10, "OSULeaf": 10}
+"""Archive -> patch length of its encoder."""
 
 
 def dstrain(*words: str) -> str:
@@ -195,8 +197,9 @@ def score_people(records: Sequence[dict[str, Any]]) -> float:
 
 
 def ucr(folder: Path, args: argparse.Namespace) -> None:
-    """Train classifiers on two archives; the baseline is the label of the nearest training series (Euclidean)."""
-    for name, patch in (("GunPoint", 10), ("ItalyPowerDemand", 3)):
+    """Train classifiers on archives; the baseline is the label of the nearest training series (Euclidean)."""
+    for name in args.archives:
+        patch = PATCH_LENGTHS[name]
         files = {split: str(DATA / f"timeseries/ucr/{name}/{name}_{split}.ts") for split in ("TRAIN", "TEST")}
         encoder = {"patch_length": patch, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "dropout": 0.2}
         recipe = {
@@ -251,6 +254,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--inputs", nargs="+", default=["text", "soft"], choices=["text", "soft", "blind"])
+    parser.add_argument("--archives", nargs="+", default=["GunPoint", "ItalyPowerDemand"], choices=[*PATCH_LENGTHS])
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args)

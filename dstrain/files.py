@@ -15,7 +15,8 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -246,6 +247,20 @@ def list_entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
+
+def describe_unread(names: Iterable[str]) -> str:
+    """Return a clause on the files of a folder that are not read: `2 files not read: .bcif 1, .cif.bz2 1`; or nothing."""
+    counts = Counter[str]()
+    for name in names:
+        suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+        counts["".join(suffixes[-2:] if suffixes[-1:] and suffixes[-1] in _PACKED else suffixes[-1:])] += 1
+    total = sum(counts.values())
+    kinds = ", ".join(f"{suffix or 'without a suffix'} {count}" for suffix, count in sorted(counts.items()))
+    return f"{total} file{'s' * (total != 1)} not read: {kinds}" if total else ""
 
 
 def match_files(pattern: Path) -> list[Path]:

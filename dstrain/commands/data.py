@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_recipe
+from dstrain.commands.show_records import show_records
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
@@ -18,7 +19,7 @@ from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, describe_examples, format_bad_rows
 from dstrain.data.records import BadRow
 from dstrain.data.series import SERIES_TOKEN_ID
-from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist
+from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, list_unread
 from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.process_setup import count_available_cores
@@ -30,6 +31,9 @@ NO_TOKENIZER_HINT = (
     "truncation by data.max_length depends on the tokenizer: `dstrain prepare` prints it, and so does this command with "
     "`--set model.path=FOLDER`"
 )
+
+
+TOKENS_HINT = "`--set model.path=FOLDER` shows the tokens too"
 
 
 def _read_config(recipe: str | None, task: str | None, overrides: Sequence[str]) -> RunConfig:
@@ -61,7 +65,7 @@ def check_file(
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
-    told = list[str]()
+    told = list_unread(opened)
     if isinstance(source, DocumentSource):
         recall = source.measure_recall()  # of the evidence pages that records name
         told = [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
@@ -109,15 +113,24 @@ def show_file(
 ) -> Iterator[str]:
     """Yield the first `limit` records of a file as the model sees them, one text for each, then the packed row.
 
-    Learnt tokens are green with `use_color`, else between \u27e6 and \u27e7. Raises RecipeError without a tokenizer, TaskError.
+    Learnt tokens are green with `use_color`, else between \u27e6 and \u27e7. Series, structures and documents come first in
+    a short form, which needs no tokenizer. Raises RecipeError without a tokenizer, TaskError.
     """
     config = _read_config(recipe, task, overrides)
     changes = {"train": [TrainDatasetConfig(path=file)], "eval": None, "eval_fraction": 0.0, "max_samples": limit}
     data = config.data.model_copy(update=changes | {"on_error": "skip"})
     made = make_task(config.model_copy(update={"data": data}))
+    describes = isinstance(made, RecordTask) and made.describes_records
+    if isinstance(made, RecordTask) and describes:
+        yield from show_records(made, limit)
     if not isinstance(made, TextTask) or not made.reads_text:
+        if describes:
+            return
         raise TaskError(f"task {config.task}: its records are not texts; `dstrain data check` lists the bad ones")
     if not made.model_source.is_named and not made.has_own_tokenizer:
+        if describes:
+            yield f"--- {TOKENS_HINT}"
+            return
         raise RecipeError(
             Fault("model.path", "is not set, and the tokens depend on the model", "add --set model.path=FOLDER")
         )

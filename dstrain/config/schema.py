@@ -210,7 +210,7 @@ __all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section
 def _check_columns(value: Any) -> Any:
     """Refuse `{a:b}`, which YAML reads as one key without a value."""
     for name in value if isinstance(value, dict) else ():
-        if isinstance(name, str) and ":" in name and value[name] is None:
+        if isinstance(name, str) and ":" in name and ": " not in name and value[name] is None:
             raise ValueError(f"has a column '{name}' without a value; write a blank after the colon, in quotes")
     return value
 

@@ -27,7 +27,7 @@ from dstrain.data.formats.images import RecordWithImages, has_null_image, read_w
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
-from dstrain.data.sources.base import ConcatSource, DerivedSource, Source
+from dstrain.data.sources.base import ConcatSource, DerivedSource, Source, list_unread
 from dstrain.data.token_store import (
     GROUP,
     AlignedStore,
@@ -224,6 +224,8 @@ def prepare(
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault
+    # Not part of the key: the files of a folder that are not read may change at any time.
+    store.report.notes = [*store.report.notes, *list_unread(source)]
     check_bad_records(store.report, policy)
     return store
 
@@ -286,7 +288,8 @@ def _encode_range(source: Source, encode: Encode, settings: ExampleSettings, sta
             piece.examples.append(kept | {"sample": index} | group)
         used = next((example for example in examples if not isinstance(example, BadRecord)), None)
         if used is not None and isinstance(record, Record):
-            add_record(piece.columns, source.location(index), record, len(used.get("images", ())))
+            num_images = len(used.get("images", ()))
+            add_record(piece.columns, source.location(index), record, num_images, source.get_base_dir(index))
     return piece
 
 
@@ -479,6 +482,8 @@ def choose_held_out(
 TEXT_ONLY_NOTE = "the record is used as text alone"
 MIN_CONTRAST = 8
 """Grey levels of 255 below which an image of more than 8 bits is shown as black or grey, which its owner may not know."""
+DARK_LEVEL = 64
+"""Grey level of 255 up to which the brightest value of an image of 16 bits may come from 14 bits or fewer."""
 MAX_PENDING_IMAGES = 256
 """Images that wait to be checked."""
 _ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
@@ -537,7 +542,8 @@ def check_source(
                     for key in IMAGE_KEYS
                     if has_null_image(record, key)
                 ]
-            add_record(columns, where, record, len(item.images) if isinstance(item, RecordWithImages) else 0)
+            num_images = len(item.images) if isinstance(item, RecordWithImages) else 0
+            add_record(columns, where, record, num_images, source.get_base_dir(index))
             for value in item.images if isinstance(item, RecordWithImages) else ():
                 shown.append((where, _submit_image(pool, value, source.get_base_dir(index), known)))
                 if not len(shown) % MAX_PENDING_IMAGES:
@@ -595,12 +601,24 @@ def describe_conversions(source: Path | bytes) -> list[str]:
             low, high = cast("tuple[int, int]", scale_to_8_bits(image, bits).getextrema())
             if high - low < MIN_CONTRAST:
                 found.append(f"almost no contrast: its grey values are {low} to {high} of 255 after scaling")
+        high = max(pair[1] for pair in _list_extrema(image, bits))
+        if high <= DARK_LEVEL:
+            share = f"its brightest value is {high / 255:.0%} of white"
+            found.append(f"{share}: if it has 10 to 14 bits in 16, as of cameras and microscopes, scale it up before")
     if image.has_transparency_data and _has_alpha(image):
         found.append("partly transparent: the background becomes white")
     if (frames := count_frames(content, name)) > 1:
         many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
         found.append(f"{many}: only the first is used")
     return found
+
+
+def _list_extrema(image: Image, bits: int) -> list[tuple[int, int]]:
+    """Return the least and the largest value of each colour after scaling to 8 bits."""
+    grey = scale_to_8_bits(image, bits) if image.mode.startswith("I") else image
+    colors = grey if grey.mode in ("L", "RGB") else grey.convert("RGB")
+    extrema = cast("Any", colors.getextrema())
+    return [extrema] if isinstance(extrema[0], int) else list(extrema)
 
 
 def _has_alpha(image: Image) -> bool:

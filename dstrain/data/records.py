@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,12 @@ ParsedT = TypeVar("ParsedT")
 EncodedT = TypeVar("EncodedT")
 Example = Mapping[str, Any]
 """A row of the token cache: sequences of token ids, numbers, and `sample`, the index of its record."""
+
+
+LABEL_NAMES = frozenset(
+    {"class", "classes", "classlabel", "class_label", "target", "targets", "labels", "category", "y"}
+)
+"""Names under which other programs write the label."""
 
 
 class BadRecord(ValueError):
@@ -46,6 +53,13 @@ class Record(dict[str, Any]):
         """The columns of the file, as they are written there."""
         self.used: dict[str, str] = {} if parent is None else parent.used
         """Column of the file -> key that it was read as."""
+        self.content: dict[str, int] = {} if parent is None else parent.content
+        """What the record holds, as its task counts it (`dstrain.data.content`)."""
+
+    def note_content(self, counts: Mapping[str, int]) -> None:
+        """Note what the record holds, in place of what was noted before: a record may be parsed twice."""
+        self.content.clear()
+        self.content.update(counts)
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -80,6 +94,14 @@ def has(record: Mapping[str, Any], *keys: str) -> bool:
     """Return whether all these keys have a value other than null, without reading them."""
     plain = dict(record.items()) if not isinstance(record, dict) else record
     return all(dict.get(plain, key) is not None for key in keys)
+
+
+_YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+
+
+def yaml_key(column: str) -> str:
+    """Return the name of a column as YAML takes it for a key: `no` alone would be false."""
+    return column if re.fullmatch(r"[A-Za-z_][\w.-]*", column) and column.lower() not in _YAML_WORDS else f'"{column}"'
 
 
 class BadRow(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.config.schema import check_limits
-from dstrain.data.records import BadRecord, has
+from dstrain.data.records import LABEL_NAMES, BadRecord, Record, has, yaml_key
 from dstrain.data.sources.base import BaseSource
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SeriesRecord:
 def read_series_record(record: Mapping[str, Any]) -> SeriesRecord:
     """Return a record `{"series", "caption" or "captions", "label", "prompt"}`. Raises BadRecord."""
     if "series" not in record:
-        raise BadRecord("the record has no 'series'; write a list of numbers, or a list of channels")
+        raise BadRecord(f"the record has no 'series'; {_suggest_series(record)}")
     values, stats = normalize(read_values(record["series"]))
     return SeriesRecord(
         values,
@@ -48,6 +48,39 @@ def read_series_record(record: Mapping[str, Any]) -> SeriesRecord:
         captions=_read_captions(record),
         label=read_label(record),
         prompt=_read_text(record, "prompt"),
+    )
+
+
+MIN_PAIRS = 8
+"""Channels of two values, the first of which ascend, from which on they are taken for pairs of time and value."""
+
+
+def _suggest_series(record: Mapping[str, Any]) -> str:
+    """Return how a record without a series becomes one: a list of numbers, or numbers in columns of their own."""
+    columns = record.columns if isinstance(record, Record) else dict(record)
+    lists = [name for name, value in columns.items() if _is_series(value)]
+    if len(lists) == 1:
+        return f"rename '{lists[0]}' with data.columns {{{lists[0]}: series}}"
+    numbers = [name for name, value in columns.items() if isinstance(value, int | float)]
+    if len(numbers) > 1:
+        named = ", ".join(numbers[:3])
+        return f"write the numbers of the columns {named} … as one list 'series', or the table as .csv or .parquet"
+    return "write a list of numbers, or a list of channels"
+
+
+def _is_series(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0][0] if isinstance(value[0], list) and value[0] else value[0]
+    return isinstance(first, int | float) and not isinstance(first, bool)
+
+
+def suggest_label(record: Mapping[str, Any]) -> str:
+    """Return how a record without a label gets one: a column with another of its names, if there is one."""
+    columns = record.columns if isinstance(record, Record) else dict(record)
+    names = [name for name, value in columns.items() if name.lower() in LABEL_NAMES and not isinstance(value, list)]
+    return (
+        f"rename '{names[0]}' with data.columns {{{yaml_key(names[0])}: label}}, or write one" if names else "write one"
     )
 
 
@@ -85,7 +118,23 @@ def read_values(series: Any) -> np.ndarray:
         )
     except OverflowError:
         raise BadRecord("'series' has a number that does not fit into 64 bits; correct it, or write null") from None
+    if values.shape[1] == 2 and len(values) >= MIN_PAIRS and (np.diff(values[:, 0]) > 0).all():
+        problem = f"'series' looks like {len(values)} pairs of time and value, and each would be a channel"
+        raise BadRecord(f"{problem}; write the values alone, in Python [v for t, v in series]")
     return values
+
+
+SHOWN_VALUES = 4
+"""Values at each end of a channel in `summarize_values`."""
+
+
+def summarize_values(channel: np.ndarray) -> str:
+    """Return the first and last values of a channel, (T,), its range, and how many are missing."""
+    ends = [f"{value:.6g}" for value in channel]
+    shown = ends if len(ends) <= 2 * SHOWN_VALUES else [*ends[:SHOWN_VALUES], "…", *ends[-SHOWN_VALUES:]]
+    missing = int(np.isnan(channel).sum())
+    told = "" if missing == len(channel) else f"from {np.nanmin(channel):.6g} to {np.nanmax(channel):.6g}"
+    return f"{', '.join(shown)} ({told}{f', {missing} missing' * (missing > 0)})"
 
 
 def normalize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import math
-import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 from dstrain.cache import get_or_build
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.records import BadRecord
+from dstrain.data.structure_files import CIF, StructureText, check_cif_sequence, read_structure_text
 from dstrain.errors import DataError, one_line
 
 # Shapes: L residues, 4 backbone atoms, 3 coordinates in Å.
@@ -46,6 +45,8 @@ class Chain:
     """(L, 4, 3) of N, CA, C and O in Å; NaN where an atom is missing."""
     positions: np.ndarray
     """(L,) places in the sequence. They ascend by 1 over a peptide bond and by more over missing residues."""
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    """Name of a residue of unknown type -> how many there are."""
 
     @property
     def is_complete(self) -> np.ndarray:
@@ -65,13 +66,15 @@ class Chain:
     def as_lists(self) -> dict[str, Any]:
         """Return the chain as values of JSON, in which every bit is kept."""
         arrays = {"types": self.types, "coordinates": self.coordinates, "positions": self.positions}
-        return {"name": self.name, **{name: array.tolist() for name, array in arrays.items()}}
+        lists = {name: array.tolist() for name, array in arrays.items()}
+        return {"name": self.name, "unknown": dict(self.unknown), **lists}
 
     @classmethod
     def from_lists(cls, values: Mapping[str, Any]) -> Chain:
         """Return the chain of `as_lists`."""
         types, positions = (np.array(values[name], dtype=np.int32) for name in ("types", "positions"))
-        return cls(values["name"], types, np.array(values["coordinates"], dtype=np.float64), positions)
+        coordinates = np.array(values["coordinates"], dtype=np.float64)
+        return cls(values["name"], types, coordinates, positions, values["unknown"])
 
     def as_columns(self) -> dict[str, Any]:
         """Return the chain as columns of a token store, which holds integers."""
@@ -90,7 +93,7 @@ def chain_from_columns(columns: Mapping[str, Any]) -> Chain:
     return Chain("", np.asarray(columns["residues"]), coordinates, np.asarray(columns["positions"]))
 
 
-READER_VERSION = 2
+READER_VERSION = 3
 """Increase it when the same file gives other chains: cached ones are then ignored."""
 PEPTIDE_BOND_LIMIT = 2.0
 """Distance in Å between C and the next N above which residues are missing; the bond has 1.33 Å."""
@@ -98,15 +101,32 @@ LIMITS = ResourceLimits(4 << 30, cpu_seconds=120, wall_seconds=600)
 """Limits of reading one file. The largest entry of the PDB has 2.4 million atoms in 350 MB of text."""
 _RARE_PARENTS = {"U": "C", "O": "K"}
 """Selenocysteine and pyrrolysine -> the types that they are read as."""
+_STATES = {
+    "HIS": "HIE HID HIP HSD HSE HSP HISA HISB HISD HISE HISH HISP HIS1 HIS2",
+    "CYS": "CYX CYM CYSH CYS1 CYS2",
+    "ASP": "ASH ASPH ASPP",
+    "GLU": "GLH GLUH GLUP",
+    "LYS": "LYN LYSH LSN",
+    "ARG": "ARN AR0 ARGN",
+    "TYR": "TYM",
+}
+"""Residue -> the names of its protonation states and bonds in files of AMBER, CHARMM, GROMACS and Maestro."""
+SIMULATION_NAMES = {name: parent for parent, names in _STATES.items() for name in names.split()}
+BOND_RANGE = (0.8, 3.0)
+"""Lengths in Å between which the median bond of a chain's backbone is; N-CA has 1.46 Å and CA-C 1.52 Å."""
+NANOMETRE_RANGE = (0.1, 0.25)
+MIN_BOND, MIN_NEIGHBOUR = 0.5, 2.0
+"""Å below which bonded atoms, and the CA atoms of neighbours, are at one place; a cis peptide has 2.9 Å."""
 
 
 def read_chains(path: Path) -> list[Chain]:
     """Return the chains of amino acids in the first model of a .pdb, .ent, .cif or .mmcif file, also with .gz.
 
     Of an NMR entry the first model is used, which depositors choose as the representative one. DNA, RNA, water,
-    ligands and caps are left out. A modified residue has the type of its parent (MSE is M). Of alternate locations
-    a residue has the one with the highest mean occupancy, the first of equal ones. Raises BadRecord for a file that
-    is no structure, or in which an atom or a residue is there twice, and DataError without gemmi.
+    ligands and caps are left out. A modified residue has the type of its parent (MSE is M), and one of a simulation
+    that of its amino acid (HIE is H). Of alternate locations a residue has the one with the highest mean occupancy,
+    the first of equal ones. Raises BadRecord for a file that is no structure, that was cut, in which an atom or a
+    residue is there twice, or whose coordinates are no molecule's, and DataError without gemmi.
 
     A damaged or hostile file may take any time or memory, or crash gemmi; so a forked process reads it.
     """
@@ -126,11 +146,18 @@ def _to_error(result: SubprocessResult) -> BadRecord:
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    structure = _read_structure(path)
+    text = read_structure_text(path)
+    structure = _parse(text)
+    if text.format == CIF:
+        check_cif_sequence(text.content, structure)
+    elif _repeats_residues(structure):
+        structure = _parse(text, splits_at_ter=True)
+    chains = list[Chain]()
     for number, model in enumerate(structure, 1):
-        for chain in model:
-            _check_chain(chain, f"model {number}, " if len(structure) > 1 else "")
-    chains = [_read_chain(chain) for chain in structure[0]] if len(structure) else []
+        for name, groups in _list_chains(model):
+            _check_chain(name, groups, f"model {number}, " if len(structure) > 1 else "")
+            if number == 1:
+                chains.append(_read_chain(name, groups))
     return [chain.as_lists() for chain in chains if len(chain.types)]
 
 
@@ -143,27 +170,64 @@ def require_gemmi() -> Any:
     return gemmi
 
 
-def _read_structure(path: Path) -> Any:
+def _parse(text: StructureText, splits_at_ter: bool = False) -> Any:
+    """Return gemmi's structure. `splits_at_ter`: a chain of a PDB file ends at TER, whatever the next one is called."""
     import gemmi
 
-    content = read_content(path)
-    is_pdb = path.name.lower().removesuffix(".gz").endswith((".pdb", ".ent"))
-    if is_pdb:
-        check_pdb_coordinates(content)
     try:
-        file_format = gemmi.CoorFormat.Pdb if is_pdb else gemmi.CoorFormat.Mmcif
-        structure = gemmi.read_structure_string(content, format=file_format)
+        if text.format == CIF:
+            structure = gemmi.read_structure_string(text.content, format=gemmi.CoorFormat.Mmcif)
+        else:
+            structure = gemmi.read_pdb_string(text.content, split_chain_on_ter=splits_at_ter)
     except (RuntimeError, ValueError, IndexError, UnicodeError) as fault:
-        raise BadRecord(f"gemmi cannot read it ({one_line(str(fault))}); fix or remove the file") from fault
+        kind = "an mmCIF" if text.format == CIF else "a PDB"
+        raise BadRecord(
+            f"gemmi cannot read it as {kind} file ({one_line(str(fault))}); fix or remove the file"
+        ) from fault
+    for residue in (residue for model in structure for chain in model for residue in chain):
+        # Before gemmi chooses the residues of the polymer, which it does by their names.
+        residue.name = SIMULATION_NAMES.get(residue.name.upper(), residue.name)
     structure.setup_entities()
     return structure
 
 
-def _check_chain(chain: Any, place: str) -> None:
+Groups = dict[str, list[Any]]
+"""Number with insertion code -> the amino acids there: several where the sequence itself varies."""
+
+
+def _list_chains(model: Any) -> list[tuple[str, Groups]]:
+    """Return name and amino acids of each chain.
+
+    Parts of a chain that was split at TER are one chain again, except where the second repeats a number of the first.
+    """
+    chains = list[tuple[str, Groups]]()
+    for chain in model:
+        groups = _group_by_number(chain)
+        if chains and groups and chains[-1][0] == chain.name and not chains[-1][1].keys() & groups.keys():
+            chains[-1][1].update(groups)
+        else:
+            chains.append((chain.name, groups))
+    return chains
+
+
+def _repeats_residues(structure: Any) -> bool:
+    """Return whether a chain has a residue with an atom twice, as two chains of one name have it."""
+    chains = (chain for model in structure for chain in model)
+    return any(_is_repeated(residues) for chain in chains for residues in _group_by_number(chain).values())
+
+
+def _is_repeated(residues: Sequence[Any]) -> bool:
+    plain = [atom.name for residue in residues for atom in residue if atom.altloc == "\0"]
+    return len(plain) != len({*plain})
+
+
+def _check_chain(name: str, groups: Groups, place: str) -> None:
     """Raise BadRecord where an atom or a residue of the polymer is there twice without an alternate location."""
     fix = "give alternate locations, or remove one"
-    for number, residues in _group_by_number(chain).items():
-        where = f"{place}chain {chain.name}, residue {number}"
+    if sum(map(_is_repeated, groups.values())) > 1:
+        fix = "if these are two chains, end the first one with a line TER, or rename the second; else remove one"
+    for number, residues in groups.items():
+        where = f"{place}chain {name}, residue {number}"
         for residue in residues:
             seen = set[tuple[str, str]]()
             for atom in residue:
@@ -178,9 +242,8 @@ def _check_chain(chain: Any, place: str) -> None:
             raise BadRecord(f"{where} {both}; {fix}")
 
 
-def _group_by_number(chain: Any) -> dict[str, list[Any]]:
-    """Return number with insertion code -> the amino acids there: several where the sequence itself varies."""
-    groups: dict[str, list[Any]] = {}
+def _group_by_number(chain: Any) -> Groups:
+    groups: Groups = {}
     for residue in chain.get_polymer():
         if _is_amino_acid(residue):
             groups.setdefault(str(residue.seqid), []).append(residue)
@@ -196,15 +259,51 @@ def _is_amino_acid(residue: Any) -> bool:
     return {"N", "CA", "C"} <= {atom.name for atom in residue}
 
 
-def _read_chain(chain: Any) -> Chain:
-    types, coordinates, numbers = [], [], []
-    for residues in _group_by_number(chain).values():
+def _read_chain(name: str, groups: Groups) -> Chain:
+    types, coordinates, numbers, names, unknown = [], [], [], [], Counter[str]()
+    for at, residues in groups.items():
         residue, atoms = _choose_conformer(residues)
         types.append(_residue_type(residue.name))
-        coordinates.append([atoms.get(name, (math.nan,) * 3) for name in BACKBONE_ATOMS])
+        coordinates.append([atoms.get(atom, (math.nan,) * 3) for atom in BACKBONE_ATOMS])
         numbers.append(residue.seqid.num)
+        names.append(f"{at} {residue.name}")
+        unknown[residue.name] += types[-1] == UNKNOWN
     places = np.array(coordinates, dtype=np.float64).reshape(-1, len(BACKBONE_ATOMS), 3)
-    return Chain(chain.name, np.array(types, dtype=np.int32), places, _number_residues(places, numbers))
+    check_geometry(name, names, places)
+    positions = _number_residues(places, numbers)
+    return Chain(name, np.array(types, dtype=np.int32), places, positions, {**+unknown})
+
+
+def check_geometry(chain: str, residues: Sequence[str], places: np.ndarray) -> None:
+    """Raise BadRecord for a chain whose backbone is no molecule: another unit, or several atoms at one place.
+
+    `residues`: number and name of each; `places`: (L, 4, 3) in Å, NaN where an atom is missing.
+    """
+    where = f"chain {chain}"
+    atoms = places[np.isfinite(places).all(-1)]  # (A, 3)
+    if len(atoms) > 1 and np.ptp(atoms, axis=0).max() < MIN_BOND:
+        first = ", ".join(f"{value:g}" for value in atoms[0])
+        raise BadRecord(f"{where}: all {len(atoms)} backbone atoms are at one place ({first}); give their positions")
+    bonds = np.linalg.norm(np.diff(places, axis=1), axis=-1)  # (L, 3): N-CA, CA-C, C-O
+    known = bonds[np.isfinite(bonds)]
+    middle = float(np.median(known)) if len(known) else BOND_RANGE[0]
+    if not BOND_RANGE[0] <= middle <= BOND_RANGE[1]:
+        told = f"{where}: the bonds of the backbone have a median length of {middle:.2g} Å, not about 1.4"
+        is_nanometre = NANOMETRE_RANGE[0] <= middle <= NANOMETRE_RANGE[1]
+        fix = "these are nanometres: multiply the coordinates by 10" if is_nanometre else "write coordinates in Å"
+        raise BadRecord(f"{told}; {fix}")
+    steps = np.linalg.norm(np.diff(places[:, 1], axis=0), axis=-1)  # (L - 1,) from CA to the next CA
+    is_point, is_overlap = (bonds < MIN_BOND).any(1), steps < MIN_NEIGHBOUR
+    if is_point.any():
+        at, count = int(np.argmax(is_point)), int(is_point.sum())
+        more = f" (and {count - 1} more residues)" * (count > 1)
+        raise BadRecord(f"{where}, residue {residues[at]} has backbone atoms at one place{more}; remove these residues")
+    if is_overlap.any():
+        at = int(np.argmax(is_overlap))
+        pair = f"residues {residues[at]} and {residues[at + 1]}"
+        raise BadRecord(
+            f"{where}: the CA atoms of {pair} are {steps[at]:.2g} Å apart, not about 3.8; correct or remove one"
+        )
 
 
 def _choose_conformer(residues: Sequence[Any]) -> tuple[Any, dict[str, Sequence[float]]]:
@@ -237,47 +336,6 @@ def _number_residues(coordinates: np.ndarray, numbers: Sequence[int]) -> np.ndar
     steps = np.diff(np.array(numbers, dtype=np.int64))
     is_bond = np.where(np.isfinite(bonds), bonds <= PEPTIDE_BOND_LIMIT, steps <= 1)
     return np.concatenate([[0], np.cumsum(np.where(is_bond, 1, steps.clip(2, 1000)))]).astype(np.int32)
-
-
-_GZIP_MAGIC = b"\x1f\x8b"
-_COORDINATE_COLUMNS = (30, 38, 46)
-"""Where x, y and z begin in a line of a PDB file; each has 8 characters."""
-_LINE_LENGTH = 54
-"""Characters of a line up to z. gemmi refuses shorter ones."""
-
-
-def read_content(path: Path) -> bytes:
-    """Return the content of a file without a byte order mark, unpacked if it is a gzip file. Raises BadRecord."""
-    try:
-        content = path.read_bytes()
-        # gemmi reads what it can unpack of a truncated file, and reports nothing.
-        if content.startswith(_GZIP_MAGIC):
-            content = gzip.decompress(content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
-        raise BadRecord(f"it cannot be unpacked ({one_line(str(fault))}); download it again") from fault
-    except OSError as fault:
-        raise BadRecord(f"it cannot be read ({fault.strerror}); check its permissions") from fault
-    # gemmi would not recognize the first line behind it.
-    content = content.removeprefix(codecs.BOM_UTF8)
-    if not content.strip():
-        raise BadRecord("it is empty; download it again, or remove it")
-    return content
-
-
-def check_pdb_coordinates(content: bytes) -> None:
-    """Raise BadRecord where a coordinate of a PDB file is not a number, such as `********`; gemmi reads it as 0."""
-    for number, line in enumerate(content.split(b"\n"), 1):
-        kind = line[:6].upper()
-        if kind.rstrip() == b"END":
-            return
-        if kind[:4] in (b"ATOM", b"HETA") and len(line) >= _LINE_LENGTH:
-            for start in _COORDINATE_COLUMNS:
-                text = line[start : start + 8]
-                try:
-                    float(text)
-                except ValueError:
-                    written = text.decode("ascii", "replace").strip()
-                    raise BadRecord(f"line {number}: the coordinate '{written}' is not a number; correct it") from None
 
 
 # Shapes: N sequences.

@@ -18,7 +18,7 @@ from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
-from dstrain.data.records import BadRecord, EncodeResult
+from dstrain.data.records import BadRecord, EncodeResult, as_record
 from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
 from dstrain.tasks.common.answers import ANSWER_METRICS
@@ -121,6 +121,17 @@ class DocQA(SFT):
             raise BadRecord("the record has no 'answers'; write one")
         messages = [*self._question_messages(record), _message("assistant", answers[0])]
         return DocumentConversation(messages, (len(messages) - 1,), accepted=tuple(answers))
+
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        document = as_record(record).columns.get("document")
+        pages = ", ".join(map(str, record["pages"]))
+        lines = [f"document: {document}"] if document else []
+        return [
+            *lines,
+            f"page{'s' * (len(record['pages']) != 1)}: {pages}",
+            f"question: {record['question']}",
+            f"answer: {' | '.join(record['answers'])}",
+        ]
 
     def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
         if "question" not in record:  # a text from the command line

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
+from dstrain.data.content import count_chains, describe_unknown
 from dstrain.data.dataset import Samples
 from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out, prepare
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, as_record
 from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.structures import (
@@ -151,6 +153,7 @@ class Protein(RecordTask):
         if not isinstance(path, str):
             raise BadRecord("the record names no structure file under 'path'; give a folder of .pdb or .cif files")
         chains = read_chains(Path(path))
+        as_record(record).note_content(count_chains([(len(chain.types), chain.unknown) for chain in chains]))
         if not chains:
             raise BadRecord("it has no chain of amino acids; remove the file")
         sizes = [int((chain.is_complete & chain.is_known).sum()) for chain in chains]
@@ -160,6 +163,20 @@ class Protein(RecordTask):
             )
             raise BadRecord(f"{problem}; lower options.min_residues or remove the file")
         return [chain for chain, size in zip(chains, sizes, strict=True) if size >= self.min_residues]
+
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        letters = np.array([*AMINO_ACIDS, "X"])
+        lines = []
+        for chain in parsed:
+            counts = Counter(letters[chain.types].tolist()).most_common()
+            parts = [f"chain {chain.name or 'without a name'}: {len(chain.types)} residues"]
+            parts.append(f"types {', '.join(f'{letter} {count}' for letter, count in counts)}")
+            parts += [describe_unknown(Counter(chain.unknown), len(chain.types))] * bool(chain.unknown)
+            gaps, incomplete = int((np.diff(chain.positions) > 1).sum()), int((~chain.is_complete).sum())
+            parts += [f"{gaps} gap{'s' * (gaps != 1)}"] * bool(gaps)
+            parts += [f"{incomplete} without N, CA or C"] * bool(incomplete)
+            lines += ["; ".join(parts), "".join(letters[chain.types])]
+        return lines
 
     def choose_held_out(self, dataset: TokenizedDataset) -> np.ndarray:
         store = dataset.store

@@ -14,6 +14,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig
+from dstrain.data.content import count_series
 from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
@@ -33,7 +34,10 @@ from dstrain.data.series import (
     insert_soft_tokens,
     read_label,
     read_series_record,
+    read_values,
     stack_patches,
+    suggest_label,
+    summarize_values,
     to_columns,
 )
 from dstrain.data.sources.base import ConcatSource, Source
@@ -60,6 +64,8 @@ if TYPE_CHECKING:
     from dstrain.batch import Batch
 
 
+RECORD_VERSION = 2
+"""Increase it when the same records give other examples, or another report of them: cached ones are then ignored."""
 LANGUAGE_STAGES = ("align", "sft")
 """Stages with a language model."""
 
@@ -360,15 +366,29 @@ class Temporal(SFT):
             )
         return super().parse_record(record)
 
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        values = read_values(record["series"])
+        texts = {"label": parsed.label, "prompt": parsed.prompt, "caption": " | ".join(parsed.captions)}
+        channels, steps = values.shape
+        lines = [f"{channels} channel{'s' * (channels != 1)} of {steps} value{'s' * (steps != 1)}"]
+        lines += [f"channel {number}: {summarize_values(channel)}" for number, channel in enumerate(values[:8], 1)]
+        lines += [f"… and {channels - 8} more channels"] * (channels > 8)
+        return [*lines, *(f"{name}: {text}" for name, text in texts.items() if text)]
+
     def parse(self, record: Mapping[str, Any]) -> SeriesRecord:  # type: ignore[override]  # not a conversation
         if not self.has_language_model:  # captions are not used there, and the run says so
             record = as_record(record).without("caption", "captions", "prompt")
         sample = read_series_record(record)
+        as_record(record).note_content(count_series(sample.values.shape, self._patch_length))
         if self.has_language_model and not sample.captions:
             raise BadRecord("the record has no 'caption'; write one, or use options.stage classify or masked")
         if self.stage == "classify" and sample.label is None:
-            raise BadRecord("the record has no 'label'; write one, or use another options.stage")
+            raise BadRecord(f"the record has no 'label'; {suggest_label(record)}, or use another options.stage")
         return sample
+
+    @cached_property
+    def _patch_length(self) -> int:
+        return self.model_source.patches.length
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         # The curve is not parsed: a tokenizer needs the texts alone.
@@ -407,8 +427,9 @@ class Temporal(SFT):
         if not self.has_language_model:
             labels = {"labels": self.known_labels} if self.stage == "classify" else {}
             lengths = {"patch_length": patches.length, "max_length": self.recipe.data.max_length}
-            return {"what": "series", **lengths, **labels}
-        own = {"what": "captioned series", "prompt": self.prompt, "patches": [patches.length, patches.per_token]}
+            return {"what": "series", "version": RECORD_VERSION, **lengths, **labels}
+        own = {"what": "captioned series", "version": RECORD_VERSION, "prompt": self.prompt}
+        own |= {"patches": [patches.length, patches.per_token]}
         return {**super().encode_key(), **own}
 
     def build_store(self, source: ConcatSource) -> TokenStore:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from dstrain.commands.data import check_file
 from dstrain.config.schema import RunConfig
 from dstrain.models.adapters import add_adapters
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import RewardModel
+from dstrain.tasks.temporal import Temporal
 from tests.workers import ROOT
 
 CHATML = (
@@ -58,6 +60,39 @@ def test_a_score_by_the_quickstart_is_that_of_training(
     exec(block("quickstart.md", form), names)
     printed = float(re.search(r"\[\[(-?[\d.e-]+)\]\]", capsys.readouterr().out)[1])  # type: ignore[index]
     assert printed == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_page_of_series_feeds_an_exported_classifier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = Temporal.tiny(tmp_path)
+    values["options"] = {**values["options"], "stage": "classify", "labels": ["down", "up"]}
+    values["model"] = {}
+    task: Any = make_task(RunConfig.model_validate(values))
+    model = task.build_model().eval()
+    model.save_pretrained(str(tmp_path / "exported"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block("tasks/temporal.md", "stack_patches"), names)
+    assert set(names["labels"]) <= {"down", "up"}
+    assert str(names["labels"]) in capsys.readouterr().out
+    records = [{**record, "label": "up"} for record in names["records"]]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    values["data"] = {**values["data"], "train": str(tmp_path / "x.jsonl")}
+    again: Any = make_task(RunConfig.model_validate(values))
+    batch = again.collate([again.examples("train")[index] for index in range(2)])
+    with torch.no_grad():
+        logits = model(batch.tensors["series"], batch.tensors["series_positions"])
+    torch.testing.assert_close(names["probabilities"], logits.softmax(-1))
+
+
+def test_windows_of_a_long_series_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "machine.jsonl").write_text(json.dumps({"series": [[*range(300)], [*range(300)]]}) + "\n")
+    exec(block("tasks/temporal.md", "windows.jsonl"), {})
+    report, _ = check_file("windows.jsonl", "temporal", ["options.stage=masked"])
+    assert not report.bad
+    assert report.columns["windows.jsonl"]["content"] == ["3 series: 2 channels, 128 values"]
 
 
 def test_the_task_over_a_backbone_learns(tmp_path: Path) -> None:

@@ -329,6 +329,8 @@ class Document:
         """Take the name for messages, and an image of each page: a path, or a mapping with bytes."""
         self.name = name
         self._pages = pages
+        self.unread = ""
+        """A clause on the files of its folder that are not read; empty if there are none."""
 
     @property
     def num_pages(self) -> int:

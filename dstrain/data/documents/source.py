@@ -24,7 +24,7 @@ from dstrain.data.formats.messages import json_type_name, read_system
 from dstrain.data.records import BadRecord, as_record
 from dstrain.data.sources.base import Source, WrappedSource
 from dstrain.data.vision.image_io import UNKNOWN_CONTENT, count_frames, describe_content, read_content, resolve_image
-from dstrain.files import NOT_REGULAR, WatchedFile, display_path, open_regular_file
+from dstrain.files import NOT_REGULAR, WatchedFile, describe_unread, display_path, open_regular_file
 from dstrain.patching import installed_version
 
 MIN_DPI, MAX_DPI = 18, 1200
@@ -79,7 +79,10 @@ class DocumentReader:
         path = self._find(value, folder.absolute())
         name = display_path(path)
         if path.is_dir():
-            return self._open_pages(name, self._list_pages(path, name))
+            pages, unread = self._list_pages(path, name)
+            document = self._open_pages(name, pages)
+            document.unread = describe_unread(unread)
+            return document
         head = _read_head(path, name)
         if PDF_SIGNATURE in head:
             return PdfDocument(path, name, self.dpi)
@@ -134,8 +137,8 @@ class DocumentReader:
         problem = f"document not found: {value} (looked in {display_path(folder)} and its folder {DOCUMENTS_DIR})"
         raise BadRecord(f"{problem}; check the path")
 
-    def _list_pages(self, path: Path, name: str) -> list[Path]:
-        """Return the page images of a folder in natural order: page2 before page10."""
+    def _list_pages(self, path: Path, name: str) -> tuple[list[Path], list[str]]:
+        """Return the page images of a folder in natural order, page2 before page10, and the names that are not read."""
         try:
             names = os.listdir(path)
         except OSError as fault:
@@ -143,7 +146,9 @@ class DocumentReader:
         pages = [one for one in names if one.lower().endswith(IMAGE_SUFFIXES) and not one.startswith(".")]
         if not pages:
             raise BadRecord(f"the folder {name} has no page images; put them there, or name a PDF or an image file")
-        return [path / one for one in sorted(pages, key=_natural_key)]
+        ordered = [path / one for one in sorted(pages, key=_natural_key)]
+        texts = {file.name for page in ordered for file in sidecar_files(page)}
+        return ordered, [one for one in names if not one.startswith(".") and one not in {*pages, *texts}]
 
 
 def _natural_key(name: str) -> tuple[list[Any], str]:
@@ -377,6 +382,8 @@ class RetrievalRecall:
 
 SOURCE_VERSION = 1
 """Increase it when the same documents give other pages, so that old token caches are ignored."""
+MAX_LISTED_FOLDERS = 5
+"""Folders of pages whose files that are not read are named."""
 MAX_OPEN_DOCUMENTS = 16
 """Documents whose texts are kept in memory; questions about one document usually follow each other."""
 
@@ -399,6 +406,7 @@ class DocumentSource(WrappedSource):
         self._documents: OrderedDict[tuple[str, Path], Document] = OrderedDict()
         self._lock = threading.RLock()
         self._labels: dict[int, tuple[str, ...]] = {}
+        self._unread: dict[int, str] = {}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a question with its answers and page images.
@@ -411,6 +419,7 @@ class DocumentSource(WrappedSource):
         is_unanswerable = self.options.with_answers and not query.answers
         answers = self._unanswerable() if is_unanswerable else query.answers
         document, selection = self._select(query, index)
+        self._unread[index] = f"{document.name}: {document.unread}" if document.unread else ""
         found = {selection.rule: True, "dropped": selection.dropped > 0, "unanswerable": is_unanswerable}
         self._labels[index] = tuple(label for label, applies in found.items() if applies)
         made = {
@@ -456,11 +465,14 @@ class DocumentSource(WrappedSource):
     def summarize(self) -> list[str]:
         """Return sentences on the records read so far: how pages were selected, and questions without an answer."""
         counts = Counter(label for labels in [*self._labels.values()] for label in labels)
-        return [
+        sentences = [
             f"{counts[label]} question{'s' * (counts[label] != 1)} {text}"
             for label, text in _SUMMARIES.items()
             if counts[label]
         ]
+        folders = sorted(set(filter(None, [*self._unread.values()])))
+        more = [f"… and {len(folders) - MAX_LISTED_FOLDERS} more folders with files that are not read"]
+        return [*sentences, *folders[:MAX_LISTED_FOLDERS], *more * (len(folders) > MAX_LISTED_FOLDERS)]
 
     def measure_recall(self) -> RetrievalRecall:
         """Return how many of the evidence pages retrieval finds, over all records that can be read."""

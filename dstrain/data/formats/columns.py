@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any, TypeVar
 
+from dstrain.data.content import describe_content
 from dstrain.data.formats.messages import (
     IMAGE_KEYS,
     MEDIA_PART_KEYS,
@@ -22,6 +23,7 @@ from dstrain.data.formats.messages import (
     is_transcript,
 )
 from dstrain.data.records import BadRecord, Record, as_record
+from dstrain.files import display_path
 
 ParsedT = TypeVar("ParsedT")
 
@@ -244,6 +246,8 @@ class ColumnReport:
     images: int = 0
     without_image: int = 0
     """Records without an image."""
+    content: Counter[str] = field(default_factory=Counter)
+    """What the records hold, as their task counts it."""
 
     def add(self, record: Mapping[str, Any], num_images: int) -> None:
         """Count a record after it was parsed."""
@@ -255,6 +259,7 @@ class ColumnReport:
             if column in tracked.columns and not is_empty(tracked.columns[column]):
                 self.used[column if column == key else f"{column} as {key}"] += 1
         self.unused.update([*find_unused(tracked)])
+        self.content.update(tracked.content)
 
     def merge(self, other: ColumnReport) -> None:
         self.records += other.records
@@ -262,11 +267,14 @@ class ColumnReport:
         self.without_image += other.without_image
         self.used.update(other.used)
         self.unused.update(other.unused)
+        self.content.update(other.content)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, for a cache or an event."""
         counts = {"images": self.images, "records_without_image": self.without_image}
-        return {"records": self.records, **counts, "used": dict(self.used), "unused": dict(self.unused)}
+        told, notes = describe_content(self.content)
+        content = {"content": told, "notes": notes} if told else {}
+        return {"records": self.records, **counts, "used": dict(self.used), "unused": dict(self.unused), **content}
 
 
 def describe_columns(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -274,7 +282,7 @@ def describe_columns(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for file, report in reports.items():
         records = report["records"]
-        parts = [f"{records} record{'s' * (records != 1)}"]
+        parts = [f"{records} record{'s' * (records != 1)}", *report.get("content", ())]
         if images := report.get("images"):
             without = report["records_without_image"]
             parts.append(f"{images} image{'s' * (images != 1)}, {without} record{'s' * (without != 1)} without one")
@@ -282,6 +290,7 @@ def describe_columns(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if report["unused"]:
             parts.append(f"not used: {_list_columns(report['unused'], records)}")
         lines.append(f"{file}: {'; '.join(parts)}")
+        lines += [f"{file}: note: {note}" for note in report.get("notes", ())]
     return lines
 
 
@@ -298,10 +307,19 @@ def _list_columns(counts: Mapping[str, int], records: int) -> str:
     return ", ".join(name if count == records else f"{name} ({count})" for name, count in counts.items())
 
 
-def add_record(reports: dict[str, ColumnReport], location: str, record: Mapping[str, Any], num_images: int = 0) -> None:
-    """Count a record, once it was parsed, for the file of its location; files of a folder count as one."""
+def add_record(
+    reports: dict[str, ColumnReport],
+    location: str,
+    record: Mapping[str, Any],
+    num_images: int = 0,
+    folder: Path | None = None,
+) -> None:
+    """Count a record, once it was parsed, for the file of its location; files of a folder count as one.
+
+    `folder`: the folder of all files, where they are in subfolders.
+    """
     file = re.sub(r"(:\d+|\[\d+\])$", "", location)
-    name = file if file != location else str(PurePath(location).parent)
+    name = file if file != location else display_path(folder or Path(location).parent)
     reports.setdefault(name, ColumnReport()).add(record, num_images)
 
 

@@ -64,6 +64,8 @@ class BaseSource:
         self.bad_rows: list[BadRow] = []
         self._records_before_bad: list[int] = []
         self.digest = ""
+        self.unread = ""
+        """A sentence on the files of a folder that are not read; empty if there are none."""
         self.missing_columns: dict[str, str] = {}
         """Column of data.columns that the file lacks, where it has the key itself -> a suggestion."""
 
@@ -217,6 +219,13 @@ def check_columns_exist(sources: Sequence[Source]) -> None:
     absent: list[dict[str, str]] = [getattr(file, "missing_columns", {}) for file in files]
     for name in sorted(set.intersection(*map(set, absent)) if absent else ()):
         raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
+
+
+def list_unread(source: Source) -> list[str]:
+    """Return a sentence for each folder of a source with files that are not read, as it is now."""
+    if isinstance(source, WrappedSource):
+        return [sentence for part in source.sources for sentence in list_unread(part)]
+    return list(filter(None, [getattr(source, "unread", "")]))
 
 
 def cut_source(source: Source, max_samples: int | None) -> Source:

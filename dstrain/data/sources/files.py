@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import hashlib
-import io
-import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import threading
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +139,55 @@ def _find_duplicate_key(value: Any) -> str:
     return next(filter(None, map(_find_duplicate_key, inside)), "")
 
 
+_GZIP_SIGNATURE, _PARQUET_SIGNATURE = b"\x1f\x8b", b"PAR1"
+_OTHER_SIGNATURES = (
+    (b"PK\x03\x04", "is a zip archive; unpack it"),
+    (b"\x28\xb5\x2f\xfd", "is packed with zstd; unpack it with `zstd -d`"),
+    (b"BZh", "is packed with bzip2; unpack it with `bunzip2`"),
+    (b"\xfd7zXZ", "is packed with xz; unpack it with `unxz`"),
+    (b"version https://git-lfs", "is a Git LFS pointer; `git lfs pull` fetches the file"),
+    (b"<!doctype", "is HTML, such as an error page; download it again"),
+    (b"<html", "is HTML, such as an error page; download it again"),
+    (b"<?xml", "is XML, such as an error page; download it again"),
+)
+"""First bytes of files that no reader takes -> what they are, and the fix."""
+
+
+def check_file_kind(path: Path) -> None:
+    """Raise DataError for a file whose first bytes are those of another format than its name says."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    name, ending = display_path(path), file_extension(path.name)
+    if ending.endswith(".gz") != head.startswith(_GZIP_SIGNATURE):
+        if ending.endswith(".gz"):
+            fix = f"mv {shlex.quote(name)} {shlex.quote(name[:-3])}"
+            raise DataError(
+                f"{name} is not packed: it is no gzip file, although its name ends in .gz; rename it: {fix}"
+            )
+        raise DataError(f"{name} is packed with gzip; rename it: mv {shlex.quote(name)} {shlex.quote(name + '.gz')}")
+    is_parquet = head.startswith(_PARQUET_SIGNATURE)
+    if is_parquet and ending != ".parquet":
+        raise DataError(f"{name} is a parquet file; name it .parquet")
+    if ending == ".parquet" and not is_parquet and head.lstrip()[:1] in (b"{", b"["):
+        raise DataError(f"{name} is JSON text, not a parquet file; name it .jsonl, or .json if it is one list")
+    for signature, problem in _OTHER_SIGNATURES:
+        if head.removeprefix(BOM).lstrip()[: len(signature)].lower() == signature.lower():
+            raise DataError(f"{name} {problem}")
+
+
+def _decode_first(text: str) -> tuple[Any, int]:
+    """Return the first value of a text, and where it ends. Raises ValueError."""
+    _parsed.has_duplicates = False
+    return _decoder.raw_decode(text, len(text) - len(text.lstrip()))
+
+
+_LINES_COMMAND = (
+    "python -c \"import json, re, sys; t = open(sys.argv[1], encoding='utf-8-sig').read(); "
+    "[print(json.dumps(r, ensure_ascii=False)) for r in json.loads('[' + re.sub(r'(?m)^}\\s*^{', '},{', t) + ']')]\""
+)
+"""Shell command that writes objects of several lines as one line each."""
+
+
 class JsonLinesSource(BaseSource):
     """A JSON Lines file, read by offset: only the index is in memory. Thread-safe."""
 
@@ -152,8 +198,8 @@ class JsonLinesSource(BaseSource):
         self._file = open_maybe_gzip(path)
         self._reject_utf16()
         self._set_digest(*self._build_index())
-        if self.bad_rows:
-            self._reject_json_array()
+        if self.bad_rows and (not len(self) or self._records_before_bad[0] == 0):
+            self._reject_long_values(path)
 
     def _reject_utf16(self) -> None:
         """Raise DataError for UTF-16, in which no line decodes."""
@@ -162,17 +208,29 @@ class JsonLinesSource(BaseSource):
         if is_utf16(head):
             raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
 
-    def _reject_json_array(self) -> None:
-        """Raise DataError if the lines are one array of objects."""
+    def _reject_long_values(self, path: Path) -> None:
+        """Raise DataError if the lines are one array of objects, or if the first object takes several lines."""
         self._file.seek(0)
-        # Only a file with bad lines is searched, and only if it starts with a bracket.
-        if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
+        # Only a file whose first line is bad is searched, and only if it starts with a bracket.
+        start = self._file.read(64).removeprefix(BOM).lstrip()[:1]
+        if start not in (b"[", b"{"):
             return
         self._file.seek(0)
+        content = self._file.read() if start == b"[" else self._file.read(MAX_LINE_BYTES)
         with contextlib.suppress(ValueError, RecursionError):
-            value = parse_json(decode_text(self._file.read()))
-            if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            text = decode_text(content) if start == b"[" else content.decode("utf-8-sig", "ignore")
+            value, end = _decode_first(text)
+            rest = text[end:].strip()
+            if isinstance(value, list) and value and all(isinstance(row, dict) for row in value) and not rest:
                 raise DataError(f"{self.name} is one JSON array, not one object per line; name it .json")
+            if isinstance(value, dict) and "\n" in text[:end].strip():
+                if not rest and isinstance(value.get("data"), list):
+                    raise DataError(f"{self.name} is one JSON object with a list under 'data'; name it .json")
+                source, target = shlex.quote(self.name), shlex.quote(display_path(path.with_name(f"lines-{path.name}")))
+                raise DataError(
+                    f"{self.name} has JSON over several lines, and a record of .jsonl is one line; "
+                    f"write it again: {_LINES_COMMAND} {source} > {target}"
+                )
 
     def _build_index(self) -> tuple[str, set[str]]:
         content, names, offset = hashlib.sha256(), set[str](), 0
@@ -340,6 +398,13 @@ def open_maybe_gzip(path: Path) -> BinaryIO:
     return plain
 
 
+def read_whole_file(path: Path) -> bytes:
+    """Return the content of a file, unpacked if it is a gzip file by name. Raises DataError where memory lacks."""
+    with open_maybe_gzip(path) as file:
+        _check_memory(display_path(path), os.fstat(file.fileno()).st_size)
+        return file.read()
+
+
 class _SizeLimitedWriter:
     """A file that takes only a share of the free disk space. Raises DataError if more is written."""
 
@@ -354,116 +419,6 @@ class _SizeLimitedWriter:
         size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
         problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
         raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")
-
-
-TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
-"""Columns that are not values of the series."""
-TIME_COLUMNS = ("", "timestamp", "time", "date", "datetime", "index", "ds", "t", "unnamed: 0")
-"""Names of a first column that counts time: a row of such a table is a time step, not a series."""
-MIN_ASCENDING_ROWS = 8
-"""Rows from which on a strictly ascending first column counts time; by chance one order in 40,320 is ascending."""
-
-
-class CsvSource(RowsSource):
-    """The rows of a .csv file with a header: {"series": [...], "label", "caption", ...}. All in memory.
-
-    The columns label, caption, prompt, pattern and id (in any case) are texts; all others are the values of one channel, in the
-    order of the columns. An empty cell is a missing value; empty cells at the end of a row make a shorter series.
-    Raises DataError for a file without a header; a bad row is listed with its line.
-    """
-
-    def __init__(self, path: Path, columns: Columns) -> None:
-        super().__init__(path, columns)
-        content = path.read_bytes()
-        reader = csv.reader(io.StringIO(self._decode(content), newline=""), strict=True)
-        names: list[str | None] | None = None
-        self._written: set[str] = set()
-        try:
-            for row in reader:
-                if not any(cell.strip() for cell in row):
-                    continue
-                if names is None:
-                    names = self._read_header(row)
-                    continue
-                self._add_row(reader.line_num, read_row, names, row)
-            self._check_rows_are_series(names or [])
-        except csv.Error as fault:
-            raise DataError(f"{self.name}:{reader.line_num}: {fault}; correct the quotes") from fault
-        self._set_digest(hashlib.sha256(content).hexdigest(), self._written)
-
-    def _read_header(self, row: list[str]) -> list[str | None]:
-        self._written = {cell.strip() for cell in row}
-        if separator := next((mark for mark in ";\t|" if len(row) == 1 and mark in row[0]), None):
-            raise DataError(f"{self.name}:1: the cells are separated by {separator!r}; write commas instead")
-        renamed = [self.columns.get(cell.strip(), cell.strip()) for cell in row]
-        names = [name if name is None else _lower_text_column(name) for name in renamed]
-        kept = [name for name in names if name is not None]
-        counts = Counter(kept)
-        if doubled := next((name for name in kept if counts[name] > 1), None):
-            raise DataError(f"{self.name}:1: the column '{doubled}' is written twice; rename one")
-        if not any(name not in TEXT_COLUMNS for name in kept):
-            raise DataError(f"{self.name}:1: has no column of values; the first line names the columns")
-        if all(_is_number(name) for name in kept):
-            problem = "the first line holds numbers, but it must name the columns"
-            raise DataError(f"{self.name}:1: {problem}; add a line such as t0,t1,…,label")
-        # `t0,t1,t2` are time steps of one series; `t,value` is a table of time steps.
-        if kept[0].lower() in TIME_COLUMNS:
-            raise self._time_order_error(kept[0])
-        return names
-
-    def _check_rows_are_series(self, names: list[str | None]) -> None:
-        """Raise DataError where the first value of each row is larger than that of the row before."""
-        first = [row["series"][0] for _, row in self._rows if row["series"]]
-        if len(first) >= MIN_ASCENDING_ROWS and all(left < right for left, right in itertools.pairwise(first)):
-            raise self._time_order_error(next(name for name in names if name and name not in TEXT_COLUMNS))
-
-    def _time_order_error(self, column: str) -> DataError:
-        """Return the error for a table whose rows are time steps."""
-        problem = f"the first column '{column}' counts time, so each row is a time step, and a row must be a series"
-        fix = f'write one series per row, or leave the column out with data.columns {{"{column}": null}}'
-        return DataError(f"{self.name}: {problem} with one value per column; {fix}")
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index][1]  # the header is renamed
-
-
-def read_row(names: list[str | None], row: list[str]) -> dict[str, Any]:
-    """Return the record of a row. Raises ValueError with the reason."""
-    if len(row) != len(names):
-        raise ValueError(f"has {len(row)} cells, and the header has {len(names)} columns; correct one of them")
-    record: dict[str, Any] = {}
-    values: list[float] = []
-    for name, cell in zip(names, row, strict=True):
-        if name is None:
-            continue
-        if name in TEXT_COLUMNS:
-            record |= {name: cell.strip()} if cell.strip() else {}
-        elif not cell.strip():
-            values.append(float("nan"))
-        elif _is_number(cell):
-            values.append(float(cell))
-        else:
-            texts = "label, caption, prompt and id"
-            raise ValueError(
-                f"column '{name}' has text ('{cell.strip()[:20]}'), not a number; correct it, leave it empty, or, since the "
-                f"columns of texts are {texts}, rename it with data.columns {{{name}: caption}}"
-            )
-    while values and values[-1] != values[-1]:  # NaN
-        values.pop()
-    return {"series": values, **record}
-
-
-def _lower_text_column(name: str) -> str:
-    """Return the name; as lower case where it is that of a text: `Label` is no value of the series."""
-    return name.lower() if name.lower() in TEXT_COLUMNS else name
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 _TRUE_FALSE = {"true": True, "false": False}
@@ -504,7 +459,7 @@ class TsSource(RowsSource):
 
     def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(path, columns)
-        content = path.read_bytes()
+        content = read_whole_file(path)
         lines = self._decode(content).splitlines()
         header, start = self._read_header(lines)
         for number, line in enumerate(lines[start:], start + 1):

@@ -15,10 +15,11 @@ from typing import Any
 from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySource, Source
-from dstrain.data.sources.files import SOURCE_TYPES, CsvSource, TsSource, file_extension
+from dstrain.data.sources.files import SOURCE_TYPES, TsSource, check_file_kind, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
+from dstrain.data.sources.series_tables import CsvSource, SeriesParquetSource, suggest_series_conversion
 from dstrain.errors import DataError, Fault
-from dstrain.files import display_path, list_entries, match_files, not_file_reason
+from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
 
 STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
 """Ends of the names of structure files; each may be followed by .gz."""
@@ -36,13 +37,18 @@ def find_structure_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path] if is_structure_file(path) else []
+    return [file for file in _list_files(path) if is_structure_file(file)]
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return all files of a folder and its subfolders in the order of their relative paths, without hidden ones."""
     try:
-        found = [one for one in path.rglob("*") if is_structure_file(one) and one.is_file()]
+        files = [file for file in folder.rglob("*") if file.is_file()]
     except OSError as fault:
-        raise DataError(f"{display_path(path)} cannot be read ({fault.strerror}); check its permissions") from fault
+        raise DataError(f"{display_path(folder)} cannot be read ({fault.strerror}); check its permissions") from fault
     return sorted(
-        (one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)),
-        key=lambda one: one.relative_to(path).as_posix(),
+        (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)),
+        key=lambda file: file.relative_to(folder).as_posix(),
     )
 
 
@@ -53,7 +59,10 @@ class FolderSource(BaseSource):
         """Raises DataError for a file that cannot be read."""
         folder = path if path.is_dir() else path.parent
         super().__init__(path.name, folder, columns)
-        self.files = find_structure_files(path)
+        listed = _list_files(path) if path.is_dir() else [path]
+        self.files = [file for file in listed if is_structure_file(file)]
+        unread = describe_unread(file.name for file in listed if not is_structure_file(file))
+        self.unread = f"{display_path(path)}: {unread}" if unread else ""
         digest = hashlib.sha256()
         for file in self.files:
             try:
@@ -115,17 +124,25 @@ def find_shards(pattern: Path) -> list[Path]:
     return files
 
 
-READER_VERSION = 3
+READER_VERSION = 4
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
 _CONVERSIONS = {
     ".csv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.csv').to_json('OUT.jsonl', orient='records', lines=True)\"",
     ".tsv": "; convert it: python -c \"import pandas; pandas.read_csv('IN.tsv', sep='\\t').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".xlsx": "; convert it: python -c \"import pandas; pandas.read_excel('IN.xlsx').to_json('OUT.jsonl', orient='records', lines=True)\"",
+    ".feather": "; convert it: python -c \"import pandas; pandas.read_feather('IN.feather').to_parquet('OUT.parquet')\"",
     ".txt": '; write each document as one line of a .jsonl file: {"text": …}',
 }
 """File extension -> how to make a data file of it, for the error message."""
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
-SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
+_SERIES_TYPES = {".ts": TsSource, ".csv": CsvSource, ".tsv": CsvSource}
+SERIES_SOURCE_TYPES: SourceTypes = {
+    **SOURCE_TYPES,
+    ".parquet": SeriesParquetSource,
+    **_SERIES_TYPES,
+    **{f"{ending}.gz": kind for ending, kind in _SERIES_TYPES.items()},
+}
 """File extension -> source class, of tasks on time series."""
 
 
@@ -173,7 +190,7 @@ def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_t
         raise DataError(f"{path} cannot be read ({fault.strerror}); {fix}") from fault
     hub_split = _find_hub_split(path_or_config)
     if hub_split is None or path.is_dir():
-        raise DataError(_missing_file_message(path))
+        raise DataError(_missing_file_message(path, source_types))
     return HubSource(hub_split, columns)
 
 
@@ -194,12 +211,14 @@ def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Sourc
     kind = source_types.get(file_extension(path.name))
     if kind is None:
         ending = file_extension(path.name)
-        fix = _CONVERSIONS.get(ending.removesuffix(".gz"), "")
+        is_series = source_types is SERIES_SOURCE_TYPES
+        fix = suggest_series_conversion(path) if is_series else _CONVERSIONS.get(ending.removesuffix(".gz"), "")
         raise DataError(
             f"{display_path(path)} ends in '{ending}'; data files end in {_format_extensions(source_types)}{fix}"
         )
     if not path.stat().st_size:
         raise DataError(f"{display_path(path)} is empty; check the path or regenerate the file")
+    check_file_kind(path)
 
     def load() -> Source:
         source = kind(path, columns)
@@ -226,9 +245,9 @@ def _format_extensions(source_types: SourceTypes) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def _missing_file_message(path: Path) -> str:
+def _missing_file_message(path: Path, source_types: SourceTypes) -> str:
     if path.is_dir():
-        kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*SOURCE_TYPES})
+        kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*source_types})
         several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):

@@ -6,17 +6,17 @@ import io
 import os
 import re
 import struct
-import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from dstrain.data.formats.messages import json_type_name
 from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
-from dstrain.files import NOT_REGULAR, display_path, open_regular_file
+from dstrain.files import NOT_REGULAR, display_path, not_file_reason, open_regular_file
 from dstrain.patching import check_version
 
 if TYPE_CHECKING:
@@ -31,7 +31,24 @@ _FILE_SIGNATURES = (
     (b"%!PS", "it is PostScript"),
     (b"icns", "it is an Apple icon"),
     (b"<", "it is HTML, SVG or XML"),
+    (b"\xd0\xcf\x11\xe0", "it is a .doc, .xls or .ppt file of Office"),
+    (b"{\\rtf", "it is rich text"),
+    (b"AT&TFORM", "it is DjVu"),
+    (b"8BPS", "it is a Photoshop file"),
+    (b"DDS ", "it is a DDS texture"),
+    (b"\x01\xda", "it is an SGI image"),
+    (b"\x76\x2f\x31\x01", "it is OpenEXR"),
+    (b"\xff\x0a", "it is JPEG XL"),
+    (b"\0\0\0\x0cJXL ", "it is JPEG XL"),
+    (b"BZh", "it is a bzip2 file"),
+    (b"\xfd7zXZ", "it is an xz file"),
+    (b"7z\xbc\xaf", "it is a 7z archive"),
 )
+_PCX = re.compile(rb"\x0a[\x00\x02-\x05]\x01[\x01\x02\x04\x08]")
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_AVIF_BRANDS = (b"avif", b"avis")
+_TGA_END, _TGA_END_BYTES = b"TRUEVISION-XFILE.\0", 18
+_HEIC_FIX = "save it as JPEG or PNG, such as with `heif-convert IN.heic OUT.jpg`, or `sips -s format jpeg` on a Mac"
 _PDF_FIX = "save its pages as PNG or JPEG, or use task docqa, which reads PDFs"
 UNKNOWN_CONTENT = "its first bytes are unknown"
 
@@ -40,12 +57,30 @@ def describe_content(content: bytes) -> str:
     """Return what kind of file it is, without quoting its content: it may be any file of this host."""
     start = _strip_start(content)
     known = next((kind for signature, kind in _FILE_SIGNATURES if start.startswith(signature)), None)
+    known = known or _describe_binary(content)
     text = start.decode("ascii", "replace").expandtabs().replace("\n", " ").replace("\r", " ").isprintable()
     return known or ("it is text" if text and start.isascii() else UNKNOWN_CONTENT)
 
 
+def _describe_binary(content: bytes) -> str | None:
+    """Return the format of a file that has its mark elsewhere than at its start; None if it is not known.
+
+    AVIF is none of them, because most versions of Pillow read it.
+    """
+    if content[4:8] == b"ftyp" and content[8:12] not in _AVIF_BRANDS:
+        is_heic = content[8:12] in _HEIC_BRANDS and not any(brand in content[16:64] for brand in _AVIF_BRANDS)
+        return "it is HEIC, as of an iPhone" if is_heic else "it is a video or sound (MP4)"
+    if content[128:132] == b"DICM":
+        return "it is DICOM"
+    if _PCX.match(content):
+        return "it is PCX"
+    return "it is TGA" if content[-_TGA_END_BYTES:] == _TGA_END else None
+
+
 def suggest_fix(content: bytes) -> str:
     """Return what to do with a file that is no image."""
+    if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS:
+        return _HEIC_FIX
     return _PDF_FIX if _strip_start(content).startswith(b"%PDF") else "save it as PNG or JPEG"
 
 
@@ -124,6 +159,9 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
     except IsADirectoryError as fault:
         raise BadRecord(f"{name} is a folder, not an image; name a file in it") from fault
     except FileNotFoundError as fault:
+        if source.is_symlink():
+            link = Path(display_path(source.parent)) / source.name
+            raise BadRecord(f"image not found: {link} {not_file_reason(source)}; correct the link") from fault
         raise BadRecord(f"image not found: {name} (paths are relative to the data file); check the path") from fault
     except (OSError, ValueError) as fault:  # ValueError: a null byte in the path
         if isinstance(fault, BadRecord):
@@ -162,9 +200,14 @@ def resolve_image(value: Any, folder: Path) -> Path | bytes:
         value = value["path"]
     if isinstance(value, str | Path):
         return folder / _check_path(str(value))
-    if (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
+    if _is_decoded(value):
         return _encode_png(value)
     raise BadRecord(f"an image is {json_type_name(value)}, not the path of a file; write the path")
+
+
+def _is_decoded(value: Any) -> TypeGuard[Image]:
+    """Return whether a value is an image of Pillow. By its classes: another thread may be importing Pillow just now."""
+    return any((kind.__module__, kind.__name__) == ("PIL.Image", "Image") for kind in type(value).__mro__)
 
 
 def _check_path(value: str) -> str:
@@ -280,6 +323,7 @@ def _open_image(content: bytes, name: str) -> Image:
     """Return the image with its header read and no pixel decoded. Raises BadRecord."""
     from PIL import Image, UnidentifiedImageError
 
+    _silence_pillow(Image.DecompressionBombWarning)
     # Registers all formats; until then Pillow knows only the common ones.
     Image.init()
     known = [form for form in IMAGE_FORMATS if form in Image.OPEN]
@@ -291,9 +335,15 @@ def _open_image(content: bytes, name: str) -> Image:
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
         # The signature is known, so the file is an image with a damaged header.
-        if any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known):
+        is_known = any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known)
+        # AVIF and HEIC share a brand, mif1.
+        if is_known and _describe_binary(content) is None:
+            variant = _describe_tiff(content)
+            if variant:
+                raise _bad_image_error(name, ValueError(f"{variant} is not supported")) from fault
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
-        problem = f"{name} is not an image in a known format ({describe_content(content)}; known: {_FORMAT_NAMES})"
+        kind = "it is AVIF, which this Pillow does not read" if _is_avif(content) else describe_content(content)
+        problem = f"{name} is not an image in a known format ({kind}; known: {_FORMAT_NAMES})"
         raise BadRecord(f"{problem}; {suggest_fix(content)}") from fault
     except MemoryError:
         raise
@@ -302,6 +352,37 @@ def _open_image(content: bytes, name: str) -> Image:
     # From the header: a small file may unpack to gigabytes.
     _check_pixels(pixels, name)
     return image
+
+
+def _silence_pillow(bomb_warning: type[Warning]) -> None:
+    """Have Pillow's warnings on images not printed: what they say of pixels and damage, messages here say by name."""
+    silenced = ((UserWarning, r"PIL\."), (bomb_warning, ""))
+    entries = [("ignore", None, category, re.compile(module) if module else None, 0) for category, module in silenced]
+    # Entered only where others have come in front: a change has every other warning of the process printed again.
+    if [*warnings.filters[: len(entries)]] != entries:
+        for category, module in reversed(silenced):
+            warnings.filterwarnings("ignore", category=category, module=module)
+
+
+def _is_avif(content: bytes) -> bool:
+    return content[4:8] == b"ftyp" and content[8:12] in _AVIF_BRANDS
+
+
+def _describe_tiff(content: bytes) -> str:
+    """Return the form of the pixels of a TIFF file with a whole header; empty for another one."""
+    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+    try:
+        size = 16 if content[2:4] in (b"\x2b\0", b"\0\x2b") else 8
+        directory, file = ImageFileDirectory_v2(content[:size]), io.BytesIO(content)
+        file.seek(directory.next)
+        directory.load(file)
+        width, height, bits = directory[256], directory[257], directory[_TIFF_BITS_PER_SAMPLE_TAG]
+    except Exception:  # of a damaged file: whatever its numbers lead to
+        return ""
+    kind = {1: "integers", 2: "signed integers", 3: "floats"}.get(directory.get(339, (1,))[0], "values")
+    planes = ", each channel in a plane of its own" if directory.get(284) == 2 else ""
+    return f"TIFF of {width}x{height} pixels with {kind} of {bits[0]} bits{planes}"
 
 
 def _check_pixels(count: int, name: str) -> None:

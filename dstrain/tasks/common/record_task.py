@@ -93,6 +93,18 @@ class RecordTask(Task):
         """Return what keeps records together on one side of `data.eval_fraction`, such as a prompt; None: nothing does."""
         return None
 
+    def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
+        """Return lines on a record that a text of tokens does not show, such as a series, for `dstrain data show`.
+
+        `parsed`: what `checks.parse_record` makes of it.
+        """
+        return []
+
+    @property
+    def describes_records(self) -> bool:
+        """True where records have a readable form beside their tokens."""
+        return type(self).describe_record is not RecordTask.describe_record
+
     @property
     def encodes_records(self) -> bool:
         """True where examples are encoded and cached."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.data import check_file
+from dstrain.commands.data import TOKENS_HINT, check_file
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
-from tests.vocabulary import invoke, write_recipe
+from tests.unit.data.pdb_files import helix, pdb_text
+from tests.vocabulary import invoke, write_jsonl, write_recipe
 
 OWN_TASK = """
 from dataclasses import dataclass
@@ -106,10 +107,11 @@ def test_a_bad_record_is_shown_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_without_a_model_there_are_no_tokens_to_show(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_TASK)
     found = invoke("data", "show", tmp_path / "a.jsonl", "--task", "sft")
     assert found.exit_code == 2
     assert "add --set model.path=FOLDER" in found.stderr
-    assert "records are not texts" in invoke("data", "show", tmp_path / "a.jsonl", "--task", "protein").stderr
+    assert "records are not texts" in invoke("data", "show", tmp_path / "a.jsonl", "--task", tmp_path / "own.py").stderr
     assert "--task, or a recipe with --recipe" in invoke("data", "show", tmp_path / "a.jsonl").stderr
 
 
@@ -124,3 +126,75 @@ def test_a_model_folder_is_found_in_the_working_directory(tmp_path: Path, monkey
     assert "tokens, " in shown.stdout, shown.output
     assert "samples" in checked.output, checked.output
     assert (shown.exit_code, checked.exit_code) == (0, 0)
+
+
+def show_plain(file: Path, task: str, *settings: str) -> str:
+    found = invoke("data", "show", file, "--task", task, *(word for one in settings for word in ("--set", one)))
+    assert found.exit_code == 0, found.output
+    return found.stdout
+
+
+def test_series_are_shown_with_their_ends(tmp_path: Path) -> None:
+    records = [
+        {"series": [[float(at) for at in range(12)], [None, 2.5] * 6], "label": "up", "caption": "rises"},
+        {"series": "1,2,3", "label": "up"},
+    ]
+    path = write_jsonl(tmp_path / "x.jsonl", records)
+    assert show_plain(path, "temporal", "options.stage=classify").splitlines() == [
+        f"--- {path}:1",
+        "2 channels of 12 values",
+        "channel 1: 0, 1, 2, 3, …, 8, 9, 10, 11 (from 0 to 11)",
+        "channel 2: nan, 2.5, nan, 2.5, …, nan, 2.5, nan, 2.5 (from 2.5 to 2.5, 6 missing)",
+        "label: up",
+        f"--- {path}:2: cannot be used: 'series' is not a list; write a list of numbers, or a list of channels",
+    ]
+    path = write_jsonl(tmp_path / "y.jsonl", records[:1])
+    lines = show_plain(path, "temporal").splitlines()  # stage align: captions
+    assert lines[-2:] == ["caption: rises", f"--- {TOKENS_HINT}"]
+
+
+def test_structures_are_shown_with_their_chains_and_unknown_types(tmp_path: Path) -> None:
+    pytest.importorskip("gemmi")
+    (tmp_path / "pdb" / "sub").mkdir(parents=True)
+    (tmp_path / "pdb" / "sub" / "a.pdb").write_text(pdb_text(helix(["A", "XYZ", "H", "E", "A"])))
+    (tmp_path / "pdb" / "b.bcif").write_bytes(b"\x81")
+    assert show_plain(tmp_path / "pdb", "protein").splitlines() == [
+        f"--- {tmp_path}/pdb/sub/a.pdb",
+        "chain A: 5 residues; types A 2, X 1, H 1, E 1; unknown types: XYZ 1 (1 of 5 residues, never a target)",
+        "AXHEA",
+        f"--- {tmp_path}/pdb: 1 file not read: .bcif 1",
+    ]
+
+
+def test_questions_are_shown_with_their_pages(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    for name in ("page2.png", "page10.png"):
+        (tmp_path / "scan").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "scan" / name)
+    record = {"document": "scan", "question": "What?", "answers": ["red", "a red one"], "evidence_pages": [2]}
+    path = write_jsonl(tmp_path / "x.jsonl", [record])
+    assert show_plain(path, "docqa").splitlines() == [
+        f"--- {path}:1",
+        "document: scan",
+        "page: 2",
+        "question: What?",
+        "answer: red | a red one",
+        f"--- {TOKENS_HINT}",
+    ]
+
+
+def test_a_check_counts_subfolders_and_files_that_are_not_read_once(tmp_path: Path) -> None:
+    pytest.importorskip("gemmi")
+    for name in ("a", "b", "c"):
+        (tmp_path / "pdb" / name).mkdir(parents=True)
+        (tmp_path / "pdb" / name / "x.pdb").write_text(pdb_text(helix(["A", "HIE", "CYX", "UNK", "A"])))
+    for name in ("x.bcif", "y.cif.bz2", "z.BCIF", "README", ".hidden"):
+        (tmp_path / "pdb" / name).write_bytes(b"x")
+    found = invoke("data", "check", tmp_path / "pdb", "--task", "protein")
+    assert found.exit_code == 0, found.output
+    shape = "3 chains: 5 residues; unknown types: UNK 3 (3 of 15 residues, never a target)"
+    assert found.stdout.splitlines() == [
+        "3 good records, 0 bad",
+        f"{tmp_path}/pdb: 3 records; {shape}; read: path",
+        f"{tmp_path}/pdb: 4 files not read: without a suffix 1, .bcif 2, .cif.bz2 1",
+    ]

@@ -16,13 +16,14 @@ from dstrain.data import structures
 from dstrain.data.records import BadRecord
 from dstrain.data.structures import (
     AMINO_ACIDS,
+    SIMULATION_NAMES,
     Chain,
     chain_from_columns,
     cluster_sequences,
     load_or_cluster,
     read_chains,
 )
-from tests.unit.data.pdb_files import Atom, helix, pdb_text
+from tests.unit.data.pdb_files import THREE, Atom, helix, pdb_text
 
 gemmi = pytest.importorskip("gemmi", reason='needs gemmi: pip install "dstrain[protein]"')
 
@@ -74,7 +75,8 @@ def test_a_modified_residue_has_the_type_of_its_parent(tmp_path: Path) -> None:
 def test_the_alternate_location_with_the_highest_occupancy_is_read_whole(tmp_path: Path) -> None:
     atoms = helix("ACD")
     low = [atom._replace(altloc="A", occupancy=0.4) for atom in atoms[4:8]]
-    high = [atom._replace(altloc="B", occupancy=0.6, place=(50.0, 0.0, 0.0)) for atom in atoms[4:6]]
+    far = [(50.0, 0.0, 0.0), (50.0, 1.5, 0.0)]
+    high = [atom._replace(altloc="B", occupancy=0.6, place=place) for atom, place in zip(atoms[4:6], far, strict=True)]
     high += [atom._replace(altloc="B", occupancy=0.6) for atom in atoms[6:8]]
     (chain,) = read_chains(write(tmp_path, [*atoms[:4], *low, *high, *atoms[8:]]))
     assert list(chain.coordinates[1, :2, 0]) == [50.0, 50.0]
@@ -136,6 +138,183 @@ def test_a_broken_structure_is_refused_with_its_place(case: str, tmp_path: Path)
         read_chains(write(tmp_path, change(helix("ACDEF"))))
 
 
+ENTRY = "HEADER    HYDROLASE                               01-JAN-00   1ABC\n"
+
+
+def entry_text(sequence: str = "ACDEFGHIKL") -> str:
+    """Return a PDB file as the archive has them: header, sequence, atoms, TER, MASTER, END."""
+    names = [atom.residue for atom in helix(sequence)[::4]]
+    lines = [
+        f"SEQRES{row + 1:4} A {len(names):4}  {' '.join(names[start : start + 13])}\n"
+        for row, start in enumerate(range(0, len(names), 13))
+    ]
+    return ENTRY + "".join(lines) + pdb_text(helix(sequence)).replace("END\n", "MASTER        0\nEND\n")
+
+
+def cut_at_atom(text: str, count: int) -> str:
+    """Return the text up to the end of its atom `count`, from 1."""
+    return "".join(text.splitlines(True)[: text[: text.index("ATOM  ")].count("\n") + count])
+
+
+CUTS = {
+    "an entry, at the end of a line": (cut_at_atom(entry_text(), 20), r"SEQRES names 10 residues, and 5 have atoms"),
+    "an entry, in a column": (cut_at_atom(entry_text(), 20)[:-21], r"it is cut in line \d+; download it again"),
+    "an entry, in the name of a record": (cut_at_atom(entry_text(), 20) + "ATO", r"it is cut in line \d+"),
+    "a plain file, in a column": (cut_at_atom(pdb_text(helix("ACDEF")), 8)[:-21], r"it is cut in line 8"),
+    "a plain file, in a residue": (cut_at_atom(pdb_text(helix("ACDEF")), 10), r"it is cut in its last residue"),
+    "a file of models": (
+        "MODEL        1\n" + pdb_text(helix("ACDE")).replace("END\n", "ENDMDL\nMODEL        2\n")
+        + cut_at_atom(pdb_text(helix("ACDE")), 8), r"it is cut in a model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_pdb_file_that_was_cut_is_refused(case: str, tmp_path: Path) -> None:
+    text, message = CUTS[case]
+    (tmp_path / "x.pdb").write_text(text)
+    with pytest.raises(BadRecord, match=message):
+        read_chains(tmp_path / "x.pdb")
+
+
+def test_an_entry_that_was_cut_between_two_chains_is_refused(tmp_path: Path) -> None:
+    first = entry_text().replace("MASTER        0\nEND\n", "")
+    sequence = "SEQRES   1 B    3  ALA CYS ASP\n"
+    (tmp_path / "x.pdb").write_text(ENTRY + sequence + first.removeprefix(ENTRY))
+    with pytest.raises(BadRecord, match=r"SEQRES names chain B, which has no atoms, and no line END follows"):
+        read_chains(tmp_path / "x.pdb")
+
+
+@pytest.mark.parametrize("end", ["TER\n", "END\n", "TER\nMASTER        0\nEND", "CONECT    1    2\n"])
+def test_an_entry_that_ends_is_whole_whatever_ends_it(end: str, tmp_path: Path) -> None:
+    (tmp_path / "x.pdb").write_text(cut_at_atom(entry_text(), 20) + end)
+    assert letters(read_chains(tmp_path / "x.pdb")[0]) == "ACDEF"  # the others may be disordered
+
+
+def test_a_plain_file_needs_no_end(tmp_path: Path) -> None:
+    (tmp_path / "x.pdb").write_text(pdb_text(helix("ACDEF")).removesuffix("TER\nEND\n").rstrip())
+    assert letters(read_chains(tmp_path / "x.pdb")[0]) == "ACDEF"
+
+
+def cif_text(style: str = "pdbx") -> str:
+    """Return an entry as mmCIF; in the style pdbx a line # ends each category."""
+    structure = gemmi.read_pdb_string(entry_text())
+    structure.setup_entities()
+    structure.assign_label_seq_id()
+    document = structure.make_mmcif_document()
+    options = gemmi.cif.WriteOptions()
+    options.prefer_pairs = True
+    text = str(document.as_string(options))
+    lines = text.replace("\n\n", "\n#\n") if style == "pdbx" else text
+    assert "_entity_poly_seq." in lines
+    return lines.rstrip() + ("\n#\n" if style == "pdbx" and not lines.rstrip().endswith("#") else "\n")
+
+
+@pytest.mark.parametrize("style", ["pdbx", "plain"])
+def test_an_mmcif_file_that_was_cut_is_refused(style: str, tmp_path: Path) -> None:
+    whole = cif_text(style)
+    (tmp_path / "x.cif").write_text(whole)
+    assert letters(read_chains(tmp_path / "x.cif")[0]) == "ACDEFGHIKL"
+    rows = [at for at, line in enumerate(whole.splitlines()) if line.startswith("ATOM")]
+    (tmp_path / "x.cif").write_text("\n".join(whole.splitlines()[: rows[14]]) + "\n")
+    with pytest.raises(BadRecord, match=r"it is cut.*; download it again, or, if it is whole, end it with a line #"):
+        read_chains(tmp_path / "x.cif")
+    with (tmp_path / "x.cif").open("a") as file:
+        file.write("#\n")
+    assert letters(read_chains(tmp_path / "x.cif")[0]) == "ACDE"  # the reader's word for it
+
+
+@pytest.mark.parametrize(("name", "kind"), [("x.pdb", "cif"), ("x.cif", "pdb"), ("x.pdb.gz", "pdb")])
+def test_the_content_says_the_format_and_not_the_name(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(cif_text() if kind == "cif" else entry_text())
+    assert letters(read_chains(tmp_path / name)[0]) == "ACDEFGHIKL"
+
+
+def test_a_web_page_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.pdb").write_text("<html>404</html>")
+    with pytest.raises(BadRecord, match=r"it is HTML or XML, not a structure"):
+        read_chains(tmp_path / "x.pdb")
+
+
+@pytest.mark.parametrize(
+    ("name", "letter"),
+    [
+        (name, AMINO_ACIDS[[*THREE.values()].index(parent)])
+        for name, parent in SIMULATION_NAMES.items()
+        if len(name) == 3
+    ],
+)
+def test_names_of_simulations_are_those_of_amino_acids(name: str, letter: str, tmp_path: Path) -> None:
+    atoms = helix(["A", name, "D", "E", name])
+    (chain,) = read_chains(write(tmp_path, [atom._replace(is_hetero=False) for atom in atoms]))
+    assert (letters(chain), chain.unknown) == (f"A{letter}DE{letter}", {})
+
+
+def test_long_names_of_simulations_are_known_in_mmcif(tmp_path: Path) -> None:
+    text = cif_text().replace("HIS", "HISE").replace("LYS", "LYSH")
+    (tmp_path / "x.cif").write_text(text)
+    assert letters(read_chains(tmp_path / "x.cif")[0]) == "ACDEFGHIKL"
+
+
+def test_unknown_types_are_counted_by_name(tmp_path: Path) -> None:
+    (chain,) = read_chains(write(tmp_path, helix(["A", "XYZ", "D", "UNK", "XYZ", "E"])))
+    assert (letters(chain), chain.unknown) == ("AXDXXE", {"XYZ": 2, "UNK": 1})
+
+
+def move(atoms: list[Atom], change: Any) -> list[Atom]:
+    return [atom._replace(place=change(atom)) for atom in atoms]
+
+
+GEOMETRIES = {
+    "all at the origin": (lambda atom: (0.0, 0.0, 0.0), r"all 40 backbone atoms are at one place \(0, 0, 0\)"),
+    "three residues at the origin": (
+        lambda atom: (0.0, 0.0, 0.0) if 4 <= atom.number <= 6 else atom.place,
+        r"chain A, residue 4 GLU has backbone atoms at one place \(and 2 more residues\)",
+    ),
+    "nanometres": (
+        lambda atom: tuple(value / 10 for value in atom.place),
+        r"median length of 0\.15 Å, not about 1\.4; these are nanometres: multiply the coordinates by 10",
+    ),
+    "picometres": (lambda atom: tuple(value * 100 for value in atom.place), r"write coordinates in Å"),
+    "two residues at one place": (
+        lambda atom: (
+            next(other.place for other in helix("ACDEFGHIKL") if (other.name, other.number) == (atom.name, 4))
+            if atom.number == 5
+            else atom.place
+        ),
+        r"the CA atoms of residues 4 GLU and 5 PHE are 0 Å apart",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GEOMETRIES)
+def test_coordinates_that_are_no_molecule_are_refused(case: str, tmp_path: Path) -> None:
+    change, message = GEOMETRIES[case]
+    with pytest.raises(BadRecord, match=message):
+        read_chains(write(tmp_path, move(helix("ACDEFGHIKL"), change)))
+
+
+@pytest.mark.parametrize("name", ["A", " "])
+def test_two_chains_of_one_name_are_two_where_ter_is_between(name: str, tmp_path: Path) -> None:
+    first, second = helix("ACDEFGH", name), helix("ACDEFGH", name, turn_offset=30)
+    text = pdb_text(first).removesuffix("END\n") + pdb_text(second)
+    (tmp_path / "x.pdb").write_text(text)
+    assert [letters(chain) for chain in read_chains(tmp_path / "x.pdb")] == ["ACDEFGH"] * 2
+
+
+def test_two_chains_of_one_name_without_ter_are_refused_with_that_fix(tmp_path: Path) -> None:
+    first, second = helix("ACDEFGH"), helix("ACDEFGH", turn_offset=30)
+    with pytest.raises(BadRecord, match=r"atom N twice; if these are two chains, end the first one with a line TER"):
+        read_chains(write(tmp_path, first + second))
+
+
+def test_a_gap_that_is_written_as_ter_does_not_split_a_chain(tmp_path: Path) -> None:
+    text = pdb_text(helix("ACDE")).removesuffix("END\n") + pdb_text(helix("FGHI", first=9, turn_offset=8))
+    (tmp_path / "x.pdb").write_text(text)
+    (chain,) = read_chains(tmp_path / "x.pdb")
+    assert (letters(chain), list(chain.positions)) == ("ACDEFGHI", [0, 1, 2, 3, 8, 9, 10, 11])
+
+
 def test_a_fault_of_a_later_model_is_found(tmp_path: Path) -> None:
     first, second = pdb_text(helix("ACDE")), pdb_text([helix("ACDE")[0], *helix("ACDE")])
     models = [text.replace("END\n", "ENDMDL\n") for text in (first, second)]
@@ -190,7 +369,7 @@ def test_an_empty_file_is_said_to_be_empty(name: str, tmp_path: Path) -> None:
 def test_a_file_that_hangs_or_crashes_gemmi_is_a_bad_record(
     work: str, limits: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structures, "_read_structure", lambda path: exec(work, {"os": os}))
+    monkeypatch.setattr(structures, "_read_file", lambda path: exec(work, {"os": os}))
     monkeypatch.setattr(structures, "LIMITS", replace(structures.LIMITS, **limits))
     with pytest.raises(BadRecord, match=message):
         read_chains(write(tmp_path, helix("ACDEF")))

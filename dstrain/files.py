@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, BinaryIO, Self
 
-from dstrain.errors import RecipeError
+from dstrain.errors import RecipeError, UsageError
 
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
@@ -32,6 +33,21 @@ MAX_JSON_BYTES = 64 << 20
 STALE_PARTIAL_SECONDS = 24 * 3600.0
 """A partial file of another host counts as a dead process's after this many seconds without a write."""
 _OWNER = r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}"
+
+
+def check_path_encoding(path: str) -> None:
+    """Raise UsageError for a path that is not valid UTF-8, or that is, but Python's file system encoding is not."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        content, encoding = os.fsencode(path), sys.getfilesystemencoding()
+        with contextlib.suppress(UnicodeDecodeError):
+            if encoding.lower() != "utf-8" and content.decode():
+                problem = f"is UTF-8, but Python reads paths as {encoding} here"
+                raise UsageError(f"{path!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8") from None
+        shown = content.decode(errors="backslashreplace")
+        problem = "is not valid UTF-8, which recipes, logs and trackers need"
+        raise UsageError(f"{shown}: {problem}; rename the file or folder, or choose another") from None
 
 
 @cache

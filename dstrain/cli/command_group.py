@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -26,11 +26,16 @@ from dstrain.errors import (
     is_debug,
     save_traceback,
 )
+from dstrain.files import check_path_encoding
 from dstrain.process_setup import discard_closed_output, prepare_process
 
 
 class GroupedCommand(click.Command):
     """Command whose help lists the launch options under a separate heading."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[GIVEN_WORDS] = list(args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, of_launch in (("Options", False), ("Launch options", True)):
@@ -42,6 +47,10 @@ class GroupedCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_examples(ctx, formatter)
+
+
+GIVEN_WORDS = "dstrain.words"
+"""Key of a context's `meta`: the words after the command, as they were given."""
 
 
 class SubcommandGroup(click.Group):
@@ -75,6 +84,12 @@ class CommandGroup(SubcommandGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_process()
+        try:
+            for word in args[0] if args and args[0] is not None else kwargs.get("args") or sys.argv[1:]:
+                check_path_encoding(word)
+        except UsageError as error:
+            echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
         try:
             return super().main(*args, **kwargs)
         except OSError as error:  # of the group's own --help; other commands end in `invoke`
@@ -111,23 +126,47 @@ class CommandGroup(SubcommandGroup):
 
 def _explain_setting(error: click.UsageError) -> click.UsageError:
     """Return the error with the `--set` that was meant by another trainer's option, or by `key=value`."""
-    from dstrain.config import list_keys  # not at the top: --help answers at once
-    from dstrain.config.aliases import find_answer
-
     if not any(param.name == "overrides" for param in (error.ctx.command.params if error.ctx else ())):
         return error
     if isinstance(error, click.NoSuchOption):
-        name = error.option_name.lstrip("-").replace("-", "_")
-        answer = find_answer((name,))
-        if name in list_keys():
-            hint = f"write --set {name}=VALUE"
-        elif answer is not None:
-            hint = f"{answer}" + (f": write --set {answer.text}=VALUE" if answer.text in list_keys() else "")
-        else:
-            return error
-        return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx)
+        hint = _explain_option(error.option_name, error.ctx.meta.get(GIVEN_WORDS, []) if error.ctx else [])
+        return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error
     found = re.search(r"unexpected extra arguments? \((\S+=\S*)", error.message)
     return click.UsageError(f"{error.message}: write --set {found[1].rstrip(')')}.", error.ctx) if found else error
+
+
+def _explain_option(option: str, words: Sequence[str]) -> str:
+    """Return the option that was meant by a word of another trainer, with its value; empty for an unknown word.
+
+    `words`: those of the whole command.
+    """
+    from dstrain.config import list_keys  # not at the top: --help answers at once
+    from dstrain.config.aliases import Answer, find_answer
+    from dstrain.tasks import TaskOptions
+
+    name = option.lstrip("-").replace("-", "_")
+    value = _find_value(option, words)
+    known = list_keys()
+    place = TaskOptions().find_place(_find_value("--task", words) or "", name)
+    is_of_task = bool(place) and ", of " not in place
+    answer = Answer("keys", name) if name in known else Answer("keys", place) if is_of_task else find_answer((name,))
+    if answer is None and place:
+        answer = Answer("keys", place)
+    if answer is None:
+        return ""
+    written = answer.for_value(value).to_option(value, known)
+    if name in known:
+        return f"write {written}"
+    return f"{answer.for_value(value) if value else answer}" + (f": write {written}" if written else "")
+
+
+def _find_value(option: str, words: Sequence[str]) -> str | None:
+    """Return the value of an option, `--name=value` or the word after it; None for a flag."""
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else None if following.startswith("--") else following
+    return None
 
 
 def echo(text: str, err: bool = False) -> None:

@@ -23,7 +23,7 @@ from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist,
 from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.process_setup import count_available_cores
-from dstrain.tasks import make_task
+from dstrain.tasks import TaskOptions, make_task
 from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.text import TextTask
 
@@ -41,7 +41,7 @@ def _read_config(recipe: str | None, task: str | None, overrides: Sequence[str])
         return resolve_recipe(TrainRequest(recipe=recipe, task=task, overrides=overrides)).config
     if task is None:
         raise UsageError("name the task that reads the file with --task, or a recipe with --recipe")
-    return resolve_paths(read_recipe(None, overrides, task).config, Path.cwd())
+    return resolve_paths(read_recipe(None, overrides, task, options=TaskOptions()).config, Path.cwd())
 
 
 def check_file(

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from dstrain.commands.init import format_lora
-from dstrain.commands.recipe_args import RECIPES_DIR, list_builtin_recipes
+from dstrain.commands.recipe_args import list_builtin_recipes
+from dstrain.config.aliases import RECIPES_DIR
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, PresetError, UsageError, suggest_name
 from dstrain.planner.memory import plan_memory

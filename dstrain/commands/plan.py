@@ -26,7 +26,7 @@ from dstrain.planner.workload import (
     parse_bytes,
 )
 from dstrain.preset import preset_names, read_preset
-from dstrain.tasks import fill_learning_rate, fill_lora
+from dstrain.tasks import TaskOptions, fill_learning_rate, fill_lora
 from dstrain.units import format_bytes, format_count
 
 MAX_FIXES = 3
@@ -106,7 +106,7 @@ def make_report(request: PlanRequest) -> PlanReport:
 def read_plan_recipe(request: PlanRequest) -> RunConfig:
     """Return the recipe with the task's defaults. Data files need not exist here. Raises UsageError."""
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
-    recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
+    recipe = read_recipe(path, request.overrides, request.task, request.ds_config, TaskOptions())
     config, model = recipe.config, recipe.config.model
     if request.model_shape is not None:
         model = model.model_copy(update={"path": None, "config": named_config(request.model_shape)})

@@ -20,7 +20,7 @@ from dstrain.errors import UsageError
 from dstrain.files import match_files
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.shapes import read_shape
+from dstrain.planner.shapes import check_group_patterns, read_base_shape, read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, Preset
 from dstrain.tasks import Task, builtin_tasks, make_task
@@ -42,12 +42,32 @@ def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, devic
     """Check what a run will probably start with. Returns the DeepSpeed JSON. Raises UsageError."""
     task.checks.required_keys()
     check_judge(task)
+    _check_names(start.config)
     if start.config.save.copy_to is not None:
         open_filesystem(start.config.save.copy_to)
     if start.config.optim.name in OPTIMIZERS_8BIT:
         cluster = Cluster(gpus_per_node=world_size, kind=device.kind, bf16=device.bf16)
         _check_8bit_partitions(start.config, start.preset, cluster)
     return resolve_ds_config(start.config, start.preset, start.batch, world_size, device, run_dir)
+
+
+def _check_names(config: RunConfig) -> None:
+    """Raise RecipeError for names of layers and parameters that the model lacks, where its config tells its parameters.
+
+    These are model.lora.targets, model.freeze and optim.groups.
+    """
+    names = config.model.lora is not None or config.model.freeze or config.optim.groups
+    if not names or not read_properties(config).is_known:
+        return
+    try:
+        base = read_base_shape(config.model)
+    except UsageError:  # the ranks read the model
+        return
+    is_told = base is not None and base.tensors and base.param_source == "config"
+    if base is None or not is_told or any(".experts." in one.name for one in base.tensors):
+        return
+    shape = read_shape(config)
+    check_group_patterns(shape, config.optim.groups)
 
 
 def _check_8bit_partitions(config: RunConfig, preset: Preset, cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
-import sys
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,16 +17,14 @@ import click
 
 from dstrain.cache import file_digest
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
+from dstrain.config.aliases import RECIPES_DIR
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_locations, suggest_name
-from dstrain.files import find_path, find_pattern, not_file_reason, path_exists
+from dstrain.files import check_path_encoding, find_path, find_pattern, not_file_reason, path_exists
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
-from dstrain.tasks import fill_learning_rate, fill_lora, find_task
-
-RECIPES_DIR = Path(__file__).parents[1] / "recipes"
-
+from dstrain.tasks import TaskOptions, fill_learning_rate, fill_lora, find_task
 
 def list_builtin_recipes() -> list[str]:
     """Return the names of the packaged recipes."""
@@ -55,6 +53,8 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
         return RECIPES_DIR / f"{name}.yaml"
     if path_exists(path):
         fault = "is a folder; give the YAML file in it"
+    elif "=" in name:
+        fault = f"is a value of a key; write --set {shlex.quote(name)}"
     elif path.suffix in (".yaml", ".yml") or "/" in name:
         fault = f"there is no such file (working directory: {Path.cwd()}); check the path"
     else:
@@ -101,7 +101,7 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
     """Return the recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
     _check_dir_options(request)
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
-    recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
+    recipe = read_recipe(path, request.overrides, request.task, request.ds_config, TaskOptions())
     if (command := click.get_current_context(silent=True)) is not None:
         set_key_locations(recipe.locate_key)
         command.call_on_close(set_key_locations)
@@ -142,13 +142,7 @@ def _check_dir_options(request: TrainRequest) -> None:
 def check_run_dir(request: TrainRequest, name: str) -> None:
     """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a run's."""
     folder = get_run_dir(request, name)
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        check_path_encoding(folder)
-        shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
-        problem = f"--run-dir {shown}: the path is not valid UTF-8, which logs and trackers need"
-        raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    check_path_encoding(str(folder))
     place = next((path for path in (folder, *folder.parents) if path_exists(path)), folder)
     if path_exists(place) and not place.is_dir():
         raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
@@ -170,15 +164,6 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
             problem = f"contains a {found.name} that is not a run's, and a run would overwrite it"
     if problem:
         raise UsageError(f"--run-dir {request.run_dir}: {problem}; choose another, such as --run-dir runs/first")
-
-
-def check_path_encoding(path: Path) -> None:
-    """Raise UsageError if the path is valid UTF-8, but Python's file system encoding is not."""
-    encoding = sys.getfilesystemencoding()
-    with contextlib.suppress(UnicodeDecodeError):
-        if encoding.lower() != "utf-8" and os.fsencode(path).decode("utf-8"):
-            problem = f"is UTF-8, but Python reads paths as {encoding} here"
-            raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
 
 
 def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
@@ -311,6 +296,8 @@ def _missing_file_fault(key: str, text: str, recipe_dir: Path) -> Fault:
     if scheme := re.match(r"[A-Za-z][\w+.-]+://", text):
         fix = "download or mount it, and give the local path; or write org/name for a dataset on the hub"
         return Fault(f"{key} {text}", f"data is not read from {scheme[0]}", fix)
+    if "," in text:
+        return Fault(f"{key} {text}", "there is no such file", f"write several as a list: [{text}]")
     places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
     siblings = [other.name for other in path.parent.glob("*")] if path_exists(path.parent) else []
     hint = suggest_name(path.name, siblings) if siblings else ""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
-from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config.aliases import RECIPES_DIR
 from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, scratch_folder
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig

@@ -26,7 +26,7 @@ from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, su
 from dstrain.launch.supervise import StopState, exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.workload import Cluster
-from dstrain.preset import Device
+from dstrain.preset import Device, resolve_precision
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
@@ -54,7 +54,7 @@ def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], d
     launch = _plan_request(request, recipe, run_dir, launch_options)
     if not isinstance(launch, SlurmLaunch) and (line := cpu_overload_warning(launch)):
         log_stderr(f"warning: {line}")
-    task, device, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch)
+    task, device, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch, dry_run)
     if dry_run:
         if start.auto:
             log_stderr(start.auto)
@@ -80,7 +80,7 @@ def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], d
 
 
 def _check_before_launch(
-    recipe: Recipe, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, dry_run: bool = False
 ) -> tuple[Task, Device, Start, dict[str, Any]]:
     """Check all that needs no torch; return what a run will probably start with, and its DeepSpeed JSON.
 
@@ -90,6 +90,9 @@ def _check_before_launch(
     # As far as this host knows.
     device = Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
     start = _guess_start(recipe.config, run_dir, resume, launch, device)
+    if dry_run and device.kind == "cpu" and resolve_precision(start.preset, recipe.config.precision, device) == "fp16":
+        log_stderr("warning: fp16 needs a GPU, and this machine shows none, where the launch itself would be refused")
+        device = Device("cuda", bf16=False)
     ds_config = check_launch(task, start, run_dir, launch.world_size, device)
     check_data(task, start, resume.allowed_keys)
     if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders

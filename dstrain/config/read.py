@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -27,6 +28,16 @@ MAX_RECIPE_BYTES = 1 << 20
 """Largest recipe that is read: PyYAML takes seconds for a megabyte."""
 MAX_VALUES = 10_000
 """Limit on the values of a recipe: an alias (*) inside the block that it names would otherwise be followed forever."""
+
+
+class OptionLookup(Protocol):
+    """Knowledge of the tasks' options, which are defined in a layer above this one."""
+
+    def find_type(self, task: str, option: str) -> Any:
+        """Return the annotation of an option of a task, such as `synthetic.num_samples`; None for an unknown one."""
+
+    def find_place(self, task: str, name: str) -> str:
+        """Return `options.NAME`, with the task where it is another one, for a name of an option; else an empty text."""
 
 
 def read_yaml(path: Path) -> SourceMap:
@@ -148,21 +159,35 @@ def _node_location(node: yaml.Node, source: SourceMap) -> str:
     return source.name if source.name == COMMAND_LINE else f"{source.name}:{node.start_mark.line + 1}"
 
 
-def apply_override(source: SourceMap, text: str) -> None:
-    """Set the value of a `--set KEY=VALUE`, over any value of the file. Raises RecipeError."""
+def apply_override(source: SourceMap, text: str, options: OptionLookup | None = None, task: str = "") -> None:
+    """Set the value of a `--set KEY=VALUE`, over any value of the file. Raises RecipeError.
+
+    A key whose type is text takes the value as text, but for null and a text in quotes. Null removes a key that cannot
+    be null. `task`: whose options `options` are looked up.
+    """
     dotted, equals, value = text.partition("=")
     names, text = tuple(dotted.strip().split(".")), one_line(text)
     if not equals:
         raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
     if "" in names:
         raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
+    accepted = _find_types(names, options, task)
+    is_text = str in accepted and accepted <= {str, NoneType}
     try:
         parsed, root = yaml.safe_load(value), yaml.compose(value, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError):
-        raise RecipeError(f"--set {text}: the value is not valid YAML; quote it for the shell and for YAML") from None
+        if not is_text:
+            problem = "the value is not valid YAML; quote it for the shell and for YAML"
+            raise RecipeError(f"--set {text}: {problem}") from None
+        parsed, root = value, None
+    if is_text and parsed is not None and not isinstance(parsed, str):
+        parsed, root = value.strip(), None
     override = SourceMap(COMMAND_LINE, locations={names: COMMAND_LINE})
     if faults := list(_record_locations(root, names, override)):
         raise RecipeError(faults)
+    if parsed is None and accepted and NoneType not in accepted:
+        _drop_key(source, names)
+        return
     block: Any = source.values
     for depth, name in enumerate(names[:-1], 1):
         if block.get(name) is None:
@@ -176,6 +201,31 @@ def apply_override(source: SourceMap, text: str) -> None:
     # Keys of the file inside the replaced block are gone.
     source.locations = {key: place for key, place in source.locations.items() if key[: len(names)] != names}
     source.locations[names] = COMMAND_LINE
+
+
+def _find_types(key: KeyPath, options: OptionLookup | None, task: str) -> set[Any]:
+    """Return the types that a key accepts, `dict` for a block; empty for an unknown key."""
+    if key[0] == "options":
+        annotation = options.find_type(task, ".".join(map(str, key[1:]))) if options and task and len(key) > 1 else None
+    else:
+        field = _section_fields(RunConfig, key[:-1]).get(str(key[-1]))
+        annotation = None if field is None else field.annotation
+    return set() if annotation is None else set(_iter_types(annotation))
+
+
+def _iter_types(annotation: Any) -> Iterator[Any]:
+    """Yield the members of a union and the types of the values of a Literal."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _iter_types(parts[0])
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _iter_types(part)
+    elif origin is Literal:
+        yield Literal
+        yield from (NoneType for part in parts if part is None)
+    else:
+        yield origin or annotation
 
 
 def normalize_key(key: KeyPath, values: Any) -> KeyPath:
@@ -217,35 +267,42 @@ class Recipe:
 
 
 def read_recipe(
-    path: Path | None, overrides: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    task: str | None = None,
+    ds_config: str | None = None,
+    options: OptionLookup | None = None,
 ) -> Recipe:
     """Read the recipe in `path` (or none) with --set, --task and --ds-config applied.
 
     Of mutually exclusive keys, the one on the command line counts. Raises RecipeError with every fault found: unknown
-    keys (did you mean), wrong types and ranges, conflicting keys, and keys of features that do not exist yet.
+    keys (did you mean), wrong types and ranges, conflicting keys, and keys of features that do not exist yet. `options`:
+    for values and names of the task's options.
     """
     source = read_yaml(path) if path else SourceMap(COMMAND_LINE)
+    named = next((text.partition("=")[2] for text in reversed(overrides) if text.startswith("task=")), None)
+    of_task = task or named or str(source.values.get("task") or "")
     for text in overrides:
-        apply_override(source, text)
+        apply_override(source, text, options, of_task)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             source.values[key] = value
             source.locations[(key,)] = option
     resolve_overrides(source)
-    config = check_values(source, os.path.relpath(path) if path else "")
+    config = check_values(source, os.path.relpath(path) if path else "", options)
     name = path.stem if path else Path(config.task).stem
     return Recipe(config, name, path.parent.resolve() if path else Path.cwd(), source)
 
 
-def check_values(source: SourceMap, file: str = "") -> RunConfig:
+def check_values(source: SourceMap, file: str = "", options: OptionLookup | None = None) -> RunConfig:
     """Return the recipe that the values are. Raises RecipeError with every fault found.
 
-    `file`: the path of the source, as the working directory has it.
+    `file`: the path of the source, as the working directory has it. `options`: for names of the task's options.
     """
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
-        faults = _list_known_once(_schema_faults(error, source))
+        faults = _list_known_once(_schema_faults(error, source, options))
         if "task" not in source.values and (trainer := find_trainer(source.values)):
             fix = f"`dstrain init --from {shlex.quote(file or source.name)} --to recipe.yaml` writes the recipe"
             faults.append(Fault(source.name, f"is a configuration of {trainer}", fix))
@@ -282,7 +339,7 @@ def dump_recipe(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]:
+def _schema_faults(error: ValidationError, source: SourceMap, options: OptionLookup | None) -> Iterator[Fault]:
     """Yield one fault per location, however many branches of a union reported it."""
     seen: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
@@ -300,7 +357,7 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
             continue  # reported by another branch of a union, such as text for a block
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            yield from _unknown_key_faults(key, source)
+            yield from _unknown_key_faults(key, source, options)
             continue
         value = hide_secret(lookup(source.values, key))
         fix = _suggest_value(key, value) or _suggest_fix(value, details)
@@ -399,6 +456,9 @@ def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
         return "put it in quotation marks"
     if value is None and details[0]["type"] != "missing":
         return "give it a value, or remove it"
+    wants_list = details[0]["type"] in ("list_type", "tuple_type")
+    if wants_list and isinstance(value, str) and "," in value:
+        return f"write [{one_line(value)}]"
     return _FIXES.get(details[0]["type"], "correct the value")
 
 
@@ -412,20 +472,34 @@ def _list_known_once(faults: Iterator[Fault]) -> list[Fault]:
     return found
 
 
-def _unknown_key_faults(key: KeyPath, source: SourceMap) -> Iterator[Fault]:
+def _unknown_key_faults(key: KeyPath, source: SourceMap, options: OptionLookup | None) -> Iterator[Fault]:
     """Yield a fault for the key, or where it is a block of another trainer one for each key in it."""
     inner = iter_foreign_keys({key[-1]: lookup(source.values, key)}) if len(key) == 1 else [key]
     first: dict[KeyPath, KeyPath] = {}
     for path in inner:
         first.setdefault(tuple(part for part in path if not isinstance(part, int)), path)
     for name, path in first.items():
-        yield Fault(source.get_location(path), "no such key", _suggest_key(name))
+        yield Fault(source.get_location(path), "no such key", _suggest_key(name, path, source, options))
 
 
-def _suggest_key(key: KeyPath) -> str:
-    """Return what the key is here, if it is another trainer's, or the key that was probably meant."""
+def _suggest_key(key: KeyPath, path: KeyPath, source: SourceMap, options: OptionLookup | None) -> str:
+    """Return what the key is here, if it is another trainer's or an option, or the key that was probably meant.
+
+    `path`: the key with the indices of lists.
+    """
     name, siblings = str(key[-1]), list(_section_fields(RunConfig, key[:-1]))
+    task = str(source.values.get("task") or "")
+    place = options.find_place(task, name) if options is not None else ""
+    if place == f"options.{name}":
+        return f"here it is {place}"
     answer = find_answer(key)
+    if answer is None and place:
+        return f"here it is {place}"
+    value = lookup(source.values, path)
+    answer = answer and answer.for_value(value)
+    if answer is not None and answer.kind == "keys" and answer.text in read_values():
+        ours = find_value(answer.text, value)
+        return f"{answer}" + (f": {ours}" if ours not in (None, value) else "")
     # In a block of ours a reason for leaving out another trainer's key would be about another thing, but in that of peft.
     is_theirs = len(key) == 1 or key[0] not in RunConfig.model_fields or key[:-1] == ("model", "lora")
     if answer is not None and (answer.kind == "keys" or is_theirs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from dstrain.config.schema import BatchConfig, RunConfig, TokenizerConfig
@@ -35,6 +36,10 @@ def _check_task_and_model(config: RunConfig) -> Iterator[Violation]:
         if tokenizer.vocab_size < least:
             problem = f"is {tokenizer.vocab_size}, but a {kind} tokenizer has at least {least} entries"
             yield ("model", "tokenizer", "vocab_size"), problem, "raise it"
+    targets = None if model.lora is None else model.lora.targets
+    if isinstance(targets, str) and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", targets):
+        problem = f"is one text, {targets!r}, which is the name of no module"
+        yield ("model", "lora", "targets"), problem, f"write a list: [{targets}]"
     if config.precision != "auto":
         yield from check_dtype(config, config.precision)
 

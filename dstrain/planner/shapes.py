@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -240,6 +240,15 @@ def with_frozen(shape: ModelShape, patterns: Sequence[str]) -> ModelShape:
     frozen = {name for name, part in names.items() if any(is_selected(name, part, pattern) for pattern in patterns)}
     tensors = (replace(one, is_trainable=one.is_trainable and one.name not in frozen) for one in shape.tensors)
     return replace(shape, tensors=tuple(tensors))
+
+
+def check_group_patterns(shape: ModelShape, patterns: Collection[str]) -> None:
+    """Raise RecipeError for a name in optim.groups that matches no trained parameter."""
+    has_parts = bool(shape.count("vision"))
+    trained = {one.name: _component(one) if has_parts else None for one in shape.tensors if one.is_trainable}
+    # As in peft, whose adapters have a name.
+    trained |= {re.sub(r"(\.lora_\w+)", r"\1.default", name): part for name, part in trained.items()}
+    check_patterns(trained, patterns, "optim.groups")
 
 
 def _component(tensor: ParamTensor) -> Component | None:

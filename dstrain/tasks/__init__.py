@@ -1,6 +1,7 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
 from dstrain.tasks.common.registry import (
+    TaskOptions,
     builtin_tasks,
     default_learning_rate,
     default_lora,
@@ -32,6 +33,7 @@ __all__ = [
     "Reference",
     "Split",
     "Task",
+    "TaskOptions",
     "builtin_tasks",
     "default_learning_rate",
     "default_lora",

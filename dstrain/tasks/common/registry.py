@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -26,7 +27,15 @@ from dstrain.data.dataset import takes_positions
 from dstrain.errors import Fault, RecipeError, TaskError, describe_fault, suggest_name
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.models.folder import read_adapter
-from dstrain.tasks.common.task import DATA_KEYS, Task, get_option_fields, validate_options
+from dstrain.tasks.common.task import (
+    DATA_KEYS,
+    Task,
+    find_block,
+    get_option_fields,
+    option_types,
+    task_options,
+    validate_options,
+)
 
 TASK_FILE = "task.py"
 """Name of the copy of a task file in run folders and exports. It runs only where --task names it."""
@@ -278,6 +287,39 @@ def _import_task_module(name: str) -> ModuleType:
     raise TaskError(f"task '{name}': unknown task; {describe_method(name) or suggest_name(name, builtin_tasks())}")
 
 
+class TaskOptions:
+    """The options of tasks, for messages and values of a recipe that is being read (config.read.OptionLookup)."""
+
+    def find_type(self, task: str, option: str) -> Any:
+        """Return the annotation of an option of a task, or of one in a block of options; None for an unknown one."""
+        try:
+            owner: Any = find_task(task)
+        except TaskError:
+            return None  # reported where the task is needed
+        annotation: Any = None
+        for name in option.split("."):
+            annotation = None if owner is None else option_types(owner).get(name)
+            owner = find_block(annotation)
+        return annotation
+
+    def find_place(self, task: str, name: str) -> str:
+        """Return `options.NAME`, with the tasks that have it where the task has none of that name; else an empty text."""
+        with contextlib.suppress(TaskError):
+            if task and (key := _find_option_key(find_task(task), name)):
+                return key
+        keys = {other: _find_option_key(find_task(other), name) for other in builtin_tasks()}
+        owners = [other for other, key in keys.items() if key]
+        return f"{keys[owners[0]]}, of {' and '.join(owners)}" if owners else ""
+
+
+def _find_option_key(task: type[Task], name: str) -> str:
+    """Return the key of a task's option of that name, which may be in a block of options; empty if it has none."""
+    options = task_options(task)
+    keys = [f"options.{option.name}" for option in options if option.name == name]
+    keys += [f"options.{option.name}.{one.name}" for option in options for one in option.nested if one.name == name]
+    return keys[0] if keys else ""
+
+
 LORA_LR_FACTOR = 10.0
 """Factor of LoRA's default learning rate over that of full training; sources are in docs/optimizers.md."""
 
@@ -380,9 +422,21 @@ def make_task(recipe: RunConfig) -> Task:
     known, metric = ("loss", *names, *made.generated_metric_names), recipe.eval.metric
     if made.metric_names and metric not in known:
         raise TaskError(
-            Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", suggest_name(metric, known))
+            Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", _suggest_metric(metric, known))
         )
     return made
+
+
+ACCURACIES = ("accuracy", "exact_match", "pattern_accuracy", "token_accuracy")
+"""Names of the accuracy of tasks; of one that has several, the first counts."""
+
+
+def _suggest_metric(name: str, known: Sequence[str]) -> str:
+    """Return the metric that another trainer's name of a metric, such as eval_accuracy, means here."""
+    plain = name.removeprefix("eval_")
+    names = [plain, *(ACCURACIES if plain in ("accuracy", "acc") else ())]
+    ours = next((one for one in names if one in known), None)
+    return suggest_name(name, known) if ours is None else f"here it is {ours}"
 
 
 def _check_generation(made: Task) -> None:

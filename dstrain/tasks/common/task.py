@@ -443,20 +443,20 @@ def _describe_options(owner: type, fields: Sequence[dataclasses.Field[Any]]) -> 
     for cls in reversed(owner.__mro__):
         if dataclasses.is_dataclass(cls) and cls is not Task:
             helps.update(_field_docstrings(cls))
-    types = _option_types(owner)
+    types = option_types(owner)
     described = []
     for option in fields:
         name = option.type if isinstance(option.type, str) else getattr(option.type, "__name__", str(option.type))
         default = None if option.default is dataclasses.MISSING else option.default
         if option.default_factory is not dataclasses.MISSING:  # a block of options with their own defaults
             default = {}
-        block = _find_block(types[option.name])
+        block = find_block(types[option.name])
         nested = () if block is None else tuple(_describe_options(block, dataclasses.fields(block)))
         described.append(Option(option.name, name, default, helps.get(option.name, ""), nested))
     return described
 
 
-def _option_types(owner: type) -> dict[str, Any]:
+def option_types(owner: type) -> dict[str, Any]:
     """Return the evaluated annotation of each option of a task, or of a block of options."""
     types: dict[str, Any] = {}
     for cls in reversed(owner.__mro__):
@@ -465,7 +465,7 @@ def _option_types(owner: type) -> dict[str, Any]:
     return types
 
 
-def _find_block(annotation: Any) -> Any:
+def find_block(annotation: Any) -> Any:
     """Return the dataclass of an option that is a block of options, or None where it may be left out; else None."""
     return next((one for one in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(one)), None)
 
@@ -493,7 +493,7 @@ def validate_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
     """Return the recipe's options, each of its field's type. Raises TaskError with every fault."""
     faults: list[Fault] = []
     fields = _OptionFields("options", f"task {recipe.task}", [field.name for field in get_option_fields(task)], faults)
-    values = fields.validate(_option_types(task), recipe.options)
+    values = fields.validate(option_types(task), recipe.options)
     if faults:
         raise TaskError(faults)
     return values
@@ -517,7 +517,7 @@ class _OptionFields:
                 near = suggest_name(str(name), self.names)
                 self.faults.append(Fault(f"{self.place}.{name}", f"is not an option of {self.owner}", near))
                 continue
-            block = _find_block(types[name])
+            block = find_block(types[name])
             if block is not None and isinstance(value, Mapping):
                 values[name] = self._read_block(name, block, value)
             elif (problem := _check_value(types[name], value, values, name)) is not None:
@@ -529,7 +529,7 @@ class _OptionFields:
         """Return the block as its dataclass, None if it has a fault."""
         place, known = f"{self.place}.{name}", [field.name for field in dataclasses.fields(block)]
         before = len(self.faults)
-        values = _OptionFields(place, place, known, self.faults).validate(_option_types(block), given)
+        values = _OptionFields(place, place, known, self.faults).validate(option_types(block), given)
         if len(self.faults) > before:
             return None
         try:
@@ -541,7 +541,7 @@ class _OptionFields:
 
 def _check_value(annotation: Any, value: Any, values: dict[str, Any], name: str) -> str | None:
     """Put the value of its type into `values`; return what is wrong with it, None if nothing."""
-    if _find_block(annotation) is not None:
+    if find_block(annotation) is not None:
         if value is None and type(None) in get_args(annotation):
             values[name] = None
             return None

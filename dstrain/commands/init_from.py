@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from dstrain.commands.init import to_yaml
+from dstrain.commands.init_prompts import CHATML, PromptFormat, read_prompt_format
 from dstrain.config.aliases import (
     DATASET_BLOCKS,
     LOSS_TYPES,
@@ -27,9 +28,11 @@ from dstrain.config.aliases import (
     read_table,
     read_values,
 )
-from dstrain.config.read import MAX_RECIPE_BYTES, check_values, list_keys, read_text, read_yaml
+from dstrain.config.read import MAX_RECIPE_BYTES, check_values, is_number_key, list_keys, read_text, read_yaml
 from dstrain.config.schema import RunConfig
+from dstrain.data.formats.messages import ROLE_ALIASES
 from dstrain.data.sources.hub import is_hub_name
+from dstrain.data.sources.open import open_source
 from dstrain.errors import (
     Fault,
     PresetError,
@@ -78,6 +81,12 @@ _COMMAND = re.compile(
     r"|\S*src/(train)\.py(?=\s)|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
 )
 """A trainer's command, LLaMA-Factory's script, or a script of TRL's form, or one of ms-swift's."""
+_INFO_TAGS = {
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system", "observation_tag": "tool", "function_tag": "assistant",
+}  # fmt: skip
+"""Tag of LLaMA-Factory's dataset_info.json -> the names that are read here, or the role that its value is here."""
+_LINE_BREAK = "the line break that a template writes after the end of a turn is learnt there; here an answer ends with its end"
 _SHELL_VALUE = object()
 """Stands for a value that a shell would fill in."""
 
@@ -252,6 +261,10 @@ class _Converter:
     loss_type: str | None = None
     cut_splits: set[str] = field(default_factory=set)
     """Their splits that are a part of one."""
+    unset: list[str] = field(default_factory=list)
+    """Their keys whose value means that they are not set."""
+    formats: list[tuple[str, PromptFormat]] = field(default_factory=list)
+    """Key and format of each of their data sets."""
 
     def convert(self) -> ConvertedRecipe:
         """Return the recipe. Raises UsageError."""
@@ -265,8 +278,10 @@ class _Converter:
         self._convert_intervals()
         self._convert_trackers()
         self._convert_ds_config()
+        self._convert_precision()
         for name in list(self.left):
             self._convert_other(name)
+        self._note_numbers()
         return self._finish()
 
     def _read_keys(self) -> None:
@@ -276,6 +291,9 @@ class _Converter:
             name = ".".join(str(part) for part in key if part not in read_table()["blocks"]) or str(key[-1])
             value = lookup(self.source.values, key)
             if value in (None, "", [], {}):
+                continue
+            if is_unset(name, value):
+                self.unset.append(name)
                 continue
             if name in self.theirs and self.theirs[name] != value:
                 # Without the values: the key may be a token.
@@ -406,7 +424,7 @@ class _Converter:
         self.left |= dict.fromkeys(self.defaults)
 
     def _convert_adapters(self) -> None:
-        name, value = self.take(*find_names("model.lora"))
+        name, value = self.take(*find_names("model.lora"), *find_names("model.lora: {}"))
         method = str(value).lower()
         if method not in ("lora", "qlora", "true", "full", "none", "false"):
             raise self.refuse(name, "LoRA and full training are; model.freeze leaves layers as they are")
@@ -473,6 +491,8 @@ class _Converter:
             name, value = self.take(other)
             if isinstance(value, str) and ("{%" in value or "{{" in value or value.endswith(".jinja")):
                 self.put("model.chat_template", value, name)
+            elif value == "chatml" and self.trainer == "axolotl":
+                self.put("model.chat_template", CHATML, name)
             elif name:
                 why = "the tokenizer's own chat template is used; write model.chat_template: FILE (Jinja) for another"
                 self.note(name, why, value not in ("tokenizer_default", True))
@@ -501,9 +521,8 @@ class _Converter:
             self.put("model.gradient_checkpointing", not value, name)
         for width in ("bf16", "fp16", "fp32"):
             for other in find_names(f"precision: {width}"):
-                name, value = self.take(other)
-                if value is True or value == "full":
-                    self.put("precision", width, name)
+                if self.theirs.get(other) in (True, "full"):
+                    self.put("precision", width, self.take(other)[0])
         name, value = self.take("torch_dtype", "dtype", "compute_dtype")
         if ("precision",) not in self.values and (width := find_value("precision", value)):
             self.put("precision", width, name)
@@ -515,6 +534,7 @@ class _Converter:
         if where["data_files"] and not train:
             name, train = "train_data_files", "json"
         found = self._read_datasets(name, train, where)
+        self._convert_formats()
         if not all(str(one).startswith("FILL IN") for one in found):
             self.put("data.train", found if len(found) > 1 else found[0], name)
         else:
@@ -601,18 +621,34 @@ class _Converter:
     def _read_dataset(self, name: str, block: dict[str, Any], is_eval: bool) -> list[Any]:
         """Return the items of data.train for a data set of theirs; several where it has several files."""
         path, files = str(block.get("path") or ""), block.get("data_files")
-        columns = {
+        columns: dict[str, str | None] = {
             str(block[key]): ours
             for key, ours in read_table()["init"]["columns"].items()
             if isinstance(block.get(key), str) and block[key] not in (ours, *_SAME_COLUMNS.get(ours, ()))
         }
+        made_format = None
+        if self.trainer == "axolotl":
+            keys = _read_record_keys(files[0] if isinstance(files, list) and files else files or path)
+            made_format = read_prompt_format(block, keys, self._find_bos())
+        if made_format is not None:
+            columns |= made_format.columns
+        if not is_eval:
+            self.formats.append((f"{name}.type", made_format or PromptFormat()))
         for other in sorted(
-            {str(key) for key in block if block[key] not in (None, "", [], {})}
+            {str(key) for key in block if block[key] not in (None, "", {}) and (block[key] != [] or key == "roles_to_train")}
             - {*read_table()["init"]["columns"], "path", "data_files", "split", "name", "fraction", "columns"}
         ):
             answer = find_answer(("datasets", other))
+            is_off = block[other] is False and (answer is None or answer.kind != "by value")
+            answer = answer and answer.for_value(block[other])
             why = str(answer or "no trainer has this key")
-            is_lost = answer is None or (answer.kind == "not supported" and block[other] is not False)
+            is_lost = (answer is None or answer.kind in ("keys", "not supported")) and not is_off
+            if other == "type" and made_format is not None:
+                continue
+            if other == "roles" and isinstance(block[other], dict) and _are_known_roles(block[other]):
+                why, is_lost = "the roles are read as these", False
+            if other == "tags":
+                why, is_lost = _describe_tags(block[other]), True
             if other == "message_property_mappings" and block[other] not in _MESSAGE_KEYS:
                 why, is_lost = "a message has role and content, or from and value; rename its keys in the file", True
             self.note(f"{name}.{other}", why, is_lost)
@@ -657,9 +693,63 @@ class _Converter:
             info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
             place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
             columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
-            return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns}
+            more = {key: info.get(key) for key in ("folder", "num_samples")}
+            tags = {key: tag for key, tag in (info.get("tags") or {}).items() if not _is_known_tag(key, tag)}
+            return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns, **more, "tags": tags}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
+
+    def _find_bos(self) -> str | None:
+        """Return the BOS that the model's tokenizer puts in front of a text, if any; None where it cannot be read here."""
+        path = self.values.get(("model", "path"))
+        if not isinstance(path, str) or not Path(path).is_dir():
+            return None
+        try:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            ids = tokenizer("a")["input_ids"]
+            return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
+        except Exception:  # of any file that is no tokenizer
+            return None
+
+    def _convert_formats(self) -> None:
+        """Set the chat template that writes what the data sets' `type` writes there, or say why none does."""
+        templates = {one.template for _, one in self.formats}
+        for name, one in self.formats:
+            if len(templates) > 1 and one.template:
+                self.note(name, "prompts of this form need a model.chat_template, and other data sets another; train on one")
+            elif one.remark:
+                self.note(name, one.remark)
+        if len(templates) == 1 and (template := templates.pop()):
+            self.values["model", "chat_template"] = template
+            self.origins["model", "chat_template"] = self.formats[0][0]
+
+    def _convert_precision(self) -> None:
+        """Set fp32 where both 16-bit types are switched off, and no other key names a type."""
+        name = next((one for one in ("bf16", "bfloat16") if self.theirs.get(one) is False), "")
+        if name and ("precision",) not in self.values:
+            self.put("precision", "fp32", name)
+            self.origins["precision",] += ": false, without fp16"
+        for other in ("bf16", "bfloat16", "fp16", "float16", "float32", "pure_bf16"):
+            self.left.pop(other, None)
+
+    def _note_numbers(self) -> None:
+        """Note what gives other numbers than there by design."""
+        epochs, warmup, limit = (self.origins.get(key) for key in (("epochs",), ("optim", "warmup"), ("data", "max_length")))
+        if epochs is not None:
+            why = (
+                "there the last step of an epoch has the records that are left, and here it goes on with the next "
+                "epoch: 3 epochs of 91 records in steps of 8 are 35 steps, not 36"
+            )
+            self.note(epochs, why)
+        if warmup is not None and self.values["optim", "warmup"]:
+            self.note(warmup.partition(";")[0], "its first step has a rate of peak / steps of the warmup, and 0 there")
+        if limit is not None:
+            too_long = read_table()["trainers"][self.trainer]["too_long"]
+            self.note(limit, f"a longer record loses older turns, then the end of its answer, and there it {too_long}")
+        if self.trainer == "LLaMA-Factory" and self.task in ("sft", "vlm"):
+            self.note("template" if "template" in self.theirs else "template (default)", _LINE_BREAK)
 
     def _convert_steps(self) -> None:
         if self.trainer == "ms-swift" and "gradient_accumulation_steps" in self.defaults:
@@ -700,6 +790,14 @@ class _Converter:
             self.origins["optim", "warmup"] += "; at most 100 steps there"
         if ratio:
             self.note(ratio, f"{steps} counts", is_lost=False)
+        schedule, shape = next(
+            ((one, self.theirs[one]) for one in find_names("optim.schedule") if one in self.theirs), ("", None)
+        )
+        if str(shape).lower() == "constant":
+            self.values["optim", "warmup"] = 0
+            self.origins["optim", "warmup"] = f"{schedule}: constant is without warmup there"
+            if steps and steps not in self.defaults:
+                self.note(steps, "constant has no warmup there, and constant_with_warmup has one", is_lost=False)
         steps, count = self.number(*find_names("steps"))
         epochs, passes = self.take(*find_names("epochs"), "epochs")
         if count is not None:
@@ -840,8 +938,9 @@ class _Converter:
         if answer is None:
             near = suggest_name(name, [*read_aliases()])
             return self.note(name, "no trainer has this key" + (f"; {near}" if near.startswith("did you mean") else ""))
+        is_set = answer.kind == "by value" or str(value).lower() not in ("false", "0", "none")
+        answer = answer.for_value(value)
         if answer.kind != "keys":
-            is_set = str(value).lower() not in ("false", "0", "none")
             return self.note(name, str(answer), is_lost=answer.kind == "not supported" and is_set)
         key, _, given = answer.text.partition(": ")
         if key.startswith("options."):
@@ -861,15 +960,25 @@ class _Converter:
         is_set = value not in (False, 0, None)
         if name in ("train_on_prompt", "train_on_inputs"):
             value = not value
-        if option == "loss_type" and self.loss_type is not None:
+        if option == "simpo_gamma" and self._loss() != "simpo":
+            self.note(name, "only simpo has it", is_lost=False)
+        elif option == "loss_type" and self.loss_type is not None:
             self.note(name, f"the method is {self.loss_type}", is_lost=False)
         elif option not in known:
             self.note(name, f"task {self.task} has no option {option}", is_lost=is_set)
         else:
             self.put(("options", option), value, name)
             if name == "assistant_only_loss" and name in self.defaults:
-                why = "of records with prompt and completion only the completion is learnt there; write true for them"
+                why = (
+                    "of records with prompt and completion only the completion is learnt there, with the line break "
+                    "after its end; write true for them"
+                )
                 self.note(f"{name} (default)", why)
+
+    def _loss(self) -> str | None:
+        """Return the loss of task dpo that is asked for."""
+        given = next((self.theirs[one] for one in find_names("options.loss_type") if one in self.theirs), None)
+        return self.loss_type or (given[0] if isinstance(given, list) else given)
 
     # The recipe
 
@@ -894,6 +1003,8 @@ class _Converter:
             *" ".join(self.origins.values()).replace(",", " ").replace(";", " ").split(),
             *itertools.chain(*self.notes.values()),
         }
+        for name in self.unset:
+            self.note(name, "its value means that it is not set", is_lost=False)
         for name in [name for name in self.theirs if name not in named]:
             self.note(name, "it goes with a key above, or asks for what is done anyway", is_lost=False)
         if self.notes:
@@ -936,6 +1047,51 @@ def _find_file(name: str, other: Path) -> Path | None:
         folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in other.resolve().parents
     )
     return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)
+
+
+def is_unset(name: str, value: Any) -> bool:
+    """Return whether a value of theirs means that the key is not set, such as -1 for the number of steps."""
+    text, table = str(value).lower(), read_table()["init"]
+    if text in ("none", "null") and name not in table["none is a value"]:
+        return True
+    answer = find_answer((name,))
+    key = answer.text if answer is not None and answer.kind == "keys" else ""
+    if text in ("false", "no") and is_number_key(key):
+        return True
+    return text in {str(one).lower() for one in table["unset"].get(key, ())} or (
+        is_number(number := to_number(value)) and not isinstance(value, bool) and number in table["unset"].get(key, ())
+    )
+
+
+def _read_record_keys(file: Any) -> set[str] | None:
+    """Return the keys of the first record of a file; None where there is no such file."""
+    if not isinstance(file, str) or not Path(file).is_file():
+        return None
+    try:
+        return {*open_source(file, {})[0]}
+    except (UsageError, IndexError, OSError):
+        return None
+
+
+def _are_known_roles(roles: Mapping[str, Any]) -> bool:
+    """Return whether the roles of a data set, role -> its names there, are read so here."""
+    return all(
+        ROLE_ALIASES.get(str(name).lower()) == ROLE_ALIASES.get(str(role).lower())
+        for role, names in roles.items()
+        for name in (names if isinstance(names, list) else [names])
+    )
+
+
+def _is_known_tag(key: str, tag: Any) -> bool:
+    """Return whether messages with this tag of dataset_info.json are read here as there."""
+    expected = _INFO_TAGS.get(key)
+    return tag in expected if isinstance(expected, tuple) else ROLE_ALIASES.get(str(tag).lower()) == expected
+
+
+def _describe_tags(tags: Mapping[str, Any]) -> str:
+    """Return what is to be done with messages that have other tags."""
+    given = ", ".join(f"{key} {one_line(str(tag))}" for key, tag in tags.items())
+    return f"a message has role and content, or from and value, with the roles of docs/data.md; rename {given} in the file"
 
 
 def to_number(value: Any) -> Any:

@@ -203,6 +203,12 @@ def apply_override(source: SourceMap, text: str, options: OptionLookup | None = 
     source.locations[names] = COMMAND_LINE
 
 
+def is_number_key(key: str) -> bool:
+    """Return whether the values of a key of a recipe are numbers, without words and switches."""
+    types = _find_types(tuple(key.split(".")), None, "") - {NoneType}
+    return bool(types) and types <= {int, float}
+
+
 def _find_types(key: KeyPath, options: OptionLookup | None, task: str) -> set[Any]:
     """Return the types that a key accepts, `dict` for a block; empty for an unknown key."""
     if key[0] == "options":

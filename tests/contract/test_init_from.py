@@ -280,6 +280,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "data": {"train": "pairs.jsonl", "max_length": 64, "max_samples": 10},
             "ds_config": "zero3",
             "batch": {"micro": 1, "accumulate": 2},
+            "precision": "fp32",
             "optim": {"lr": 1e-6, "betas": [0.9, 0.95], "weight_decay": 0.05, "schedule": "cosine", "warmup": 0.03},
             "epochs": 3,
             "seed": 42,
@@ -405,6 +406,16 @@ BEGIN = {
 }
 
 
+BY_DESIGN = ("steps of 8 are 35 steps, not 36", "peak / steps of the warmup", "a longer record loses", "the line break that")
+"""Parts of the lines on numbers that no recipe makes equal."""
+
+
+def differing_lines(result: Result) -> list[str]:
+    """Return the lines on what is learnt otherwise, but for those of every file."""
+    lines = [line.strip() for line in result.stderr.splitlines() if line.startswith("  differs: ")]
+    return [line for line in lines if not any(part in line for part in BY_DESIGN)]
+
+
 @pytest.mark.parametrize(
     ("trainer", "text", "told"),
     [
@@ -412,7 +423,8 @@ BEGIN = {
         ("axolotl", "sample_packing: false", None),
         ("LLaMA-Factory", "neat_packing: true", "neat_packing: a sample of their step"),
         ("TRL", "packing: true", "packing: a sample of their step"),
-        ("axolotl", "chat_template: chatml", "chat_template: the tokenizer's own chat template is used; write"),
+        ("axolotl", "chat_template: llama3", "chat_template: the tokenizer's own chat template is used; write"),
+        ("axolotl", "chat_template: chatml", None),
         ("axolotl", "chat_template: tokenizer_default", None),
         ("LLaMA-Factory", "template: llama3", "template: the tokenizer's own chat template is used"),
         ("axolotl", "special_tokens: {pad_token: x}", "special_tokens: not supported (the special tokens are"),
@@ -420,7 +432,7 @@ BEGIN = {
         ("axolotl", "model_config: {output_router_logits: true}", "model_config: here it is model.config"),
         ("TRL", "use_peft: true", "lora_target_modules (default): PEFT chooses there"),
         ("axolotl", "reward_model: true\nnum_labels: 1", None),
-        ("axolotl", "datasets: [{path: a.jsonl, field_thinking: x, train_on_last_step_only: false}]", None),
+        ("axolotl", "datasets: [{path: a.jsonl, field_thinking: reasoning, train_on_last_step_only: false}]", None),
         ("axolotl", "datasets: [{path: a.jsonl, message_property_mappings: {role: who}}]", "message_property_mappings"),
         ("TRL", "remove_unused_columns: false", None),
         ("LLaMA-Factory", "use_swanlab: true\ntemperature: 0.5\nflash_attn: xformers", None),
@@ -439,7 +451,7 @@ def test_what_is_learnt_otherwise_is_said_and_nothing_else(
     Path("sft.yaml").write_text(f"{BEGIN[trainer]}{text}\n")
     result = invoke("init", "--from", "sft.yaml")
     assert result.exit_code == 0, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("  differs: ")]
+    lines = differing_lines(result)
     assert len(lines) == (told is not None), lines
     assert (told or "") in result.stderr
 
@@ -655,7 +667,7 @@ def test_options_are_read_as_the_trainer_reads_them(words: str, key: tuple[str, 
     text = f"trl sft --model_name_or_path model --dataset_name chats.jsonl {words}"
     assert lookup(convert("run.sh", text), key) == value
     result = invoke("init", "--from", "run.sh")
-    assert result.stderr.count("differs") == 1
+    assert len(differing_lines(result)) == 1
     assert "differs: assistant_only_loss (default): of records with prompt and completion" in result.stderr
     assert "  assistant_only_loss: false         # assistant_only_loss (default)" in result.stdout
 
@@ -700,9 +712,10 @@ def test_an_offload_that_no_preset_has_is_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("train demo-rm --learning_rate 1e-5", "here it is optim.lr: write --set optim.lr=VALUE"),
-        ("train demo-rm --max-steps 2", "here it is steps: write --set steps=VALUE"),
-        ("train demo-rm --optim.lr 2", "write --set optim.lr=VALUE"),
+        ("train demo-rm --learning_rate 1e-5", "here it is optim.lr: write --set optim.lr=1e-5."),
+        ("train demo-rm --max-steps=2", "here it is steps: write --set steps=2."),
+        ("train demo-rm --max-steps --cpu", "here it is steps: write --set steps=VALUE."),
+        ("train demo-rm --optim.lr 2", "write --set optim.lr=2."),
         ("train demo-rm optim.lr=1e-5", "write --set optim.lr=1e-5"),
         ("train demo-rm --output_dir x", "here it is --run-dir"),
         ("train demo-rm --push_to_hub", "here it is `dstrain export --push-to-hub`"),

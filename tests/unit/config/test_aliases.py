@@ -71,7 +71,9 @@ def test_an_answer_names_a_key_or_option_that_there_is() -> None:
 
 def test_no_name_has_two_answers() -> None:
     text = (Path(__file__).parents[3] / "dstrain/config/aliases.yaml").read_text().partition("\nvalues:")[0]
-    names = [name.strip() for row in re.findall(r"^ {4}\[([^]]*)\]", text, flags=re.M) for name in row.split(",")]
+    rows = re.findall(r"^ {4}\[([^]]*)\]", text, flags=re.M)
+    names = [name.strip() for row in rows for name in row.split(",")]
+    names += re.findall(r"^ {4}([\w.]+): \[", text.partition("\nby value:")[2].partition("\nnot supported:")[0], flags=re.M)
     assert len(names) > 1000
     assert sorted(names) == sorted({*names})
     assert {*names} == {*read_aliases()}
@@ -80,9 +82,29 @@ def test_no_name_has_two_answers() -> None:
 def test_keys_in_blocks_have_their_own_answer() -> None:
     assert str(find_answer(("fsdp_config", "offload_params"))).startswith("not needed because DeepSpeed's ZeRO shards")
     assert str(find_answer(("train_cfgs", "learning_rate"))) == "here it is optim.lr"
-    assert str(find_answer(("datasets", 0, "type"))).startswith("not needed because the records are read by their keys")
+    assert str(find_answer(("datasets", 0, "ds_type"))).startswith("not needed because the records are read by their")
     assert str(find_answer(("trl", "beta"))).startswith("not supported (no reinforcement learning")
     assert find_answer(("frobnicate",)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        ("disable_shuffling", False, True),
+        ("average_tokens_across_devices", True, False),
+        ("datasets.roles_to_train", ["assistant"], ["assistant", "user"]),
+        ("datasets.roles_to_train", ["gpt"], []),
+        ("datasets.train_on_eos", "turn", "all"),
+        ("datasets.message_field_training", "train", "learn"),
+        ("lora_bias", "none", "all"),
+    ],
+)
+def test_the_value_of_a_key_decides_its_answer(name: str, same: object, other: object) -> None:
+    answer = find_answer((name,))
+    assert answer is not None
+    assert answer.for_value(same).kind == "not needed because"
+    assert answer.for_value(other).kind == "not supported"
+    assert re.match(r"only `.*` is supported \(", str(answer))
 
 
 def test_known_keys_are_listed_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from dstrain.data.series import SERIES_TOKEN_ID
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, list_unread
 from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
+from dstrain.files import match_files
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks import TaskOptions, make_task
 from dstrain.tasks.common.record_task import RecordTask
@@ -44,6 +46,26 @@ def _read_config(recipe: str | None, task: str | None, overrides: Sequence[str])
     return resolve_paths(read_recipe(None, overrides, task, options=TaskOptions()).config, Path.cwd())
 
 
+def _find_item(config: RunConfig, file: str, recipe: str | None) -> tuple[TrainDatasetConfig, list[str]]:
+    """Return how a file is read: as the item of the recipe that names it, and a line that says so.
+
+    The recipe's item has the file's columns, media folder and split.
+    """
+    items: list[tuple[str, DatasetConfig]] = [(f"data.train.{at}", item) for at, item in enumerate(config.data.train)]
+    items += [("data.eval", config.data.eval)] if config.data.eval is not None else []
+    place = os.path.realpath(Path(file).expanduser())
+    for key, item in items:
+        paths = [item.path, *map(str, match_files(Path(item.path)))]
+        if file == item.path or place in map(os.path.realpath, paths):
+            known = item.model_dump(include=set(DatasetConfig.model_fields)) | {"path": file}
+            settings = {name: value for name, value in known.items() if name != "path" and value is not None}
+            shown = "".join(f", {name} {value}" for name, value in settings.items())
+            return TrainDatasetConfig(**known), [f"read as {key} of {recipe}{shown}"] if recipe is not None else []
+    is_other = recipe is not None and any(item.columns or item.media_dir for _, item in items)
+    told = [f"{recipe} does not name this file: it is read with data.columns, without columns of another file"]
+    return TrainDatasetConfig(path=file), told if is_other else []
+
+
 def check_file(
     file: str,
     task: str | None,
@@ -57,18 +79,18 @@ def check_file(
     parse = made.checks.parse_record
     if parse is None:
         raise TaskError(f"task {config.task}: has no record format to check; the task reads its records itself")
+    item, told = _find_item(config, file, recipe)
     if not isinstance(made, RecordTask):
-        opened = open_source(file, config.data.columns)
-        return check_source(opened, parse, count_available_cores(), show_progress), ""
-    item = DatasetConfig(path=file)
+        opened = open_source(item, config.data.columns)
+        return check_source(opened, parse, count_available_cores(), show_progress), "\n".join(told)
     opened = made.open_source(item)
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
-    told = list_unread(opened)
+    told += list_unread(opened)
     if isinstance(source, DocumentSource):
         recall = source.measure_recall()  # of the evidence pages that records name
-        told = [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
+        told += [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
     told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_vision else []
     if not made.reads_text:
         return found, "\n".join(told)
@@ -117,9 +139,11 @@ def show_file(
     a short form, which needs no tokenizer. Raises RecipeError without a tokenizer, TaskError.
     """
     config = _read_config(recipe, task, overrides)
-    changes = {"train": [TrainDatasetConfig(path=file)], "eval": None, "eval_fraction": 0.0, "max_samples": limit}
+    item, told = _find_item(config, file, recipe)
+    changes = {"train": [item], "eval": None, "eval_fraction": 0.0, "max_samples": limit}
     data = config.data.model_copy(update=changes | {"on_error": "skip"})
     made = make_task(config.model_copy(update={"data": data}))
+    yield from (f"--- {line}" for line in told)
     describes = isinstance(made, RecordTask) and made.describes_records
     if isinstance(made, RecordTask) and describes:
         yield from show_records(made, limit)

@@ -198,3 +198,40 @@ def test_a_check_counts_subfolders_and_files_that_are_not_read_once(tmp_path: Pa
         f"{tmp_path}/pdb: 3 records; {shape}; read: path",
         f"{tmp_path}/pdb: 4 files not read: without a suffix 1, .bcif 2, .cif.bz2 1",
     ]
+
+
+def test_a_file_is_read_as_the_recipe_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = find_task("sft").tiny(tmp_path)
+    (tmp_path / "alpaca.jsonl").write_text('{"ask": "Add 1.", "out": "2"}\n' * 3)
+    (tmp_path / "held.jsonl").write_text('{"q": "Add 2.", "a": "3"}\n' * 2)
+    (tmp_path / "other.jsonl").write_text('{"ask": "Add 1.", "out": "2"}\n')
+    renamed = {"path": "alpaca.jsonl", "columns": {"ask": "instruction", "out": "output"}}
+    values["data"] |= {"train": ["train.jsonl", renamed], "eval": {"path": "held*.jsonl", "columns": {"q": "prompt", "a": "completion"}}}  # fmt: skip
+    values["data"].pop("eval_fraction", None)
+    write_recipe(tmp_path, values)
+    checked = invoke("data", "check", "./alpaca.jsonl", "--recipe", "recipe.yaml")
+    assert checked.exit_code == 0, checked.output
+    assert "3 good records, 0 bad" in checked.stdout
+    line = "read as data.train.1 of recipe.yaml, columns {'ask': 'instruction', 'out': 'output'}"
+    assert line in checked.stdout
+    shown = invoke("data", "show", tmp_path / "alpaca.jsonl", "--recipe", "recipe.yaml")
+    assert line in shown.stdout
+    assert "Add 1." in shown.stdout
+    checked = invoke("data", "check", "held.jsonl", "--recipe", "recipe.yaml")
+    assert "2 good records, 0 bad" in checked.stdout
+    assert "read as data.eval of recipe.yaml, columns {'a': 'completion', 'q': 'prompt'}" in checked.stdout
+    refused = invoke("data", "check", "other.jsonl", "--recipe", "recipe.yaml")
+    assert refused.exit_code == 2
+    assert "recipe.yaml does not name this file" in refused.stderr
+
+
+def test_images_of_a_checked_file_are_looked_up_in_the_recipes_folder(tmp_path: Path) -> None:
+    values = find_task("vlm").tiny(tmp_path)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "lists/train.jsonl")
+    values["data"]["train"] = {"path": str(tmp_path / "lists/train.jsonl"), "media_dir": str(tmp_path)}
+    write_recipe(tmp_path, values)
+    checked = invoke("data", "check", tmp_path / "lists/train.jsonl", "--recipe", tmp_path / "recipe.yaml")
+    assert checked.exit_code == 0, checked.output
+    assert f"media_dir {tmp_path}" in checked.stdout

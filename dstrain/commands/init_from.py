@@ -600,7 +600,7 @@ class _Converter:
         for item in value if isinstance(value, list) else [value] if value else []:
             block = dict(item) if isinstance(item, dict) else {"path": str(item), **where}
             path = str(block.get("path") or "")
-            if self.trainer == "LLaMA-Factory" and not Path(path).suffix and not Path(path).exists():
+            if self.trainer == "LLaMA-Factory" and not Path(path).suffix and not Path(path).is_file():
                 info = self._read_dataset_info(path)
                 if info is None:
                     key = ("data", "eval" if is_eval else "train")
@@ -833,6 +833,9 @@ class _Converter:
             if str(strategy).lower() in ("no", "best", "false"):
                 why = "the last checkpoint and the best are kept" if block == "save" else "nothing is evaluated"
                 self.note(kind, why, is_lost=False)
+        name, _ = self.take("do_eval")
+        if name:
+            self.note(name, "held-out data is evaluated, where there is some", is_lost=False)
         name, metric = self.take("metric_for_best_model", "eval_metric")
         if (metric := str(metric or "").removeprefix("eval_")) in ("loss", *find_task(str(self.task)).metric_names):
             self.put("eval.metric", metric, name)

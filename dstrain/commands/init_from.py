@@ -86,7 +86,9 @@ _INFO_TAGS = {
     "system_tag": "system", "observation_tag": "tool", "function_tag": "assistant",
 }  # fmt: skip
 """Tag of LLaMA-Factory's dataset_info.json -> the names that are read here, or the role that its value is here."""
-_LINE_BREAK = "the line break that a template writes after the end of a turn is learnt there; here an answer ends with its end"
+_LINE_BREAK = (
+    "the line break that a template writes after the end of a turn is learnt there; here an answer ends with its end"
+)
 _SHELL_VALUE = object()
 """Stands for a value that a shell would fill in."""
 
@@ -635,7 +637,11 @@ class _Converter:
         if not is_eval:
             self.formats.append((f"{name}.type", made_format or PromptFormat()))
         for other in sorted(
-            {str(key) for key in block if block[key] not in (None, "", {}) and (block[key] != [] or key == "roles_to_train")}
+            {
+                str(key)
+                for key in block
+                if block[key] not in (None, "", {}) and (block[key] != [] or key == "roles_to_train")
+            }
             - {*read_table()["init"]["columns"], "path", "data_files", "split", "name", "fraction", "columns"}
         ):
             answer = find_answer(("datasets", other))
@@ -695,7 +701,14 @@ class _Converter:
             columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
             more = {key: info.get(key) for key in ("folder", "num_samples")}
             tags = {key: tag for key, tag in (info.get("tags") or {}).items() if not _is_known_tag(key, tag)}
-            return {"path": place, "name": info.get("subset"), "split": info.get("split"), **columns, **more, "tags": tags}
+            return {
+                "path": place,
+                "name": info.get("subset"),
+                "split": info.get("split"),
+                **columns,
+                **more,
+                "tags": tags,
+            }
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -718,7 +731,9 @@ class _Converter:
         templates = {one.template for _, one in self.formats}
         for name, one in self.formats:
             if len(templates) > 1 and one.template:
-                self.note(name, "prompts of this form need a model.chat_template, and other data sets another; train on one")
+                self.note(
+                    name, "prompts of this form need a model.chat_template, and other data sets another; train on one"
+                )
             elif one.remark:
                 self.note(name, one.remark)
         if len(templates) == 1 and (template := templates.pop()):
@@ -736,7 +751,9 @@ class _Converter:
 
     def _note_numbers(self) -> None:
         """Note what gives other numbers than there by design."""
-        epochs, warmup, limit = (self.origins.get(key) for key in (("epochs",), ("optim", "warmup"), ("data", "max_length")))
+        epochs, warmup, limit = (
+            self.origins.get(key) for key in (("epochs",), ("optim", "warmup"), ("data", "max_length"))
+        )
         if epochs is not None:
             why = (
                 "there the last step of an epoch has the records that are left, and here it goes on with the next "
@@ -1094,7 +1111,9 @@ def _is_known_tag(key: str, tag: Any) -> bool:
 def _describe_tags(tags: Mapping[str, Any]) -> str:
     """Return what is to be done with messages that have other tags."""
     given = ", ".join(f"{key} {one_line(str(tag))}" for key, tag in tags.items())
-    return f"a message has role and content, or from and value, with the roles of docs/data.md; rename {given} in the file"
+    return (
+        f"a message has role and content, or from and value, with the roles of docs/data.md; rename {given} in the file"
+    )
 
 
 def to_number(value: Any) -> Any:

@@ -26,6 +26,7 @@ from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import TaskOptions, fill_learning_rate, fill_lora, find_task
 
+
 def list_builtin_recipes() -> list[str]:
     """Return the names of the packaged recipes."""
     return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))

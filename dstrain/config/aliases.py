@@ -69,7 +69,7 @@ class Answer(NamedTuple):
                 options = [self._replace(text=part).to_option(value, known) for part in text.split(word)]
                 return between.join(options) if all(options) else ""
         key, _, given = text.partition(" for ")[0].partition(": ")
-        if key not in known and not re.fullmatch(r"options\.\w+", key):
+        if key not in known and not re.fullmatch(r"options(\.\w+)+", key):
             return ""
         if not given and key in read_values():
             given = str(find_value(key, value) or value or _VALUE)

@@ -61,7 +61,9 @@ def split(example: Any, task: Any) -> list[tuple[list[int], list[int]]]:
         if "loss_mask" in example:
             mask = [int(one) for one in example["loss_mask"]]
         else:
-            start = int(example[f"{name}_prompt_length"] if f"{name}_prompt_length" in example else example["prompt_length"])
+            start = int(
+                example[f"{name}_prompt_length"] if f"{name}_prompt_length" in example else example["prompt_length"]
+            )
             mask = [int(at >= start) for at in range(len(ids))]
         rows.append((ids, mask))
     return rows
@@ -95,7 +97,10 @@ def test_the_steps_and_rates_are_those_of_the_trainer(converted: Converted) -> N
     per_epoch = -(-converted.count // batch.total)
     if config.epochs is not None and converted.count % batch.total:
         assert "the last step of an epoch has the records that are left" in converted.differences
-        assert (steps, len(rates)) == (-(-int(config.epochs * converted.count) // batch.total), per_epoch * config.epochs)
+        assert (steps, len(rates)) == (
+            -(-int(config.epochs * converted.count) // batch.total),
+            per_epoch * config.epochs,
+        )
         steps = len(rates)
     assert steps == len(rates)
     optim = config.optim

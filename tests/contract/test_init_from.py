@@ -406,7 +406,12 @@ BEGIN = {
 }
 
 
-BY_DESIGN = ("steps of 8 are 35 steps, not 36", "peak / steps of the warmup", "a longer record loses", "the line break that")
+BY_DESIGN = (
+    "steps of 8 are 35 steps, not 36",
+    "peak / steps of the warmup",
+    "a longer record loses",
+    "the line break that",
+)
 """Parts of the lines on numbers that no recipe makes equal."""
 
 

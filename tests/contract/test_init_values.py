@@ -304,7 +304,9 @@ UNSET: dict[str, list[tuple[str, Any, str, Any]]] = {
 @pytest.mark.parametrize(
     ("trainer", "name", "value", "key", "ours"), [(trainer, *row) for trainer, rows in UNSET.items() for row in rows]
 )
-def test_a_value_that_means_not_set_leaves_the_default(trainer: str, name: str, value: Any, key: str, ours: Any) -> None:
+def test_a_value_that_means_not_set_leaves_the_default(
+    trainer: str, name: str, value: Any, key: str, ours: Any
+) -> None:
     made = convert_with(trainer, **{name: value})
     assert lookup(values_of(made), tuple(key.split("."))) == ours, made.text
     assert not [line for line in made.differences if line.startswith(f"{name}:")], made.differences
@@ -351,7 +353,10 @@ def test_an_option_of_another_loss_is_no_fault() -> None:
         ({"user_tag": "human", "assistant_tag": "gpt", "observation_tag": "observation"}, ""),
         ({"role_tag": "speaker", "content_tag": "text"}, "rename role_tag speaker, content_tag text in the file"),
         ({"user_tag": "asker"}, "rename user_tag asker in the file"),
-        ({"assistant_tag": "user", "user_tag": "assistant"}, "rename assistant_tag user, user_tag assistant in the file"),
+        (
+            {"assistant_tag": "user", "user_tag": "assistant"},
+            "rename assistant_tag user, user_tag assistant in the file",
+        ),
     ],
 )
 def test_tags_of_dataset_info_are_read_or_named(tags: dict[str, str], told: str) -> None:

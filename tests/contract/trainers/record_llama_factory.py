@@ -53,7 +53,10 @@ def _write_pairs() -> None:
     for line in Path("data.jsonl").read_text().splitlines():
         pair = json.loads(line)
         turns = {
-            key: [{"from": {"user": "human", "assistant": "gpt"}[one["role"]], "value": one["content"]} for one in pair[key]]
+            key: [
+                {"from": {"user": "human", "assistant": "gpt"}[one["role"]], "value": one["content"]}
+                for one in pair[key]
+            ]
             for key in pair
         }
         pairs.append({"conversations": turns["prompt"], "chosen": turns["chosen"][0], "rejected": turns["rejected"][0]})

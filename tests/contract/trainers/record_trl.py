@@ -18,7 +18,16 @@ def record(name: str, folder: Path) -> dict[str, Any]:
     """Return rows, rates and number of steps of a case, trained in `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+    from trl import (
+        DPOConfig,
+        DPOTrainer,
+        ModelConfig,
+        ScriptArguments,
+        SFTConfig,
+        SFTTrainer,
+        TrlParser,
+        get_peft_config,
+    )
     from datasets import load_dataset
 
     write_inputs(name, folder)

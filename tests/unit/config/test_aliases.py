@@ -73,7 +73,9 @@ def test_no_name_has_two_answers() -> None:
     text = (Path(__file__).parents[3] / "dstrain/config/aliases.yaml").read_text().partition("\nvalues:")[0]
     rows = re.findall(r"^ {4}\[([^]]*)\]", text, flags=re.M)
     names = [name.strip() for row in rows for name in row.split(",")]
-    names += re.findall(r"^ {4}([\w.]+): \[", text.partition("\nby value:")[2].partition("\nnot supported:")[0], flags=re.M)
+    names += re.findall(
+        r"^ {4}([\w.]+): \[", text.partition("\nby value:")[2].partition("\nnot supported:")[0], flags=re.M
+    )
     assert len(names) > 1000
     assert sorted(names) == sorted({*names})
     assert {*names} == {*read_aliases()}

@@ -214,8 +214,10 @@ def render_aliases() -> str:
     """Return a table for each kind of answer to a key of another trainer."""
     rows: dict[str, dict[str, list[str]]] = {}
     for name, answer in read_aliases().items():
-        rows.setdefault(answer.kind, {}).setdefault(answer.text, []).append(f"`{name}`")
-    titles = {"keys": "here"}
+        same = " or ".join(f"`{str(value).lower()}`" for value in answer.values)
+        shown = f"`{name}`" + (f" ({same})" if same else "")
+        rows.setdefault(answer.kind, {}).setdefault(answer.text, []).append(shown)
+    titles = {"keys": "here", "by value": "not supported, but for a value in brackets, which is what is done here"}
     tables = [
         render_table(
             (titles.get(kind, kind), "names"),

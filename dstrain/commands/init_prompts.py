@@ -75,6 +75,7 @@ def read_prompt_format(block: Mapping[str, Any], keys: Collection[str] | None, b
     text, None where that is not known.
     """
     kind = block.get("type")
+    columns: dict[str, str | None]
     if isinstance(kind, Mapping):
         return _read_own_form(kind, keys, bos)
     if kind in _ALPACA_STYLES:
@@ -82,16 +83,17 @@ def read_prompt_format(block: Mapping[str, Any], keys: Collection[str] | None, b
         openings = [system.replace("{system}", text) for text in _ALPACA_SYSTEM]
         return _make_format((openings[0] + with_input, openings[1] + without), (with_input, without), keys, bos)
     if kind in _PAIR_COLUMNS:
-        columns = {theirs: ours for theirs, ours in _PAIR_COLUMNS[kind].items() if keys is None or theirs in keys}
+        renamed = {theirs: ours for theirs, ours in _PAIR_COLUMNS[kind].items() if keys is None or theirs in keys}
         remark = "TRL adds EOS after <|im_end|> there"
-        return PromptFormat(_CHATML_PAIRS, {} if kind == "chatml" and keys is None else columns, remark)
+        return PromptFormat(_CHATML_PAIRS, {} if kind == "chatml" and keys is None else renamed, remark)
     if kind == "completion":
         name = str(block.get("field") or "text")
-        others = {key: None for key in keys or () if key != name}
+        columns = {name: "text"} if name != "text" else {}
+        columns |= dict.fromkeys([key for key in keys or () if key != name])
         remark = "a text above sequence_len is cut into several there"
         if keys is None:
             remark += ", and keys of the records besides the text, such as instruction, need null in `columns`"
-        return PromptFormat("", ({name: "text"} if name != "text" else {}) | others, remark)
+        return PromptFormat("", columns, remark)
     return None
 
 

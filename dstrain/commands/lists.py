@@ -16,8 +16,8 @@ import yaml
 
 from dstrain.commands.init import format_lora
 from dstrain.commands.recipe_args import list_builtin_recipes
-from dstrain.config.aliases import RECIPES_DIR
 from dstrain.config import RunConfig
+from dstrain.config.aliases import RECIPES_DIR
 from dstrain.errors import DstrainError, PresetError, UsageError, suggest_name
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import named_config, read_shape

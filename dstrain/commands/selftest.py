@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.config.aliases import RECIPES_DIR
 from dstrain.commands.run_job import SINGLE_WORKER, Job, Prepared, scratch_folder
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.config import RunConfig
+from dstrain.config.aliases import RECIPES_DIR
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
 from dstrain.launch.command import rank_command
 from dstrain.launch.topology import visible_gpus, worker_from_env

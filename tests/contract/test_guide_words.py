@@ -11,7 +11,6 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-
 from dstrain.cli import main
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.aliases import RECIPES_DIR

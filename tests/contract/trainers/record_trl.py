@@ -17,6 +17,7 @@ from tests.contract.trainers.inputs import CASES, HERE, MAX_ROWS, write_inputs
 def record(name: str, folder: Path) -> dict[str, Any]:
     """Return rows, rates and number of steps of a case, trained in `folder`."""
     import torch
+    from datasets import load_dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import (
         DPOConfig,
@@ -28,7 +29,6 @@ def record(name: str, folder: Path) -> dict[str, Any]:
         TrlParser,
         get_peft_config,
     )
-    from datasets import load_dataset
 
     write_inputs(name, folder)
     os.chdir(folder)
@@ -57,7 +57,9 @@ def record(name: str, folder: Path) -> dict[str, Any]:
     for index in range(len(trainer.train_dataset)):
         batch = trainer.data_collator([trainer.train_dataset[index]])
         if is_dpo:
-            both = zip(batch["input_ids"].tolist(), batch["completion_mask"].tolist(), batch["attention_mask"].tolist())
+            both = zip(
+                *(batch[key].tolist() for key in ("input_ids", "completion_mask", "attention_mask")), strict=True
+            )
             rows.append([_row(ids, mask, seen) for ids, mask, seen in both])
         else:
             ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()

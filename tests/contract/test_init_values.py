@@ -371,3 +371,60 @@ def test_tags_of_dataset_info_are_read_or_named(tags: dict[str, str], told: str)
     info["d"]["num_samples"] = 5
     Path("data/dataset_info.json").write_text(json.dumps(info))
     assert [line for line in convert(LLAMA_FACTORY).differences if line.startswith("dataset.num_samples")]
+
+
+def write_records(**record: str) -> None:
+    Path("d.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def convert_data_set(**keys: Any) -> ConvertedRecipe:
+    return convert({**AXOLOTL, "datasets": [{"path": "d.jsonl", **keys}]})
+
+
+def test_the_text_of_a_completion_is_trained_on_alone() -> None:
+    write_records(instruction="Add 1.", output="2", id="x")
+    made = convert_data_set(type="completion", field="output")
+    columns = {"output": "text", "instruction": None, "id": None}
+    assert values_of(made)["data"]["train"] == {"path": "d.jsonl", "columns": columns}
+    assert any("a text above sequence_len is cut into several there" in line for line in made.differences)
+    Path("d.jsonl").unlink()
+    assert any("need null in `columns`" in line for line in convert_data_set(type="completion").differences)
+
+
+@pytest.mark.parametrize("kind", ["chatml.ultra", "chatml.intel", "chatml"])
+def test_pairs_in_chatml_get_its_template(kind: str) -> None:
+    made = convert({**AXOLOTL, "rl": "dpo", "datasets": [{"path": "d.jsonl", "type": kind}]})
+    assert "<|im_start|>" in values_of(made)["model"]["chat_template"]
+    assert any("TRL adds EOS after <|im_end|> there" in line for line in made.differences)
+
+
+def test_a_question_of_alpaca_with_an_input_has_it_in_the_system_turn() -> None:
+    write_records(instruction="Add.", input="1 and 2", output="3", system="Be brief.")
+    made = values_of(convert_data_set(type="alpaca"))
+    assert made["data"]["train"] == {"path": "d.jsonl", "columns": {"input": "system", "system": None}}
+    assert "### Instruction:\\n" in made["model"]["chat_template"]
+    form = {"format": "Q {instruction} {input} A", "field_instruction": "q", "field_output": "a", "field_input": "i"}
+    write_records(q="Add.", i="1", a="2")
+    made = values_of(convert_data_set(type=form))
+    assert made["data"]["train"]["columns"] == {"q": "instruction", "a": "output", "i": "system"}
+    write_records(q="Add.", i="1", a="2", system="Be brief.")
+    assert any("datasets.type" in line for line in convert_data_set(type=form).differences)
+
+
+def test_forms_of_prompts_that_one_template_cannot_write_are_said() -> None:
+    write_records(instruction="Add.", output="3")
+    sets = [{"path": "d.jsonl", "type": "alpaca"}, {"path": "d.jsonl", "type": "chat_template"}]
+    made = convert({**AXOLOTL, "datasets": sets})
+    assert "chat_template" not in values_of(made)["model"]
+    assert any("prompts of this form need a model.chat_template, and other data sets another" in one for one in made.differences)  # fmt: skip
+
+
+def test_a_data_set_is_looked_up_by_its_name_although_a_folder_has_it() -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps({"data": {"file_name": "d.json"}}))
+    assert values_of(convert({**LLAMA_FACTORY, "dataset": "data"}))["data"]["train"] == "data/d.json"
+
+
+def test_an_evaluation_is_switched_by_its_data() -> None:
+    for value in (True, False):
+        assert "eval" not in values_of(convert_with("TRL", do_eval=value))

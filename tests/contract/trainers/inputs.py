@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     },
 }
 """Name -> settings of a tokenizer; all have the vocabulary of tokenizer.json."""
+TOKENIZERS["bos"] = TOKENIZERS["llama3"]
+"""Its tokenizer.json puts the BOS in front of a text."""
 THINGS = ("pump", "valve", "kettle", "lamp", "wheel", "belt", "bell")
 WAYS = ("open it", "clean it", "oil it", "turn it", "wait a day")
 
@@ -67,7 +68,17 @@ def make_records(kind: str, count: int) -> list[dict[str, Any]]:
 def write_tokenizer(name: str, folder: Path) -> None:
     """Write a tokenizer's files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(HERE / "tokenizer.json", folder)
+    values = json.loads((HERE / "tokenizer.json").read_text())
+    if name == "bos":
+        bos = TOKENIZERS[name]["bos_token"]
+        ids = [one["id"] for one in values["added_tokens"] if one["content"] == bos]
+        first: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
+        texts = [{"Sequence": {"id": one, "type_id": 0}} for one in "AB"]
+        values["post_processor"] = {
+            "type": "TemplateProcessing", "single": [first, texts[0]], "pair": [first, *texts],
+            "special_tokens": {bos: {"id": bos, "ids": ids, "tokens": [bos]}},
+        }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(values))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **TOKENIZERS[name]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -244,7 +255,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lf_lora_sft": {"trainer": "LLaMA-Factory", "task": None, "config": LF_LORA_SFT, "tokenizer": "llama3", "data": ("alpaca", 91)},
     "lf_full_sft": {"trainer": "LLaMA-Factory", "task": None, "config": LF_FULL_SFT, "tokenizer": "chatml", "data": ("chats", 24)},
     "lf_dpo": {"trainer": "LLaMA-Factory", "task": None, "config": LF_DPO, "tokenizer": "llama3", "data": ("pairs", 32)},
-    "axolotl_alpaca": {"trainer": "axolotl", "task": None, "config": AXOLOTL_ALPACA, "tokenizer": "llama3", "data": ("alpaca", 32)},
+    "axolotl_alpaca": {"trainer": "axolotl", "task": None, "config": AXOLOTL_ALPACA, "tokenizer": "bos", "data": ("alpaca", 32)},
     "axolotl_chat": {"trainer": "axolotl", "task": None, "config": AXOLOTL_CHAT, "tokenizer": "chatml", "data": ("chats", 32)},
     "axolotl_own": {"trainer": "axolotl", "task": None, "config": AXOLOTL_OWN, "tokenizer": "chatml", "data": ("alpaca", 30)},
 }  # fmt: skip

@@ -40,8 +40,16 @@ def make_strategy(tokenizer: Any, config: Any) -> Any:
 def record(name: str, folder: Path) -> dict[str, Any]:
     """Return rows, rates and number of steps of a case, trained in `folder`."""
     import yaml
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer
-    from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        EarlyStoppingCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     assert EarlyStoppingCallback  # imported before the mock
     for name_of_module in ("triton", "triton.language", "wandb"):  # imported, and not used here

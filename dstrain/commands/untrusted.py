@@ -22,7 +22,7 @@ from dstrain.files import MAX_JSON_BYTES, read_limited
 from dstrain.models.folder import find_hub_code, is_local_path, read_adapter, wrong_size_fault
 from dstrain.preset import Preset, check_ds_config
 from dstrain.process_setup import log_stderr
-from dstrain.tasks import Task, builtin_tasks, find_task
+from dstrain.tasks import Task, TaskOptions, builtin_tasks, find_task
 from dstrain.tasks.common.judge import JUDGE_KEY
 from dstrain.tasks.common.reference import ReferenceTask
 
@@ -231,7 +231,7 @@ def load_folder_recipe(
     names that are not in the cache, unless the command line names them. `launch.env` and
     `launch.slurm` of the folder are dropped.
     """
-    config = read_recipe(file, [*folder_overrides, *overrides], task).config
+    config = read_recipe(file, [*folder_overrides, *overrides], task, options=TaskOptions()).config
     if file is None:
         return config
     named = {"task"} if task is not None else set()
@@ -329,7 +329,7 @@ def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]
     or if adapters need the base weights.
     """
     recipe, saved_config = run_dir / "recipe.yaml", run_dir / "model"
-    config = read_recipe(recipe, overrides).config
+    config = read_recipe(recipe, overrides, options=TaskOptions()).config
     model, base = config.model, read_recipe(recipe).config.model.path
     if base is None or model.path != base or Path(base).expanduser().is_dir():
         return []
@@ -356,7 +356,7 @@ def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -
     file = next((folder / name for name in ("recipe.yaml", recipe_name) if (folder / name).is_file()), None)
     if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in overrides):
         return
-    data = read_recipe(file, overrides).config.data
+    data = read_recipe(file, overrides, options=TaskOptions()).config.data
     for source in [data.eval] if data.eval is not None else data.train:
         if is_hub_name(source.path) and not Path(source.path).is_file() and not _is_dataset_cached(source.path):
             problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"

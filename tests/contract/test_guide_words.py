@@ -163,6 +163,14 @@ def test_null_removes_a_key_that_cannot_be_null(recipe: str) -> None:
         read_recipe(path, [f"{key}=null"], options=TaskOptions())
 
 
+def test_null_in_a_file_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("task: sft\nseed: null\n")
+    with pytest.raises(
+        RecipeError, match=r"r\.yaml:2 seed: must be a whole number, got None; give it a value, or remove it"
+    ):
+        read_recipe(tmp_path / "r.yaml")
+
+
 def test_fp16_can_be_looked_at_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -288,14 +287,14 @@ def _import_task_module(name: str) -> ModuleType:
 
 
 class TaskOptions:
-    """The options of tasks, for messages and values of a recipe that is being read (config.read.OptionLookup)."""
+    """The options of packaged tasks, for messages and values of a recipe that is being read (config.read.OptionLookup).
+
+    Not those of a task file: it would be run before anyone has said that it may be.
+    """
 
     def find_type(self, task: str, option: str) -> Any:
         """Return the annotation of an option of a task, or of one in a block of options; None for an unknown one."""
-        try:
-            owner: Any = find_task(task)
-        except TaskError:
-            return None  # reported where the task is needed
+        owner: Any = find_task(task) if task in builtin_tasks() else None
         annotation: Any = None
         for name in option.split("."):
             annotation = None if owner is None else option_types(owner).get(name)
@@ -304,9 +303,9 @@ class TaskOptions:
 
     def find_place(self, task: str, name: str) -> str:
         """Return `options.NAME`, with the tasks that have it where the task has none of that name; else an empty text."""
-        with contextlib.suppress(TaskError):
-            if task and (key := _find_option_key(find_task(task), name)):
-                return key
+        own = _find_option_key(find_task(task), name) if task in builtin_tasks() else ""
+        if own:
+            return own
         keys = {other: _find_option_key(find_task(other), name) for other in builtin_tasks()}
         owners = [other for other, key in keys.items() if key]
         return f"{keys[owners[0]]}, of {' and '.join(owners)}" if owners else ""

@@ -34,6 +34,10 @@ suggestion. `--set optim.lr=2e-5` sets a key by its dotted name on the command l
 `--set model.lora.rank=8` creates the block `lora` if the file has none. `dstrain init TASK` writes a starter recipe
 with the usual keys, and `dstrain train RECIPE --dry-run` prints a recipe with every key.
 
+On the command line a key whose type is text takes its value as it stands (`--set launch.slurm.time=24:00:00`); other
+values are YAML, a list in brackets: `--set optim.betas=[0.9,0.95]`. `--set KEY=null` sets a key to null, or removes it
+from the recipe where null is no value.
+
 Blocks are nested in YAML:
 
 ```yaml

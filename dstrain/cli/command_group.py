@@ -85,7 +85,8 @@ class CommandGroup(SubcommandGroup):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_process()
         try:
-            for word in args[0] if args and args[0] is not None else kwargs.get("args") or sys.argv[1:]:
+            words = args[0] if args else kwargs.get("args")
+            for word in sys.argv[1:] if words is None else words:
                 check_path_encoding(word)
         except UsageError as error:
             echo(f"error: {error}", err=True)

@@ -728,17 +728,18 @@ class _Converter:
 
     def _convert_formats(self) -> None:
         """Set the chat template that writes what the data sets' `type` writes there, or say why none does."""
-        templates = {one.template for _, one in self.formats}
-        for name, one in self.formats:
-            if len(templates) > 1 and one.template:
+        templates = {form.template for _, form in self.formats}
+        for name, form in self.formats:
+            if len(templates) > 1 and form.template:
                 self.note(
                     name, "prompts of this form need a model.chat_template, and other data sets another; train on one"
                 )
-            elif one.remark:
-                self.note(name, one.remark)
-        if len(templates) == 1 and (template := templates.pop()):
-            self.values["model", "chat_template"] = template
-            self.origins["model", "chat_template"] = self.formats[0][0]
+            elif form.remark:
+                self.note(name, form.remark)
+        name, first = self.formats[0] if self.formats else ("", PromptFormat())
+        if first.template and len(templates) == 1:
+            self.values["model", "chat_template"] = first.template
+            self.origins["model", "chat_template"] = name
 
     def _convert_precision(self) -> None:
         """Set fp32 where both 16-bit types are switched off, and no other key names a type."""
@@ -1078,9 +1079,10 @@ def is_unset(name: str, value: Any) -> bool:
     key = answer.text if answer is not None and answer.kind == "keys" else ""
     if text in ("false", "no") and is_number_key(key):
         return True
-    return text in {str(one).lower() for one in table["unset"].get(key, ())} or (
-        is_number(number := to_number(value)) and not isinstance(value, bool) and number in table["unset"].get(key, ())
-    )
+    values, number = table["unset"].get(key, ()), to_number(value)
+    if is_number(number):
+        return number in [known for known in values if not isinstance(known, bool)]
+    return text in [str(known).lower() for known in values]
 
 
 def _read_record_keys(file: Any) -> set[str] | None:

@@ -77,7 +77,7 @@ def read_prompt_format(block: Mapping[str, Any], keys: Collection[str] | None, b
     kind = block.get("type")
     columns: dict[str, str | None]
     if isinstance(kind, Mapping):
-        return _read_own_form(kind, keys, bos)
+        return _read_custom_form(kind, keys, bos)
     if kind in _ALPACA_STYLES:
         system, with_input, without = _ALPACA_STYLES[kind]
         openings = [system.replace("{system}", text) for text in _ALPACA_SYSTEM]
@@ -97,12 +97,12 @@ def read_prompt_format(block: Mapping[str, Any], keys: Collection[str] | None, b
     return None
 
 
-def _read_own_form(kind: Mapping[str, Any], keys: Collection[str] | None, bos: str | None) -> PromptFormat | None:
+def _read_custom_form(kind: Mapping[str, Any], keys: Collection[str] | None, bos: str | None) -> PromptFormat | None:
     """Return the format of a data set whose configuration has the prompt's form; None where no recipe can write it."""
     forms = {name: str(kind.get(name) or usual) for name, usual in _USER_DEFINED.items()}
     constant = str(kind.get("system_prompt") or "")
-    own_system = str(kind.get("field_system") or "system")
-    if keys is not None and own_system in keys and "{input}" in forms["format"]:
+    system_key = str(kind.get("field_system") or "system")
+    if keys is not None and system_key in keys and "{input}" in forms["format"]:
         return None  # a record here has one text beside question and answer
     opening = forms["system_format"].replace("{system}", constant) if constant else ""
     turns = forms["format"], forms["no_input_format"]

@@ -303,9 +303,9 @@ class TaskOptions:
 
     def find_place(self, task: str, name: str) -> str:
         """Return `options.NAME`, with the tasks that have it where the task has none of that name; else an empty text."""
-        own = _find_option_key(find_task(task), name) if task in builtin_tasks() else ""
-        if own:
-            return own
+        key = _find_option_key(find_task(task), name) if task in builtin_tasks() else ""
+        if key:
+            return key
         keys = {other: _find_option_key(find_task(other), name) for other in builtin_tasks()}
         owners = [other for other, key in keys.items() if key]
         return f"{keys[owners[0]]}, of {' and '.join(owners)}" if owners else ""

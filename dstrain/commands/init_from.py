@@ -766,8 +766,10 @@ class _Converter:
         if limit is not None:
             too_long = read_table()["trainers"][self.trainer]["too_long"]
             self.note(limit, f"a longer record loses older turns, then the end of its answer, and there it {too_long}")
-        if self.trainer == "LLaMA-Factory" and self.task in ("sft", "vlm"):
+        if self.trainer == "LLaMA-Factory" and self.task in ("sft", "vlm", "dpo", "kto"):
             self.note("template" if "template" in self.theirs else "template (default)", _LINE_BREAK)
+        elif self.trainer == "TRL" and self.task in ("dpo", "kto", "rm"):
+            self.note("chat_template (default)", _LINE_BREAK)
 
     def _convert_steps(self) -> None:
         if self.trainer == "ms-swift" and "gradient_accumulation_steps" in self.defaults:

@@ -27,11 +27,13 @@ from dstrain.models.adapters import merge_adapters
 from dstrain.models.folder import read_adapter
 from dstrain.models.params import unwrap_peft
 from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
+from dstrain.models.router_loss import router_logits_disabled
 from dstrain.models.weights import save_module
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_files
 from dstrain.tasks.common.task import EXPORT_RECIPE
+from dstrain.training.export_answers import ProbeAnswers, answer_probes, check_answers
 from dstrain.training.export_checks import (
     TensorDigest,
     check_exported_files,
@@ -43,6 +45,7 @@ from dstrain.training.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
+from dstrain.training.generation_config import write_generation_config
 from dstrain.training.saver import get_free_bytes
 from dstrain.training.state.files import CheckpointReader
 from dstrain.units import format_bytes
@@ -90,6 +93,8 @@ class _Expected:
     dtype: torch.dtype
     probes: Sequence[Batch]
     outputs: Sequence[torch.Tensor]
+    answers: ProbeAnswers | None
+    """Those of a model that writes text."""
     tensor_digests: Mapping[str, TensorDigest]
 
 
@@ -199,24 +204,34 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
     probes = task.export.make_probes([examples[index] for index in range(min(NUM_PROBES, len(examples)))])
     # Before the merge, which changes the model in place.
     outputs = [task.export.outputs(unwrap_peft(model), batch).double() for batch in probes]
+    answers = answer_probes(task, unwrap_peft(model))
     if loaded.checkpoint is not None:
         check_matches_checkpoint(model, CheckpointReader(loaded.checkpoint))
     whole: Any = merge_adapters(model) if merge_lora else model
     if merge_lora:
         check_params_finite(whole)
-    _save_model(whole, folder, task, merge_lora, max_shard_size, card)
+    _save_model(whole, folder, task, answers, merge_lora, max_shard_size, card)
     return _Expected(
         task,
         loaded.step,
         next(p.dtype for p in whole.parameters() if p.is_floating_point()),
         probes,
         outputs,
+        answers,
         compute_digests(get_state_tensors(whole)),
     )
 
 
-def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shard_size: str, card: str) -> None:
-    """Write weights, tokenizer, recipe and model card. Raises CheckpointError if the files differ from the model."""
+def _save_model(
+    model: Any,
+    folder: Path,
+    task: Task,
+    answers: ProbeAnswers | None,
+    merge_lora: bool,
+    max_shard_size: str,
+    card: str,
+) -> None:
+    """Write weights, tokenizer, generation config, recipe and model card. Raises CheckpointError if the files differ from the model."""
     preload_bitsandbytes()
     from peft import PeftModel
     from transformers import PreTrainedModel
@@ -226,11 +241,15 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shar
     with _as_checkpoint_error(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
+            # transformers cannot generate with a config that asks for them.
+            with router_logits_disabled(unwrap_peft(model)):
+                model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
         else:
             save_module(model, folder)
         copy_task_files(task, folder)
         task.export.save_extras(folder)
+        if answers is not None:
+            write_generation_config(unwrap_peft(model).generation_config, answers.task.tokenizer, folder)
         recipe = folder / EXPORT_RECIPE
         recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
         write_card(folder, card)
@@ -284,4 +303,7 @@ def _verify_reload(expected: _Expected, folder: Path) -> float:
         raise CheckpointError(
             f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written"
         )
+    if expected.answers is not None:
+        with _as_checkpoint_error("the exported folder cannot be used to generate"):
+            check_answers(expected.answers, folder, unwrap_peft(model), TOLERANCE[expected.dtype])
     return worst

@@ -157,9 +157,8 @@ class ModelSource:
         saved = self.tokenizer if processor is None else processor.hf_processor
         if saved is not None:
             tokenizer = saved if processor is None else processor.tokenizer
-            for key in LOADING_KEYS:
-                getattr(tokenizer, "init_kwargs", {}).pop(key, None)
-            saved.save_pretrained(str(folder))
+            with _saved_settings(tokenizer, self.can_generate):
+                saved.save_pretrained(str(folder))
 
     @property
     def tokenizer(self) -> Any:
@@ -250,6 +249,28 @@ class ModelSource:
         tokenizer = read_tokenizer(place or "", key, model.trust_remote_code, revision)
         set_pad_token(tokenizer, key)
         return tokenizer
+
+
+@contextlib.contextmanager
+def _saved_settings(tokenizer: Any, can_generate: bool) -> Iterator[None]:
+    """Give a tokenizer the settings inside that its folder needs: not how it was found here, and the padding side.
+
+    A batch of prompts that is padded on the right is answered wrongly by the programs that read the folder.
+    """
+    settings, side = getattr(tokenizer, "init_kwargs", {}), tokenizer.padding_side
+    for key in LOADING_KEYS:
+        settings.pop(key, None)
+    if not can_generate:
+        yield
+        return
+    before = {**settings}
+    settings["padding_side"] = tokenizer.padding_side = "left"  # the attribute alone is not saved
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = side
+        settings.clear()
+        settings.update(before)
 
 
 _ATTN_KEY = "model.attn_implementation"

@@ -23,7 +23,7 @@ from dstrain.commands.untrusted import check_probe_data, is_precision_enabled
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
-from dstrain.models.adapters import merge_adapters
+from dstrain.models.adapters import expected_warnings_hidden, merge_adapters
 from dstrain.models.folder import read_adapter
 from dstrain.models.params import unwrap_peft
 from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
@@ -242,7 +242,7 @@ def _save_model(
         folder.mkdir(parents=True)
         if hasattr(model, "save_pretrained"):
             # transformers cannot generate with a config that asks for them.
-            with router_logits_disabled(unwrap_peft(model)):
+            with router_logits_disabled(unwrap_peft(model)), expected_warnings_hidden():
                 model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
         else:
             save_module(model, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,13 @@ def test_a_run_folder_has_the_end_too(tmp_path: Path) -> None:
     run = run_of(tmp_path, make_base(tmp_path / "base"))
     told = json.loads((run / "model/generation_config.json").read_text())
     assert told["eos_token_id"] == [2, 7]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_peft_warns_of_nothing_that_is_done_here(merge: bool, tmp_path: Path) -> None:
+    """Of adapters on an embedding that is the output layer too, which a merge unties."""
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    run = run_of(tmp_path, base, lora={"rank": 4, "targets": ["embed_tokens", "q_proj"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_model(run, "last", tmp_path / "out", merge_lora=merge)

@@ -24,10 +24,11 @@ from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
 from dstrain.models.adapters import expected_warnings_hidden, merge_adapters
-from dstrain.models.folder import read_adapter
+from dstrain.models.folder import find_quantization, read_adapter
 from dstrain.models.params import unwrap_peft
 from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
 from dstrain.models.router_loss import router_logits_disabled
+from dstrain.models.weight_names import describe_name_changes, keep_file_names, list_tensors, read_base_names
 from dstrain.models.weights import save_module
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
@@ -70,11 +71,14 @@ class ExportReport:
     """Path in the folder -> size in bytes."""
     url: str | None = None
     """Address of the repository that it was uploaded to."""
+    notes: Sequence[str] = field(default=(), compare=False)
+    """How its files differ from those of the base model."""
 
     def describe(self, folder: Path, target: Publication) -> str:
         """Return what was written and where; of a dry run, each file with its size."""
         step = "" if self.step is None else f"step {self.step}, "
         line = f"{folder}: {step}{self.dtype}; reloaded, outputs differ by at most {self.max_diff:.2g}"
+        line = "\n".join([line, *self.notes])
         if not target.dry_run:
             return line if self.url is None else f"{line}\n{self.url}: uploaded"
         files = [f"{format_bytes(size):>12}  {name}" for name, size in self.files.items()]
@@ -96,6 +100,7 @@ class _Expected:
     answers: ProbeAnswers | None
     """Those of a model that writes text."""
     tensor_digests: Mapping[str, TensorDigest]
+    notes: Sequence[str]
 
 
 def export_model(
@@ -148,7 +153,9 @@ def export_model(
         files = list_files(partial)
     is_pushed = publication.repo_id is not None and not publication.dry_run
     url = push_to_hub(place, publication) if is_pushed else None
-    return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url)
+    return ExportReport(
+        expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url, expected.notes
+    )
 
 
 def _check_size(text: str) -> None:
@@ -210,7 +217,9 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
     whole: Any = merge_adapters(model) if merge_lora else model
     if merge_lora:
         check_params_finite(whole)
+    base_names = _keep_base_names(whole, task)
     _save_model(whole, folder, task, answers, merge_lora, max_shard_size, card)
+    notes = describe_name_changes(whole, base_names, list_tensors(folder)) if base_names else []
     return _Expected(
         task,
         loaded.step,
@@ -219,7 +228,23 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
         outputs,
         answers,
         compute_digests(get_state_tensors(whole)),
+        notes,
     )
+
+
+def _keep_base_names(model: Any, task: Task) -> frozenset[str]:
+    """Let a model be saved under the names of its base's files, and return them; empty where there are none to compare.
+
+    Adapters and a task's own classes have names of their own; a quantized base has more tensors.
+    """
+    from transformers import PreTrainedModel
+
+    of_transformers = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
+    names = read_base_names(task.recipe.model)
+    if not names or not of_transformers:
+        return frozenset()
+    keep_file_names(model, names)
+    return names if find_quantization(model.config.to_dict()) is None else frozenset()
 
 
 def _save_model(

@@ -275,24 +275,20 @@ def test_the_rates_of_lora_plus_are_those_of_peft(dora: bool) -> None:
     assert {*found.values()} == ({1e-3, 1.6e-2} if dora else {1e-3, 1.6e-2, 1e-5})
 
 
-SIZES_OF_MORE = {key: value for key, value in model_families.BASE.items() if value is not None}
-MORE_FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 320},
-    "recurrent_gemma": {**SIZES_OF_MORE, "num_hidden_layers": 3, "lru_width": 32},
-    "falcon_h1": SIZES_OF_MORE,
-    "falcon": {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bias": True},
-    "bloom": {"vocab_size": 320, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "minimax": {**SIZES_OF_MORE, "num_local_experts": 2},
+GATED: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {**model_families.BASE, "num_hidden_layers": 3, "lru_width": 32},
+    "falcon_h1": model_families.BASE,
+    "minimax": {**model_families.BASE, "num_local_experts": 2},
 }
-"""Further families, with gates, biases and experts of other kinds."""
+"""Families with biases of gates and state matrices."""
 
 
-@pytest.mark.parametrize("name", [*model_families.FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize("name", [*model_families.FAMILIES, *model_families.MORE_FAMILIES, *GATED])
 def test_what_decays_is_what_hf_trainer_decays(name: str) -> None:
     """Only parameters of one dimension that are neither a bias nor a norm, such as Mamba's A, decay there alone."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
-    values = {"model_type": name, **MORE_FAMILIES[name]} if name in MORE_FAMILIES else model_families.family(name)
+    values = {"model_type": name, **GATED[name]} if name in GATED else model_families.family(name)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     decayed = {

@@ -45,7 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _OLDER: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {**_OLDER, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 320},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 320, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
     "gpt_neox": {**_OLDER, "intermediate_size": 48},
     "phi": {**_OLDER, "intermediate_size": 48},
     "starcoder2": {**BASE, "sliding_window": None},

@@ -137,6 +137,10 @@ class ModelSource:
         """Raise RecipeError where the model cannot train on this machine with its attention implementation."""
         model = self.recipe.model
         check_attn_implementation(model, self.recipe.precision)
+        text = self.config.get_text_config()
+        if model.attn_implementation == "eager" and text.model_type == "falcon" and text.alibi:
+            problem = "transformers' eager attention adds the ALiBi biases of a falcon model twice"
+            raise RecipeError(Fault(_ATTN_KEY, problem, "use sdpa or auto"))
         if model.attn_implementation != "auto":  # whether the family has it is seen by building the model
             build_meta_model(self.auto_class, model, self.build_config(model))
 

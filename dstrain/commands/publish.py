@@ -13,7 +13,7 @@ import yaml
 
 from dstrain.commands.trained_model import LoadedModel
 from dstrain.config.schema import DatasetConfig, RunConfig
-from dstrain.data.encoding.rendering import has_chat_template
+from dstrain.data.encoding.chat_template import has_chat_template
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import RunError, UsageError, mask_secrets, one_line
 from dstrain.models.folder import is_local_path, resolve_base_model

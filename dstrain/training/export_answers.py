@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dstrain.data.encoding.conversations import EncodedPrompt
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import VisionProcessor
@@ -61,15 +61,18 @@ def answer_probes(task: Task, model: Any) -> ProbeAnswers | None:
         return None
     positions = max_positions(model, task.model_source.config)
     num_new = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, positions // 2)
-    reader = PromptReader(task, None if positions is None else positions - num_new)
-    read = [reader.parse(record) for record in _probe_records(task)]
-    encoded = reader.encode(read, [Path()] * len(read))
+    limit, processor = None if positions is None else positions - num_new, task.model_source.vision_processor
+    read = [PromptReader(task).parse(record) for record in _probe_records(task)]
+    # Through the template, also where data.rendered says that the run's texts have been through it.
+    if processor is None:
+        encoded = encode_prompts(task.tokenizer, [one.parsed for one in read], limit, rendered_texts=False)
+    else:
+        encoded = encode_image_prompts(processor, read, [Path()] * len(read), limit, False)
     # Some templates want more than a question; a text that the tokenizer does not know becomes no token.
     prompts = [prompt for prompt in encoded if not isinstance(prompt, BadRecord)]
     answers: list[list[int]] = []
     engine = GenerationModel(model, SingleProcessWorld(), is_sharded=False)
     for group in _group_prompts(prompts, model.config):
-        processor = task.model_source.vision_processor
         sampling = SamplingParams(max_new_tokens=num_new, batch=len(group))
         answers += generate_answers(engine, group, sampling, task.tokenizer, processor)
     stops = frozenset(collect_stop_ids(model.generation_config, task.tokenizer))
@@ -77,9 +80,10 @@ def answer_probes(task: Task, model: Any) -> ProbeAnswers | None:
 
 
 def _probe_records(task: TextTask) -> Iterator[Mapping[str, Any]]:
-    yield from ({"prompt": text} for text in PROBE_TEXTS)
+    yield from ({"prompt": [{"role": "user", "content": text}]} for text in PROBE_TEXTS)
     if task.model_source.vision_processor is not None:
-        yield {"question": PROBE_TEXTS[0], "images": [{"bytes": _make_probe_image()}]}
+        asked = [{"role": "user", "content": f"<image>{PROBE_TEXTS[0]}"}]
+        yield {"prompt": asked, "images": [{"bytes": _make_probe_image()}]}
 
 
 def _make_probe_image() -> bytes:
@@ -226,7 +230,7 @@ class _FolderReader:
             made = self._tokenizer.pad({"input_ids": [prompt.ids for prompt in prompts]}, return_tensors="pt")
         else:
             made = self._tokenizer.apply_chat_template(
-                [_as_messages(prompt) for prompt in prompts],
+                [[*prompt.prompt] for prompt in prompts],
                 add_generation_prompt=True,
                 padding=True,
                 return_tensors="pt",
@@ -241,7 +245,3 @@ class _FolderReader:
         return dict(
             self._processor(text=[prompt.text], images=images, add_special_tokens=not has_template, return_tensors="pt")
         )
-
-
-def _as_messages(prompt: EncodedPrompt) -> Sequence[Any]:
-    return [{"role": "user", "content": prompt.prompt}] if isinstance(prompt.prompt, str) else [*prompt.prompt]

@@ -22,6 +22,7 @@ from tests.cells import SLOW
 from tests.chat_templates import QWEN, chat
 from tests.contract.export_cases import make_run
 from tests.vision_recipes import GEMMA3, IDEFICS3, picture
+from tests.vocabulary import write_jsonl
 
 THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -142,6 +143,17 @@ def test_a_thinking_switch_leaves_with_the_model(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert "</think>" in tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     assert tokenizer.padding_side == "left"
+
+
+def test_a_run_on_rendered_texts_is_exported(tmp_path: Path) -> None:
+    """Prompts are taken as they are there; the proof asks through the template."""
+    rows = [{"prompt": "<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n", "completion": "dog<|im_end|>"}] * 4
+    file = str(write_jsonl(tmp_path / "rendered.jsonl", rows))
+    changes = {"data": {"max_length": 256, "rendered": True, "train": [{"path": file}], "eval": {"path": file}}}
+    named = {"path": str(make_base(tmp_path / "base")), "config": None, "tokenizer": None}
+    run = make_run(tmp_path / "it", "sft", {"model": named, **changes})
+    export_model(run, "last", tmp_path / "out")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 7]
 
 
 @pytest.mark.parametrize("task", ["dpo", SLOW("kto"), SLOW("distill")])  # both as dpo

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,11 +73,16 @@ class ExportReport:
     """Address of the repository that it was uploaded to."""
     notes: Sequence[str] = field(default=(), compare=False)
     """How its files differ from those of the base model."""
+    stop_ids: Collection[int] = field(default=(), compare=False)
+    """Ids that end an answer; empty for a model that writes no text."""
 
     def describe(self, folder: Path, target: Publication) -> str:
         """Return what was written and where; of a dry run, each file with its size."""
         step = "" if self.step is None else f"step {self.step}, "
         line = f"{folder}: {step}{self.dtype}; reloaded, outputs differ by at most {self.max_diff:.2g}"
+        if self.stop_ids:
+            ends = ", ".join(map(str, sorted(self.stop_ids)))
+            line += f"; plain transformers answers as here, and stops at {ends}"
         line = "\n".join([line, *self.notes])
         if not target.dry_run:
             return line if self.url is None else f"{line}\n{self.url}: uploaded"
@@ -151,10 +156,11 @@ def export_model(
         with log_if_slow("reloading it and comparing outputs"):
             difference = _verify_reload(expected, partial)
         files = list_files(partial)
+    stops = () if expected.answers is None else expected.answers.stop_ids
     is_pushed = publication.repo_id is not None and not publication.dry_run
     url = push_to_hub(place, publication) if is_pushed else None
     return ExportReport(
-        expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url, expected.notes
+        expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url, expected.notes, stops
     )
 
 

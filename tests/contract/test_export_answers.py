@@ -13,6 +13,7 @@ import torch
 from dstrain.commands import export
 from dstrain.commands.export import export_model
 from dstrain.commands.generate import GenerateJob
+from dstrain.commands.publish import Publication
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
@@ -112,7 +113,8 @@ BASES: dict[str, dict[str, Any]] = {
 def test_an_export_answers_and_stops_elsewhere_as_here(kind: str, lora: str | None, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", **BASES[kind])
     run = run_of(tmp_path, base, **({"lora": {"rank": 4}} if lora else {}))
-    export_model(run, "last", tmp_path / "out", merge_lora=lora == "merged")
+    report = export_model(run, "last", tmp_path / "out", merge_lora=lora == "merged")
+    assert "plain transformers answers as here, and stops at 2, " in report.describe(tmp_path / "out", Publication())
     if "router" in kind and lora == "adapters":
         return  # the base's own config, which transformers cannot generate with
     told = json.loads((tmp_path / "out/generation_config.json").read_text())

@@ -174,7 +174,11 @@ def step_of_reference(
     names = [*model.trained]
     grads = torch.autograd.grad(total / weight, [model.trained[name] for name in names], allow_unused=True)
     pairs = zip(names, grads, strict=True)
-    return float(total), weight, {name: np.zeros(0) if one is None else one.double().numpy() for name, one in pairs}
+    return (
+        float(total.detach()),
+        weight,
+        {name: np.zeros(0) if one is None else one.double().numpy() for name, one in pairs},
+    )
 
 
 def difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:

@@ -42,10 +42,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 8},
 }  # fmt: skip
 
+_OLDER: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon": {**_OLDER, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 320, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
+    "gpt_neox": {**_OLDER, "intermediate_size": 48},
+    "phi": {**_OLDER, "intermediate_size": 48},
+    "starcoder2": {**BASE, "sliding_window": None},
+    "stablelm": BASE,
+    "olmo2": BASE,
+    "nemotron": BASE,
+    "bloom": {"vocab_size": 320, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+"""Families whose decoders are of other kinds: parallel attention, older names, biases."""
+
 
 def family(name: str) -> dict[str, Any]:
     """Return the `model.config` of a tiny model."""
-    values = {key: value for key, value in {**BASE, **FAMILIES[name]}.items() if value is not None or key in NULLS}
+    given = {**BASE, **FAMILIES[name]} if name in FAMILIES else MORE_FAMILIES[name]
+    tokens = dict.fromkeys(NULLS)  # some families have default ids outside of a small vocabulary
+    values = {**tokens, **{key: value for key, value in given.items() if value is not None or key in NULLS}}
     return {"model_type": name, **values}
 
 

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +23,18 @@ from dstrain.commands.untrusted import check_probe_data, is_precision_enabled
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
-from dstrain.models.adapters import merge_adapters
-from dstrain.models.folder import read_adapter
+from dstrain.models.adapters import expected_warnings_hidden, merge_adapters
+from dstrain.models.folder import find_quantization, read_adapter
 from dstrain.models.params import unwrap_peft
 from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
+from dstrain.models.router_loss import router_logits_disabled
+from dstrain.models.weight_names import describe_name_changes, keep_file_names, list_tensors, read_base_names
 from dstrain.models.weights import save_module
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_files
 from dstrain.tasks.common.task import EXPORT_RECIPE
+from dstrain.training.export_answers import ProbeAnswers, answer_probes, check_answers
 from dstrain.training.export_checks import (
     TensorDigest,
     check_exported_files,
@@ -43,6 +46,7 @@ from dstrain.training.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
+from dstrain.training.generation_config import write_generation_config
 from dstrain.training.saver import get_free_bytes
 from dstrain.training.state.files import CheckpointReader
 from dstrain.units import format_bytes
@@ -67,11 +71,19 @@ class ExportReport:
     """Path in the folder -> size in bytes."""
     url: str | None = None
     """Address of the repository that it was uploaded to."""
+    notes: Sequence[str] = field(default=(), compare=False)
+    """How its files differ from those of the base model."""
+    stop_ids: Collection[int] = field(default=(), compare=False)
+    """Ids that end an answer; empty for a model that writes no text."""
 
     def describe(self, folder: Path, target: Publication) -> str:
         """Return what was written and where; of a dry run, each file with its size."""
         step = "" if self.step is None else f"step {self.step}, "
         line = f"{folder}: {step}{self.dtype}; reloaded, outputs differ by at most {self.max_diff:.2g}"
+        if self.stop_ids:
+            ends = ", ".join(map(str, sorted(self.stop_ids)))
+            line += f"; plain transformers answers as here, and stops at {ends}"
+        line = "\n".join([line, *self.notes])
         if not target.dry_run:
             return line if self.url is None else f"{line}\n{self.url}: uploaded"
         files = [f"{format_bytes(size):>12}  {name}" for name, size in self.files.items()]
@@ -90,7 +102,10 @@ class _Expected:
     dtype: torch.dtype
     probes: Sequence[Batch]
     outputs: Sequence[torch.Tensor]
+    answers: ProbeAnswers | None
+    """Those of a model that writes text."""
     tensor_digests: Mapping[str, TensorDigest]
+    notes: Sequence[str]
 
 
 def export_model(
@@ -141,9 +156,12 @@ def export_model(
         with log_if_slow("reloading it and comparing outputs"):
             difference = _verify_reload(expected, partial)
         files = list_files(partial)
+    stops = () if expected.answers is None else expected.answers.stop_ids
     is_pushed = publication.repo_id is not None and not publication.dry_run
     url = push_to_hub(place, publication) if is_pushed else None
-    return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url)
+    return ExportReport(
+        expected.step, str(expected.dtype).removeprefix("torch."), difference, files, url, expected.notes, stops
+    )
 
 
 def _check_size(text: str) -> None:
@@ -199,24 +217,52 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
     probes = task.export.make_probes([examples[index] for index in range(min(NUM_PROBES, len(examples)))])
     # Before the merge, which changes the model in place.
     outputs = [task.export.outputs(unwrap_peft(model), batch).double() for batch in probes]
+    answers = answer_probes(task, unwrap_peft(model))
     if loaded.checkpoint is not None:
         check_matches_checkpoint(model, CheckpointReader(loaded.checkpoint))
     whole: Any = merge_adapters(model) if merge_lora else model
     if merge_lora:
         check_params_finite(whole)
-    _save_model(whole, folder, task, merge_lora, max_shard_size, card)
+    base_names = _keep_base_names(whole, task)
+    _save_model(whole, folder, task, answers, merge_lora, max_shard_size, card)
+    notes = describe_name_changes(whole, base_names, list_tensors(folder)) if base_names else []
     return _Expected(
         task,
         loaded.step,
         next(p.dtype for p in whole.parameters() if p.is_floating_point()),
         probes,
         outputs,
+        answers,
         compute_digests(get_state_tensors(whole)),
+        notes,
     )
 
 
-def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shard_size: str, card: str) -> None:
-    """Write weights, tokenizer, recipe and model card. Raises CheckpointError if the files differ from the model."""
+def _keep_base_names(model: Any, task: Task) -> frozenset[str]:
+    """Let a model be saved under the names of its base's files, and return them; empty where there are none to compare.
+
+    Adapters and a task's own classes have names of their own; a quantized base has more tensors.
+    """
+    from transformers import PreTrainedModel
+
+    of_transformers = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
+    names = read_base_names(task.recipe.model)
+    if not names or not of_transformers:
+        return frozenset()
+    keep_file_names(model, names)
+    return names if find_quantization(model.config.to_dict()) is None else frozenset()
+
+
+def _save_model(
+    model: Any,
+    folder: Path,
+    task: Task,
+    answers: ProbeAnswers | None,
+    merge_lora: bool,
+    max_shard_size: str,
+    card: str,
+) -> None:
+    """Write weights, tokenizer, generation config, recipe and model card. Raises CheckpointError if the files differ from the model."""
     preload_bitsandbytes()
     from peft import PeftModel
     from transformers import PreTrainedModel
@@ -226,11 +272,15 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool, max_shar
     with _as_checkpoint_error(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
+            # transformers cannot generate with a config that asks for them.
+            with router_logits_disabled(unwrap_peft(model)), expected_warnings_hidden():
+                model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
         else:
             save_module(model, folder)
         copy_task_files(task, folder)
         task.export.save_extras(folder)
+        if answers is not None:
+            write_generation_config(unwrap_peft(model).generation_config, answers.task.tokenizer, folder)
         recipe = folder / EXPORT_RECIPE
         recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
         write_card(folder, card)
@@ -284,4 +334,7 @@ def _verify_reload(expected: _Expected, folder: Path) -> float:
         raise CheckpointError(
             f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written"
         )
+    if expected.answers is not None:
+        with _as_checkpoint_error("the exported folder cannot be used to generate"):
+            check_answers(expected.answers, folder, unwrap_peft(model), TOLERANCE[expected.dtype])
     return worst

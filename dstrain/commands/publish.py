@@ -13,14 +13,18 @@ import yaml
 
 from dstrain.commands.trained_model import LoadedModel
 from dstrain.config.schema import DatasetConfig, RunConfig
+from dstrain.data.encoding.chat_template import has_chat_template
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import RunError, UsageError, mask_secrets, one_line
 from dstrain.models.folder import is_local_path, resolve_base_model
 from dstrain.models.load import HUB_TIMEOUT_SECONDS
+from dstrain.models.params import unwrap_peft
 from dstrain.process_setup import log_if_slow
 from dstrain.report.run_history import is_number
 from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
+from dstrain.tasks.common.text import TextTask
+from dstrain.training.generation_config import collect_stop_ids
 from dstrain.training.start import read_recorded_recipe
 from dstrain.training.state.manifest import inspect_checkpoint
 
@@ -165,6 +169,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
         _describe_training(recipe, info, base, is_merged),
         "## Use",
         _describe_use(target.repo_id or "FOLDER", auto_class, base if is_adapter else None, known_task == "custom"),
+        *_describe_generation(loaded, target.repo_id or "FOLDER", is_adapter),
         "## Training data",
         _make_table(("data", "samples", "digest"), _data_rows(recipe, inputs)),
         "## Evaluation",
@@ -284,6 +289,42 @@ def _describe_use(place: str, auto_class: str, adapter_base: str | None, is_own_
         first = f"from transformers import {auto_class}, {reader}"
         lines = [first, "", f"model = {auto_class}.from_pretrained({named})", last]
     return _fence("\n".join(lines), "python")
+
+
+def _describe_generation(loaded: LoadedModel, place: str, is_adapter: bool) -> list[str]:
+    """Return what a program needs to know to answer as `dstrain generate` does; empty for a model that scores."""
+    task, model = loaded.task, unwrap_peft(loaded.model)
+    if not isinstance(task, TextTask) or not task.model_source.can_generate or not hasattr(model, "generation_config"):
+        return []
+    tokenizer, source = task.tokenizer, task.model_source
+    stops = sorted(collect_stop_ids(model.generation_config, tokenizer))
+    rows = [
+        ("an answer ends at", ", ".join(f"{token} ({tokenizer.decode([token])})" for token in stops) or "no token"),
+        ("pad token", f"{tokenizer.pad_token_id} ({tokenizer.pad_token}), on the left"),
+        ("prompts", _describe_prompts(tokenizer, task.recipe.model.chat_template_kwargs)),
+    ]
+    if source.vision_processor is not None:
+        wanted = task.recipe.model.processor
+        limit = getattr(wanted, "max_pixels", None)
+        rows.append(("images", "the processor in the folder" + (f", at most {limit} pixels" if limit else "")))
+    parts = ["## Generation", _make_table(("generation", ""), rows)]
+    if is_adapter:
+        lines = [
+            *("from transformers import GenerationConfig", ""),
+            f"model.generation_config = GenerationConfig.from_pretrained({place!r})",
+        ]
+        parts += [
+            "peft takes the generation config of the base model; this sets the adapters':",
+            _fence("\n".join(lines), "python"),
+        ]
+    return parts
+
+
+def _describe_prompts(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
+    if not has_chat_template(tokenizer):
+        return "no chat template: user and assistant turns begin with Human: and Assistant:, after an empty line"
+    fixed = ", ".join(f"{name}={value!r}" for name, value in sorted(kwargs.items()))
+    return "the chat template in the folder" + (f", with {fixed} unless you set them" if fixed else "")
 
 
 def _data_rows(recipe: RunConfig, inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:

@@ -10,10 +10,12 @@ import stat
 import string
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dstrain.config import RunConfig, read_recipe
+from dstrain.config.read import read_yaml
 from dstrain.config.schema import LaunchConfig
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources.hub import is_hub_name
@@ -229,8 +231,9 @@ def load_folder_recipe(
 
     Raises UsageError for a task that is not a packaged one, for trust_remote_code, and for Hub
     names that are not in the cache, unless the command line names them. `launch.env` and
-    `launch.slurm` of the folder are dropped.
+    `launch.slurm` of the folder are dropped, and what only the folder's own task knows where `task` is another one.
     """
+    folder_overrides = [*_drop_task_settings(file, task), *folder_overrides]
     config = read_recipe(file, [*folder_overrides, *overrides], task, options=TaskOptions()).config
     if file is None:
         return config
@@ -242,6 +245,30 @@ def load_folder_recipe(
     if faults := [*_iter_network_faults(file, config, named)]:
         raise UsageError(faults)
     return _strip_launch(file, config, named)
+
+
+def _drop_task_settings(file: Path | None, task: str | None) -> list[str]:
+    """Return --set arguments that remove the options and metrics of a folder's task, where `task` is another one.
+
+    A task in a file has no other name than its file, and keeps them.
+    """
+    if file is None or task not in builtin_tasks():
+        return []
+    values = read_yaml(file).values
+    trained = values.get("task")
+    if trained == task or trained not in builtin_tasks():
+        return []
+    options = values.get("options")
+    names = sorted(map(str, options)) if isinstance(options, Mapping) else []
+    if names and "RANK" not in os.environ:  # the process that starts the ranks has said so
+        log_once(f"--task {task}: {file} is of task {trained}, whose options are not used ({', '.join(names)})")
+    return ["options={}", "eval.metric=loss", "eval.best=min", "eval.generate=null"]
+
+
+@cache
+def log_once(line: str) -> None:
+    """Write a line to the standard error, the first time that this process has it."""
+    log_stderr(line)
 
 
 def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:

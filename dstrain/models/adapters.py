@@ -63,9 +63,7 @@ def add_adapters(
     # Right before peft draws the A matrices: nothing drawn earlier changes them.
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers 6 renames is_gradient_checkpointing
-            _ignore_unmatched_patterns()
+        with expected_warnings_hidden():
             wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False, revision=revision)
     except ValueError as error:
         problem = f"{lora.targets!r}: {str(error).split('. ')[0]}"
@@ -77,9 +75,26 @@ def add_adapters(
     return wrapped
 
 
-def _ignore_unmatched_patterns() -> None:
-    """Ignore peft's warning that ranks of experts match no module: it uses them, and experts are parameters."""
-    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+EXPECTED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # It uses them: experts are parameters, and the patterns are compared with modules.
+    ("The following (rank|alpha)_pattern keys did not match", RuntimeWarning),
+    # `merge_adapters` unties the two before it merges.
+    ("Model (has|with) `tie_word_embeddings=True`", UserWarning),
+    # The recipe names them as targets.
+    ("Setting `save_embedding_layers` to `True`", UserWarning),
+    # transformers 6 renames is_gradient_checkpointing.
+    ("", FutureWarning),
+)
+"""Beginnings of peft's warnings about what is meant here, or done."""
+
+
+@contextmanager
+def expected_warnings_hidden() -> Iterator[None]:
+    """Hide EXPECTED_WARNINGS inside."""
+    with warnings.catch_warnings():
+        for message, category in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message, category)
+        yield
 
 
 def _split_targets(model: torch.nn.Module, targets: str | list[str]) -> tuple[str | list[str], list[str]]:
@@ -212,8 +227,7 @@ def load_adapters(model: Any, folder: Path) -> Any:
         for name, value in values.items()
         if name in {*LORA_SETTINGS, *METADATA_SETTINGS} and value is not None
     }
-    with warnings.catch_warnings():
-        _ignore_unmatched_patterns()
+    with expected_warnings_hidden():
         return PeftModel.from_pretrained(model, str(folder), config=PeftConfig(**settings))
 
 
@@ -252,8 +266,7 @@ def _match_tensors(
     stored = open_tensors([adapter.weights_file])
     named = dict(model.named_parameters())  # before peft renames them
     try:
-        with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
-            warnings.simplefilter("ignore")
+        with expected_warnings_hidden():
             settings = PeftConfig(**_without_saved_modules(adapter), **(more or {}))
             autocast = more is None  # to merge in fp32
             wrapped = get_peft_model(

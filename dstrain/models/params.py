@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -295,14 +295,16 @@ def check_freeze_and_groups(model: torch.nn.Module, recipe: RunConfig) -> None:
 def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[ParamGroup]:
     """Group the trainable parameters by learning rate and weight decay; the first matching recipe group counts.
 
-    Biases and norms (one dimension) get no weight decay. With Muon, the hidden matrices form groups of their own.
-    Raises RecipeError for a pattern that matches nothing, and where Muon finds no trainable hidden matrix.
+    Biases and norms get no weight decay (`can_decay`). With Muon, the hidden matrices form groups of their own.
+    Raises RecipeError for a pattern or a group's setting that changes nothing, and where Muon finds no trainable hidden
+    matrix.
     """
     named = unwrap_peft(model).named_parameters()
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     components = components_by_name(model, trainable_only=True)
     check_patterns(components, optim.groups, "optim.groups")
     matrices = muon_param_ids(model) if optim.name == "muon" else frozenset()
+    _check_group_effects(trainable, components, optim, matrices)
     groups: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trainable:
         group, lr = find_group_and_lr(name, components[name], optim, len(full_shape(parameter)))
@@ -310,7 +312,7 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
         # As a factor, so that one schedule sets the rates of all groups.
         scale = 1.0 if lr is None else lr / optim.peak_lr if optim.peak_lr else 0.0
         use_muon = id(parameter) in matrices and (group is None or group.muon)
-        if len(full_shape(parameter)) < 2:  # not .shape: ZeRO-3 flattens the parameter
+        if not can_decay(name, parameter):
             decay = 0.0
         elif use_muon:
             factor = muon_lr_factor(parameter)
@@ -320,6 +322,41 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
         problem = "muon finds no trainable hidden matrix, so it would be the same as adamw"
         raise RecipeError(Fault("optim.name", problem, "write adamw, or freeze less"))
     return [ParamGroup(params, *key) for key, params in groups.items()]
+
+
+def can_decay(name: str, parameter: torch.Tensor) -> bool:
+    """Return False for biases and norms, as HF Trainer: parameters of one dimension, and biases of stacked experts."""
+    return len(full_shape(parameter)) >= 2 and not name.endswith("bias")  # not .shape: ZeRO-3 flattens the parameter
+
+
+def _check_group_effects(
+    trainable: Sequence[tuple[str, torch.nn.Parameter]],
+    components: Mapping[str, str | None],
+    optim: OptimConfig,
+    matrices: Collection[int],
+) -> None:
+    """Raise RecipeError, one fault each, for groups and their settings that change no parameter."""
+    patterns = [*optim.groups]
+    matches = {name: [one for one in patterns if is_selected(name, components[name], one)] for name, _ in trainable}
+    faults = []
+    for pattern, group in optim.groups.items():
+        taken = [(name, parameter) for name, parameter in trainable if matches[name][:1] == [pattern]]
+        place = f"optim.groups '{pattern}'"
+        if not taken:
+            problem = "has no effect: earlier groups take all of its parameters, and the first one counts"
+            faults.append(Fault(place, problem, "put it before them, or remove it"))
+            continue
+        if group.weight_decay and not any(can_decay(*one) for one in taken):
+            problem = f"weight_decay {group.weight_decay:g} has no effect: it takes biases and norms alone, which do not decay"
+            faults.append(Fault(place, problem, "leave weight_decay out"))
+        if not group.muon and not any(id(parameter) in matrices for _, parameter in taken):
+            problem = "muon: false has no effect: none of its parameters would be optimized with Muon"
+            faults.append(Fault(place, problem, "leave muon out"))
+        is_empty = group.lr is None and group.weight_decay is None and group.muon
+        if is_empty and all(len(matches[name]) == 1 for name, _ in taken):  # else it keeps them from later groups
+            faults.append(Fault(place, "sets nothing", "give it lr or weight_decay, or remove it"))
+    if faults:
+        raise RecipeError(faults)
 
 
 def find_group_and_lr(

@@ -92,9 +92,30 @@ def use_leaf_modules(model: torch.nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), TiledForward) and any(True for _ in module.children()):
-            set_z3_leaf_module(module, True)
+    for owner in [*model.modules()]:
+        for name, module in owner.named_children():
+            if isinstance(vars(module).get("forward"), TiledForward) and any(True for _ in module.children()):
+                set_z3_leaf_module(module, True)
+                if type(module).__name__ in ADDED_IN_PLACE:
+                    # An attribute of the object comes before a module of that name.
+                    vars(owner)[name] = _CopiedOutput(module)
+
+
+ADDED_IN_PLACE = ("FalconMLP",)
+"""MLPs to whose output the decoder adds in place: that of a leaf module is a view of its backward hook, where torch
+forbids it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _CopiedOutput:
+    """A module as its owner calls it, whose output is a copy."""
+
+    module: torch.nn.Module
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the module's output."""
+        output: torch.Tensor = self.module(hidden)
+        return output.clone()
 
 
 def _require_input_gradient(module: torch.nn.Module, args: tuple[Any, ...]) -> Any:

@@ -63,6 +63,7 @@ from dstrain.training.run_dir import (
     archive_previous_run,
     get_library_versions,
     replace_folder,
+    save_base_config,
     write_run_config,
 )
 from dstrain.training.saver import (
@@ -230,6 +231,7 @@ def _build_early_stopping(plan: RunPlan, start: CheckpointInfo | None) -> EarlyS
 def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) -> None:
     """Write configuration, task file and tokenizer to the run folder."""
     write_run_config(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
+    save_base_config(plan.task, plan.run_dir / "model")
     copy_task_files(plan.task, plan.run_dir)
     if (
         start is None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dstrain.errors import CheckpointError, describe_key_diff, first_names
+from dstrain.models.adapters import expected_warnings_hidden
 from dstrain.models.weights import open_tensors
 from dstrain.training.state.files import SAFETENSORS_DTYPES, CheckpointReader
 from dstrain.training.state.layout import WEIGHT_KEY
@@ -67,7 +68,8 @@ def get_export_tensors(model: Any) -> dict[str, torch.Tensor]:
     from dstrain.models.reward_model import split_score_head
 
     if isinstance(model, PeftModel):
-        return _check_all_trained_saved(model, get_peft_model_state_dict(model))
+        with expected_warnings_hidden():
+            return _check_all_trained_saved(model, get_peft_model_state_dict(model))
     base, beside = split_score_head(model)
     ignored = getattr(base, "_keys_to_ignore_on_save", None) or ()
     return (

@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteria
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.conversations import EncodedPrompt, stop_token_ids
+from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.series import stack_patches
 from dstrain.data.vision.image_index import ImageEntry
@@ -24,6 +24,7 @@ from dstrain.models.attention.model_types import needs_equal_prompt_lengths
 from dstrain.models.router_loss import router_logits_disabled
 from dstrain.tasks.common.forward import vision_inputs
 from dstrain.training.engine.base import EvalEngine, seed_step
+from dstrain.training.generation_config import collect_stop_ids, make_decoding_config
 
 # Shapes: B rows (prompts), L tokens of the padded prompts.
 
@@ -129,30 +130,16 @@ def _generation_mode(model: Any) -> Iterator[None]:
 
 
 def _set_generation_config(model: Any, sampling: SamplingParams, tokenizer: Any) -> set[int]:
-    """Replace the model's generation config by `sampling`; return the ids that end an answer."""
-    from transformers import GenerationConfig
-
+    """Replace the model's generation config, but for its DECODING_SETTINGS; return the ids that end an answer."""
     if not hasattr(model, "generation_config"):
         raise TaskError(
             f"{type(model).__name__}: not a transformers model that can generate; export it and use its own code"
         )
-    # Chat models often list more ends of an answer there than the tokenizer's EOS.
-    own = getattr(model.generation_config, "eos_token_id", None)
-    stops = stop_token_ids(tokenizer) | {
-        int(token) for token in (own if isinstance(own, list) else [own]) if token is not None
-    }
-    sampling_args = (
-        # top_k 0: transformers' default is 50, which would change the distribution.
-        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
-    )
-    model.generation_config = GenerationConfig(
-        do_sample=bool(sampling_args),
-        use_cache=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(stops),
-        **sampling_args,
-    )
-    return stops
+    own = model.generation_config
+    # top_k 0: transformers' default is 50, which would change the distribution.
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    model.generation_config = make_decoding_config(own, tokenizer, **drawn)
+    return collect_stop_ids(own, tokenizer)
 
 
 def _collate_prompts(

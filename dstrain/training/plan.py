@@ -23,7 +23,7 @@ from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_parallel_rank
 from dstrain.ds_config import check_offload_folders, resolve_ds_config
-from dstrain.errors import CheckpointError, DataError
+from dstrain.errors import CheckpointError, DataError, DstrainError
 from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
@@ -212,8 +212,9 @@ def open_copy(config: RunConfig, run_dir: Path, resume: ResumeOptions, world: Ra
 def _with_template_time(config: RunConfig, task: Task, worker: Worker, world: Ranks) -> tuple[RunConfig, Task]:
     """Return recipe and task with the present time of rank 0 where the chat template of a new run asks for it. Collective."""
     time = None
-    if worker.rank == 0 and config.model.chat_template_time is None and task.writes_time:
-        time = datetime.now().isoformat(timespec="seconds")
+    if worker.rank == 0 and config.model.chat_template_time is None:
+        with contextlib.suppress(DstrainError):  # of the tokenizer: the checks of the model come first
+            time = datetime.now().isoformat(timespec="seconds") if task.writes_time else None
     time = world.gather(time)[0]
     if time is None:
         return config, task

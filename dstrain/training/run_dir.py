@@ -23,6 +23,9 @@ from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
 from dstrain.models.weights import find_cached_config
 from dstrain.process_setup import log_stdout
+from dstrain.tasks import Task
+from dstrain.tasks.common.text import TextTask
+from dstrain.training.generation_config import write_generation_config
 from dstrain.training.start import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.training.state.manifest import CheckpointInfo
 
@@ -50,7 +53,7 @@ def with_saved_tokenizer(
 
 
 def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """Write recipe.yaml, ds_config.json, environment.json and the model config. Only rank 0 calls it."""
+    """Write recipe.yaml, ds_config.json and environment.json. Only rank 0 calls it."""
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name, text in (
         ("recipe.yaml", dump_recipe(config)),
@@ -62,7 +65,6 @@ def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, A
     ):
         remove_stale_partials(run_dir / name)
         atomic_write(run_dir / name, text)
-    save_base_config(config.model, run_dir / "model")
 
 
 def _find_commit(model: ModelConfig) -> dict[str, str]:
@@ -230,18 +232,26 @@ def check_run_dir_shared(run_dir: Path, world: Ranks) -> None:
         )
 
 
-def save_base_config(model: ModelConfig, folder: Path) -> None:
+def save_base_config(task: Task, folder: Path) -> None:
     """Write config.json and generation_config.json of `model.path` into a checkpoint that holds all weights.
 
-    With them the checkpoint can be read after `model.path` is gone. Nothing is written for adapters (their base is
-    needed anyway), for models with code of their own, and where a custom task gives `model.path` another meaning.
+    With them the checkpoint can be read after `model.path` is gone. The generation config has the ends of an answer
+    that `dstrain generate` uses; a model that scores has none. Nothing is written for adapters (their base is needed anyway), for models with code of
+    their own, and where a custom task gives `model.path` another meaning.
     """
     from transformers import GenerationConfig
 
+    model = task.recipe.model
     if model.path is None or model.lora is not None or model.trust_remote_code:
         return
     with contextlib.suppress(RecipeError):
-        read_config(model).save_pretrained(str(folder))
-        with contextlib.suppress(OSError):  # no generation_config.json
+        config = read_config(model)
+        config.save_pretrained(str(folder))
+        if not (isinstance(task, TextTask) and task.model_source.can_generate):
+            return
+        try:
             place = str(Path(model.path).expanduser())
-            GenerationConfig.from_pretrained(place, revision=model.revision).save_pretrained(str(folder))
+            generation = GenerationConfig.from_pretrained(place, revision=model.revision)
+        except OSError:  # no generation_config.json: transformers derives it from config.json
+            generation = GenerationConfig.from_model_config(config)
+        write_generation_config(generation, task.tokenizer, folder)

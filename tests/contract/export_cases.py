@@ -108,7 +108,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     (folder / "run/recipe.yaml").write_text(dump_recipe(made.recipe))
     (folder / "run/ds_config.json").write_text(json.dumps({"bf16": {"enabled": precision == "bf16"}}))
     made.export.save_extras(folder / "run/tokenizer")
-    save_base_config(made.recipe.model, folder / "run/model")
+    save_base_config(made, folder / "run/model")
     return folder / "run"
 
 

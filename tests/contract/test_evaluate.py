@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dstrain.commands.evaluate import EvaluateJob, check_reference
+from dstrain.commands.export import export_model
 from dstrain.commands.run_job import JobResult
 from dstrain.commands.trained_model import ModelSelector, find_saved_model, make_eval_source
 from dstrain.config.schema import RunConfig
@@ -18,7 +19,8 @@ from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task, make_task
 from tests.cells import SLOW
-from tests.vocabulary import RUN, read_jsonl, write_recipe
+from tests.contract.export_cases import make_run
+from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import Workers
 
 CASES = "tests.contract.export_cases:"
@@ -177,3 +179,19 @@ def test_every_way_in_prints_the_same_once_and_leaves_nothing(
     left = {path.name for path in (tmp_path / "tmp").iterdir() if path.name.startswith("dstrain-")}
     assert not left
     assert {path.name for path in tmp_path.iterdir()} == {"tmp"}
+
+
+def test_another_task_reads_an_export_without_the_options_of_its_own(tmp_path: Path) -> None:
+    """`--task docqa` of an export of task vlm, whose recipe has options and metrics that docqa does not know."""
+    changes = {"data": {"max_length": 128}, "options": {"group_by_image": True}}
+    changes["eval"] = {"metric": "token_accuracy", "best": "max"}
+    run = make_run(tmp_path / "vlm", "vlm", changes)
+    export_model(run, "last", tmp_path / "out")
+    (tmp_path / "docqa").mkdir()
+    asked = find_task("docqa").tiny(tmp_path / "docqa")["data"]["eval"]
+    words = ["evaluate", tmp_path / "out", "--task", "docqa", "--data", asked, "--set", "options.dpi=72", "--json"]
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "exact_match" in json.loads(result.stdout)
+    (line,) = [line for line in result.stderr.splitlines() if "whose options are not used" in line]
+    assert "is of task vlm, whose options are not used (group_by_image" in line

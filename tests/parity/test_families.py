@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from dstrain.models.tiles import find_token_functions
 from tests.cells import SLOW
-from tests.model_families import FAMILIES, family
+from tests.model_families import FAMILIES, MORE_FAMILIES, family
 from tests.parity.test_step import SAMPLES, SGD, distance
 from tests.workers import Workers
 
@@ -28,6 +30,15 @@ def adapted(name: str, *targets: str) -> dict[str, Any]:
     return of(name, lora={**lora, "targets": [*targets]} if targets else lora) | {"moved": True}
 
 
+def is_tiled(config: dict[str, Any]) -> bool:
+    """Return True where `model.tiled_mlp` finds something to run in tiles."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return any(True for _ in find_token_functions(model))
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("sft", of(name)) for name in FAMILIES},
     **{f"rm, {name}": ("rm", of(name)) for name in ("qwen3", "gemma2", "phi3", "mixtral")},
@@ -42,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "orpo, smollm3": ("dpo", of("smollm3") | {"options": {"loss_type": "orpo"}}),
     "kto, granite": ("kto", of("granite") | {"moved": True, "seed": 6}),
     "vlm": ("vlm", {}),
+    **{name: ("sft", of(name)) for name in MORE_FAMILIES},
 }
 QUICK = (
     ("llama", 2),
@@ -53,12 +65,13 @@ QUICK = (
     ("llama, in tiles", 3),
     ("lora, gemma3_text, in tiles", 2),
     ("dpo, adapters of cohere2, in tiles", 3),
+    ("falcon, in tiles", 3),
 )
 """Cases and stages that stand for the others."""
 TILED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{case}, in tiles": (task, changes | {"model": {**changes["model"], "tiled_mlp": TILE}})
     for case, (task, changes) in CASES.items()
-    if changes
+    if changes and is_tiled(changes["model"]["config"])
 }
 CASES |= TILED
 TOLERANCES: dict[str, float] = {}

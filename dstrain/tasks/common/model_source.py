@@ -137,6 +137,10 @@ class ModelSource:
         """Raise RecipeError where the model cannot train on this machine with its attention implementation."""
         model = self.recipe.model
         check_attn_implementation(model, self.recipe.precision)
+        text = self.config.get_text_config()
+        if model.attn_implementation == "eager" and text.model_type == "falcon" and text.alibi:
+            problem = "transformers' eager attention adds the ALiBi biases of a falcon model twice"
+            raise RecipeError(Fault(_ATTN_KEY, problem, "use sdpa or auto"))
         if model.attn_implementation != "auto":  # whether the family has it is seen by building the model
             build_meta_model(self.auto_class, model, self.build_config(model))
 
@@ -157,9 +161,8 @@ class ModelSource:
         saved = self.tokenizer if processor is None else processor.hf_processor
         if saved is not None:
             tokenizer = saved if processor is None else processor.tokenizer
-            for key in LOADING_KEYS:
-                getattr(tokenizer, "init_kwargs", {}).pop(key, None)
-            saved.save_pretrained(str(folder))
+            with _saved_settings(tokenizer, self.can_generate):
+                saved.save_pretrained(str(folder))
 
     @property
     def tokenizer(self) -> Any:
@@ -250,6 +253,28 @@ class ModelSource:
         tokenizer = read_tokenizer(place or "", key, model.trust_remote_code, revision)
         set_pad_token(tokenizer, key)
         return tokenizer
+
+
+@contextlib.contextmanager
+def _saved_settings(tokenizer: Any, can_generate: bool) -> Iterator[None]:
+    """Give a tokenizer the settings inside that its folder needs: not how it was found here, and the padding side.
+
+    A batch of prompts that is padded on the right is answered wrongly by the programs that read the folder.
+    """
+    settings, side = getattr(tokenizer, "init_kwargs", {}), tokenizer.padding_side
+    for key in LOADING_KEYS:
+        settings.pop(key, None)
+    if not can_generate:
+        yield
+        return
+    before = {**settings}
+    settings["padding_side"] = tokenizer.padding_side = "left"  # the attribute alone is not saved
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = side
+        settings.clear()
+        settings.update(before)
 
 
 _ATTN_KEY = "model.attn_implementation"

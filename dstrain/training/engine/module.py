@@ -22,6 +22,8 @@ from dstrain.tasks import Task
 from dstrain.tasks.common.task import FrozenModel, Loss, LossInputs
 from dstrain.training.state.engine_state import StoredModel
 
+TASK_LOSS = "task_loss"
+"""Among the metrics of a forward pass: the loss without the routers', where its total has theirs."""
 MAX_SAMPLES = 16
 """Sample ids that an error lists."""
 OPTIMIZER_UPDATE = "the optimizer's update"
@@ -132,6 +134,7 @@ class TrainModule(torch.nn.Module):
     def forward(self, batch: Batch, only: Literal["stats", "scores"] | None = None) -> tuple[Any, MetricSums]:
         """Return (scalar sum of the loss, name -> (sum, weight)); all zero for a filler batch.
 
+        A sum with the routers' loss in it comes with the task's own, TASK_LOSS, which is that of metrics and evaluations.
         With `only="scores"` return (the reward models' scores of the batch, nothing); with `only="stats"`
         (the batch's reference outputs, name -> (sum, weight)) of the task's step statistics.
         """
@@ -154,7 +157,7 @@ class TrainModule(torch.nn.Module):
             # A mean over tokens: times the weight, so that the step's division by the weight gives a mean again.
             auxiliary = torch.stack(router_losses).mean().float() * batch.weight
             total = loss.total.float() + self.router_loss.coefficient * auxiliary
-            loss = Loss(total, {**loss.metrics, METRIC: auxiliary.detach()})
+            loss = Loss(total, {**loss.metrics, METRIC: auxiliary.detach(), TASK_LOSS: loss.total.detach()})
         # Times 0 instead of no loss: every rank must take part in the collectives of both passes.
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
@@ -212,11 +215,16 @@ class StepAccumulator:
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
+        """Sums that the backward passes start from."""
+        self.task_losses: list[torch.Tensor] = []
         self.metrics: MetricSums = {}
 
     def add(self, loss: torch.Tensor, metrics: MetricSums) -> None:
+        named = dict(metrics)
+        task_loss, _ = named.pop(TASK_LOSS, (loss.detach(), None))
         self.losses.append(loss.detach())
-        self.add_metrics(metrics)
+        self.task_losses.append(task_loss)
+        self.add_metrics(named)
 
     def add_metrics(self, metrics: MetricSums) -> None:
         for name, (value, weight) in metrics.items():
@@ -225,7 +233,7 @@ class StepAccumulator:
 
     def result(self, batches: Sequence[Batch], **fields: Any) -> StepResult:
         return StepResult(
-            loss=torch.stack(self.losses).sum(),
+            loss=torch.stack(self.task_losses).sum(),
             weight=sum(batch.weight for batch in batches),
             metrics=self.metrics,
             micro_batches=len(batches),

@@ -20,6 +20,7 @@ from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
 from dstrain.models.params import COMPONENTS, build_param_groups, components_by_id, freeze, matches_pattern
 from dstrain.training.build_run import summarize_components
+from tests import model_families
 from tests.adapters import SIZES
 from tests.vision_recipes import GEMMA3, TEXT, llava
 
@@ -272,3 +273,57 @@ def test_the_rates_of_lora_plus_are_those_of_peft(dora: bool) -> None:
     found = rates((one.params, one.lr_scale * 1e-3) for one in build_param_groups(model, optim))
     assert found == rates((group["params"], group["lr"]) for group in theirs.param_groups)
     assert {*found.values()} == ({1e-3, 1.6e-2} if dora else {1e-3, 1.6e-2, 1e-5})
+
+
+GATED: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {**model_families.BASE, "num_hidden_layers": 3, "lru_width": 32},
+    "falcon_h1": model_families.BASE,
+    "minimax": {**model_families.BASE, "num_local_experts": 2},
+}
+"""Families with biases of gates and state matrices."""
+
+
+@pytest.mark.parametrize("name", [*model_families.FAMILIES, *model_families.MORE_FAMILIES, *GATED])
+def test_what_decays_is_what_hf_trainer_decays(name: str) -> None:
+    """Only parameters of one dimension that are neither a bias nor a norm, such as Mamba's A, decay there alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+    values = {"model_type": name, **GATED[name]} if name in GATED else model_families.family(name)
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    decayed = {
+        id(one)
+        for group in build_param_groups(net, OptimConfig(weight_decay=0.1))
+        if group.weight_decay
+        for one in group.params
+    }
+    ours = {key for key, one in net.named_parameters() if id(one) in decayed}
+    theirs = {*Trainer.get_decay_parameter_names(None, net)} & {key for key, _ in net.named_parameters()}
+    assert not ours - theirs
+    assert all(dict(net.named_parameters())[key].ndim < 2 for key in theirs - ours), theirs - ours
+    assert not any(key.endswith("bias") for key in ours)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (
+            {"*bias": {"weight_decay": 0.5}},
+            r"'\*bias': weight_decay 0.5 has no effect: it takes biases and norms alone",
+        ),
+        ({"head": {"lr": 1}, "head.bias": {"lr": 0}}, r"'head\.bias': has no effect: earlier groups take all"),
+        ({"head": {}}, "'head': sets nothing; give it lr or weight_decay, or remove it"),
+        ({"head": {"muon": False}}, "'head': muon: false has no effect: none of its parameters"),
+    ],
+)
+def test_a_group_without_effect_is_refused(groups: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        build_param_groups(model(), OptimConfig(groups=groups))
+
+
+def test_a_group_that_says_what_holds_anyway_is_taken() -> None:
+    """A sweep passes the run's own rate, norms may be named with no decay, and an empty group keeps out of a later one."""
+    optim = OptimConfig(lr=1e-3, groups={"*bias": {"weight_decay": 0}, "tower": {"lr": 1e-3}})
+    assert {group.lr_scale for group in build_param_groups(model(), optim)} == {1.0}
+    kept = OptimConfig(lr=1e-3, groups={"head": {}, "*": {"lr": 1e-4}})
+    assert sorted(group.lr_scale for group in build_param_groups(model(), kept)) == [pytest.approx(0.1), 1.0]

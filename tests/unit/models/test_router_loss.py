@@ -11,14 +11,17 @@ import torch
 import yaml
 
 from dstrain.config import RunConfig
+from dstrain.config.schema import OptimConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError
+from dstrain.models.params import build_param_groups
 from dstrain.models.router_loss import check_router_loss
 from dstrain.tasks import find_task, make_task
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.module import TrainModule
+from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.generate import GenerationModel, SamplingParams, generate_answers
 
 SIZES = {
@@ -98,11 +101,24 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, packing: bool
     assert error <= 1e-5 * sum(one.square().sum() for one in gradients.values()) ** 0.5
 
 
+def test_loss_is_the_same_quantity_in_train_rows_and_in_evaluations(tmp_path: Path) -> None:
+    """A step at rate 0 and an evaluation of the same samples: without dropout they differ by the routers' loss alone."""
+    module, batch = build(tmp_path, "mixtral", False)
+    optim = OptimConfig(name="sgd", lr=0.0)
+    engine = TorchEngine(module, build_param_groups(module.model, optim), optim, torch.device("cpu"))
+    step, evaluation = engine.step([batch], lr=0.0), engine.evaluate(batch)
+    assert float(step.loss) == pytest.approx(float(evaluation.loss), rel=1e-6)
+    assert float(step.metrics["aux_loss"][0]) > 0
+    assert "aux_loss" not in evaluation.metrics
+    assert step.metrics.keys() == evaluation.metrics.keys() | {"aux_loss"}
+
+
 @pytest.mark.parametrize("task", ["dpo", "rm"])
 def test_every_task_adds_the_router_loss(task: str, tmp_path: Path) -> None:
     module, batch = build(tmp_path, "mixtral", False, task)
     total, metrics = module(batch)
     assert "aux_loss" in metrics
+    assert "task_loss" in metrics
     module.router_loss.coefficient = 0.0  # type: ignore[union-attr]
     assert module(batch)[0] != total
 

@@ -18,6 +18,7 @@ from dstrain.tasks import find_task, make_task
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.engine.base import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
 from dstrain.training.generate import SamplingParams, generate_answers
+from dstrain.training.generation_config import collect_stop_ids
 from dstrain.training.state.engine_state import load_weights
 from dstrain.training.state.files import StateFile, write_state
 
@@ -47,12 +48,28 @@ def test_a_token_is_read_once(task: Any) -> None:
     assert set(widths[1:]) <= {(2, 1)}
 
 
-def test_what_a_models_files_say_of_generating_does_not_count(task: Any) -> None:
+def test_a_models_own_sampling_and_limits_do_not_count(task: Any) -> None:
     plain, other = engine_of(task), engine_of(task)
-    other.unwrapped.generation_config.update(do_sample=True, repetition_penalty=5.0, max_length=9, min_new_tokens=8)
+    other.unwrapped.generation_config.update(do_sample=True, temperature=9.0, top_k=3, max_length=9, num_beams=3)
     ids = prompts(task, "How do I mend the pump?")
     few = SamplingParams(max_new_tokens=6)
     assert generate_answers(other, ids, few, task.tokenizer) == generate_answers(plain, ids, few, task.tokenizer)
+
+
+def test_what_changes_greedy_decoding_elsewhere_does_so_here(task: Any) -> None:
+    """A penalty in a model's generation config: as in transformers' own greedy decoding."""
+    engine, (prompt,) = engine_of(task), prompts(task, "How do I mend the pump?")
+    with torch.no_grad():
+        engine.unwrapped.lm_head.weight.mul_(20)
+    few = SamplingParams(max_new_tokens=12)
+    (plain,) = generate_answers(engine, [prompt], few, task.tokenizer)
+    engine.unwrapped.generation_config.repetition_penalty = 3.0
+    (penalized,) = generate_answers(engine, [prompt], few, task.tokenizer)
+    assert penalized != plain
+    ids = torch.tensor([prompt.ids])
+    ends = sorted(collect_stop_ids(engine.unwrapped.generation_config, task.tokenizer))
+    written = engine.unwrapped.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=ends)[0, ids.shape[1] :]
+    assert [token for token in written.tolist() if token not in ends] == penalized
 
 
 def test_what_its_files_say_of_the_end_counts(task: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.load import build_meta_model, read_config
+from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import model_source
 from dstrain.tasks.common.model_source import ModelSource, check_attn_implementation
 from dstrain.tasks.sft import SFT
@@ -95,3 +97,28 @@ def test_where_a_task_loads_in_its_own_way_a_path_means_anything() -> None:
     Own(recipe=recipe).checks.required_keys()
     with pytest.raises(RecipeError, match="is not a folder"):
         SFT(recipe=recipe).checks.required_keys()
+
+
+@pytest.mark.parametrize(("alibi", "name"), [(True, "eager"), (True, "auto"), (True, "sdpa"), (False, "eager")])
+def test_biases_that_transformers_adds_twice_are_refused(alibi: bool, name: str, tmp_path: Path) -> None:
+    """Its eager attention of Falcon adds ALiBi to scores whose mask has it: the model with sdpa is the one without."""
+    from transformers import AutoConfig
+
+    config = {**family("falcon"), "alibi": alibi, "multi_query": False, "parallel_attn": False}
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] = {"config": config, "tokenizer": {"vocab_size": 320}, "attn_implementation": name}
+    source = make_task(RunConfig.model_validate(values)).model_source  # type: ignore[attr-defined]
+    if alibi and name == "eager":
+        with pytest.raises(
+            RecipeError, match="eager attention adds the ALiBi biases of a falcon model twice; use sdpa"
+        ):
+            source.check_attn_implementation()
+        logits = []
+        for implementation in ("sdpa", "eager"):
+            torch.manual_seed(0)
+            made = AutoConfig.for_model(**config, initializer_range=0.3)
+            model = AutoModelForCausalLM.from_config(made, attn_implementation=implementation).eval()
+            logits.append(model(torch.arange(20)[None]).logits)
+        assert not torch.allclose(*logits, atol=1e-2), "transformers has mended it: take the refusal out"
+    else:
+        source.check_attn_implementation()

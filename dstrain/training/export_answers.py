@@ -13,6 +13,7 @@ import torch
 
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.records import BadRecord
+from dstrain.data.template_clock import write_time
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.distributed.world import SingleProcessWorld
@@ -231,6 +232,8 @@ class _FolderReader:
         else:
             made = self._tokenizer.apply_chat_template(
                 [[*prompt.prompt] for prompt in prompts],
+                # A template that asks for the time is asked at that of the run.
+                chat_template=write_time(self._task.tokenizer, self._tokenizer.get_chat_template()),
                 add_generation_prompt=True,
                 padding=True,
                 return_tensors="pt",

@@ -263,3 +263,11 @@ def test_peft_warns_of_nothing_that_is_done_here(merge: bool, tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         export_model(run, "last", tmp_path / "out", merge_lora=merge)
+
+
+def test_the_answers_of_a_template_that_writes_the_time_are_compared_at_that_of_the_run(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "{{ strftime_now('%d %b %Y') }}\n" + QWEN)
+    run = run_of(tmp_path, base, chat_template_time="2020-01-31T00:00:00")
+    export_model(run, "last", tmp_path / "out")
+    written = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert written.startswith("{{ strftime_now('%d %b %Y') }}"), "a server writes its own day"

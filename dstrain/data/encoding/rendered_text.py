@@ -71,7 +71,7 @@ class TemplateMarks:
     @cached_property
     def has_distinct_opening(self) -> bool:
         """False where the template opens an answer with a plain word, or with nothing."""
-        return bool(re.search(r"\w", self.opening) and re.search(r"[^\w\s]", self.opening))
+        return _is_distinct(self.opening)
 
     def is_rendered_prompt(self, prompt: str) -> bool:
         """Return whether a prompt begins or ends as one that the template wrote."""
@@ -119,6 +119,11 @@ class TemplateMarks:
         return first + len(next(ending for place, ending in places if place == first))
 
 
+def _is_distinct(text: str) -> bool:
+    """Return whether a text is more than a word, a number or punctuation, as texts of users have them."""
+    return len(text.strip()) > 2 and bool(re.search(r"\w", text) and re.search(r"[^\w\s]", text))
+
+
 _marks_by_tokenizer: WeakKeyDictionary[Any, tuple[Any, TemplateMarks]] = WeakKeyDictionary()
 
 
@@ -154,7 +159,7 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
     special = [token for token in (tokenizer.bos_token, tokenizer.eos_token) if token]
     written = "".join((opened, answered, several, with_system))
     added_tokens = tuple(tokenizer.get_added_vocab())
-    tokens = {token for token in added_tokens if token.strip() and token in written}
+    tokens = {token for token in added_tokens if _is_distinct(token) and token in written}
     control = frozenset(tokens | set(special)) - THOUGHT_TOKENS
 
     # Some templates open an answer to generate with more than they write in front of a given one.

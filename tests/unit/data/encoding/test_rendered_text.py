@@ -252,3 +252,12 @@ def test_a_right_answer_is_compared_without_its_end_token(tmp_path: Path) -> Non
     task: Any = make_task(RunConfig.model_validate(recipe))
     (example,) = list(task.examples("eval"))
     assert task.held_out_prompts.read_texts(example) == ["a dog"]
+
+
+def test_words_and_blanks_that_are_added_tokens_are_text(chat: Any) -> None:
+    tokenizer = copy.deepcopy(chat("chatml"))
+    tokenizer.add_tokens(["user", "assistant", "\n", "fox?"])
+    example = encode(
+        tokenizer, {"messages": [message("user", "is a user\nan assistant?"), message("assistant", "a fox?")]}
+    )
+    assert example[RENDERED] == 0

@@ -278,7 +278,9 @@ def _split_rendered(marks: TemplateMarks, prompt: str, answers: Sequence[str], i
     if is_common_prefix and marks.opening.strip() in prompt and marks.opening.strip():
         end = prompt.rindex(marks.opening.strip()) + len(marks.opening.strip())
         prompt, answers = prompt[:end], [prompt[end:] + answer for answer in answers]
-    if bare_header and bare_header not in prompt and marks.is_rendered_prompt(prompt):
+    last_turn = prompt[max(prompt.rfind(bare_header), 0) :]
+    is_open = bare_header in prompt and not any(token in last_turn for token in marks.end_tokens)
+    if not is_open and marks.is_rendered_prompt(prompt):
         # Some files have what opens the answer in the answer.
         if not all(answer.lstrip().startswith(bare_header) for answer in answers):
             raise BadRecord(

@@ -153,8 +153,10 @@ def test_what_opens_the_answer_may_stand_in_the_answer(chat: Any) -> None:
     assert encode_pair(tokenizer, moved) == wanted
     stripped = {"prompt": prompt.rstrip(), "chosen": answer, "rejected": "no<|im_end|>"}
     assert encode_pair(tokenizer, stripped) == wanted, "files are often stripped"
-    with pytest.raises(BadRecord, match=r"lacks what opens the answer; append '<\|im_start\|>assistant\\n'"):
-        encode(tokenizer, {"prompt": prompt.removesuffix(header), "completion": TOLD})
+    later = split_rendered(tokenizer, [*EARLIER, QUESTION])[0]
+    for closed in (prompt.removesuffix(header), later.removesuffix(header)):
+        with pytest.raises(BadRecord, match=r"lacks what opens the answer; append '<\|im_start\|>assistant\\n'"):
+            encode(tokenizer, {"prompt": closed, "completion": TOLD})
 
 
 def test_an_answer_has_one_end_token(chat: Any) -> None:

@@ -389,6 +389,7 @@ def test_no_model_that_a_recipe_names_brings_a_kernel(key: str, kind: str, folde
         there = write_adapter(folder / "adapter", there)
     section, name = key.split(".")
     values = {"options__ref_model": str(there)} if section == "options" else {f"model__{name}": str(there)}
+    values["task"] = "dpo"  # with --task of another one the folder's options would be dropped
     change(recipe_of(folder, "run"), **{"model__config": None, **values} if name == "path" else values)
     with pytest.raises(
         UsageError, match=r"evil/config.json: _attn_implementation names code on the Hub \('evil/kernel"

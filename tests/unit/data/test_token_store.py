@@ -19,6 +19,7 @@ from dstrain.data.prepare import (
     format_bad_rows,
     iter_encoded,
     prepare,
+    read_minor_versions,
 )
 from dstrain.data.records import BadRecord, BadRow, tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
@@ -343,18 +344,22 @@ def only_key(cache: Path) -> dict[str, Any]:
     return key
 
 
+RENDERING_KEY = {
+    "format": 9, "libraries": read_minor_versions("jinja2", "tokenizers", "transformers"), "rendered": "auto",
+}  # fmt: skip
+"""What all of them depend on: the libraries that render and tokenize, and data.rendered."""
 PAIRS_KEY = {
-    "format": 8, "data": "48efa561d15aed39009e68da46d5b591b73b8e40729e040f4d8d0c23cd95393c", "what": "preferences",
+    **RENDERING_KEY, "data": "48efa561d15aed39009e68da46d5b591b73b8e40729e040f4d8d0c23cd95393c", "what": "preferences",
     "max_length": 32, "max_prompt_length": None, "group": "task",
     "token_columns": {"names": ["chosen", "rejected"], "is_pair": True, "prefix": "prompt_length"},
 }  # fmt: skip
 CHATS_KEY = {
-    "format": 8, "data": "d2ac24821988f6bb2db952ca06ee702628c8439c100d1caecee640cda13013d8", "what": "conversations",
+    **RENDERING_KEY, "data": "d2ac24821988f6bb2db952ca06ee702628c8439c100d1caecee640cda13013d8", "what": "conversations",
     "max_length": 32, "max_prompt_length": None, "assistant_only": True, "with_thinking": True, "group": "task",
     "token_columns": {"names": ["input_ids"], "is_pair": False, "prefix": None},
 }  # fmt: skip
 LABELLED_KEY = {
-    "format": 8, "data": "1020bd43564076bc1cc31df90701a0fefde7eac20f86039e1bac6ecb4debc9ba", "what": "labelled",
+    **RENDERING_KEY, "data": "1020bd43564076bc1cc31df90701a0fefde7eac20f86039e1bac6ecb4debc9ba", "what": "labelled",
     "mismatched": True, "max_length": 32, "max_prompt_length": None, "assistant_only": True, "with_thinking": True, "group": "task",
     "token_columns": {"names": ["answer", "mismatched"], "is_pair": False, "prefix": None},
 }  # fmt: skip

@@ -120,7 +120,7 @@ def test_garbage_ends_in_exit_2_and_a_sentence(folder: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
-    assert f"error: model.init: {folder / 'w.pt'} cannot be read" in done.stdout + done.stderr
+    assert f"error: --set model.init: {folder / 'w.pt'} cannot be read" in done.stdout + done.stderr
     assert not (folder / "run/checkpoints").exists()
 
 

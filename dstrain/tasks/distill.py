@@ -91,7 +91,12 @@ class Distill(SFT, FrozenReferenceTask):
 
     @property
     def reference_key(self) -> Mapping[str, Any]:
-        return {"top_k": self.top_k, "temperature": self.temperature, "vocabulary": len(self.tokenizer)}
+        return {"top_k": self._num_tokens, "temperature": self.temperature, "tokens": len(self.tokenizer)}
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the teacher that are a class each; at least one other token is in the tail."""
+        return min(self.top_k, len(self.tokenizer) - 1)
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         batch = super().collate(examples, positions)
@@ -101,9 +106,9 @@ class Distill(SFT, FrozenReferenceTask):
         """Return the log-probs of the teacher's k tokens and of its tail, (B, K, k + 1), and their ids, (B, K, k)."""
         from dstrain.tasks.common.forward import map_target_logits
 
-        # The vocabulary of a model may be larger than its tokenizer's: such a token is no class of its own.
-        size = len(self.tokenizer)
-        top = partial(top_classes, top_k=min(self.top_k, size), vocab_size=size, temperature=self.temperature)
+        top = partial(
+            top_classes, top_k=self._num_tokens, vocab_size=len(self.tokenizer), temperature=self.temperature
+        )
         found = map_target_logits(model, batch, lambda logits, _: top(logits))
         return dict(zip(self.ref_columns, found, strict=True))
 
@@ -141,10 +146,7 @@ class Distill(SFT, FrozenReferenceTask):
 
 
 def class_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the log-probs of the tokens `ids` and, last, of all others together; (n, V), (n, k) -> (n, k + 1).
-
-    The others' log-prob is the smallest finite number where there are none.
-    """
+    """Return the log-probs of the tokens `ids` and, last, of all others together; (n, V), (n, k) -> (n, k + 1), k < V."""
     import torch
 
     exact = logits if logits.dtype == torch.float64 else logits.float()
@@ -157,8 +159,13 @@ def class_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float)
 def top_classes(
     logits: torch.Tensor, top_k: int, vocab_size: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `class_log_probs` of the k most probable of the first tokens, and their ids; (n, k + 1), (n, k)."""
-    ids = logits[:, :vocab_size].topk(top_k).indices
+    """Return `class_log_probs` of the k most probable tokens, and their ids; (n, k + 1), (n, k).
+
+    The embeddings of a model may have more rows than its tokenizer has tokens, and a teacher other ones than its
+    student: probability of a row without a token is nothing to learn.
+    """
+    logits = logits[:, :vocab_size]
+    ids = logits.topk(top_k).indices
     return class_log_probs(logits, ids, temperature), ids
 
 

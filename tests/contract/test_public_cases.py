@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from dstrain.models.params import build_param_groups
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
+from tests.chat_templates import tokenizer_of
 from tests.contract.public_cases import CASES, GLM, MISTRAL, PAIR, SPACED, TINY, Case, byte_tokenizer, make, read_marked
 from tests.parity.cases import move
 from tests.vocabulary import message
@@ -169,3 +172,172 @@ def test_a_student_learns_its_teacher_however_a_step_is_split(split: str, vocab_
         count += int(learnt_at.sum())
     loss, _, _ = take_step(engine, batches_of(made, SPLITS[split]))
     assert loss == pytest.approx(wanted / count, rel=1e-4)
+
+
+FEEDBACK = [
+    {"prompt": f"ask {at}: ", "completion": f"so {at} {'and on ' * (at % 3)}", "label": at % 3 == 0} for at in range(5)
+]
+
+
+@pytest.mark.parametrize("split", [[range(5)], [range(3), range(3, 5)], [[at] for at in range(5)]], ids=["5", "3 and 2", "1"])
+def test_no_answer_is_its_own_mismatch(split: list[list[int]], tmp_path: Path) -> None:
+    """trl#1911 (odd batches), #1380 (batches without a mismatch), #2554 (batches of 1), LlamaFactory#7509."""
+    made = make(tmp_path, "kto", FEEDBACK, byte_tokenizer(), optim=SGD, options={"beta": 0.5})
+    examples = made.examples("train")
+    for example in [examples[at] for at in range(5)]:
+        (ids, mask), other, other_mask = learnt("kto", example)[0], *([*map(int, example[name])] for name in ("mismatched", "mismatched_loss_mask"))
+        start = mask.index(1)
+        assert other[:start] == ids[:start]
+        assert other_mask.index(1) == start
+        assert other[start:] != ids[start:]
+        assert any(other[start:] == learnt("kto", examples[at])[0][0][-len(other[start:]):] for at in range(5))
+    engine = engine_of(made)
+    policy, reference = engine.train_module.model, engine.train_module.reference_model.model
+
+    def ratio(ids: Any, mask: Any) -> float:
+        row, on = torch.tensor([[*map(int, ids)]]), torch.tensor([*map(int, mask)])[1:] == 1
+        sides = [
+            model(input_ids=row).logits[0, :-1].double().log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0][on].sum()
+            for model in (policy, reference)
+        ]
+        return float(sides[0] - sides[1])
+
+    with torch.no_grad():
+        all_examples = [examples[at] for at in range(5)]
+        anchor = max(0.0, sum(ratio(one["mismatched"], one["mismatched_loss_mask"]) for one in all_examples) / 5)
+        signs = [1 if record["label"] else -1 for record in FEEDBACK]
+        wanted = sum(
+            1 - torch.sigmoid(torch.tensor(0.5 * sign * (ratio(one["answer"], one["answer_loss_mask"]) - anchor)))
+            for sign, one in zip(signs, all_examples, strict=True)
+        ) / 5  # fmt: skip
+    loss, _, _ = take_step(engine, batches_of(made, split))
+    assert loss == pytest.approx(float(wanted), rel=1e-5)
+    assert engine.train_module.reference_model is not None
+
+
+PAIRS = [{"prompt": f"{'ask ' * at}it: ", "chosen": "so " * (at + 1), "rejected": "no " * (7 - at)} for at in range(6)]
+
+
+@pytest.mark.parametrize("pad", ["<|end|>", "<pad>"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_scores_depend_neither_on_their_batch_nor_on_padding(packing: bool, pad: str, tmp_path: Path) -> None:
+    """reward-bench#137, LlamaFactory#689, trlx#474 (the batch), RLHF-Reward-Modeling#49, trl#937 and reward-bench#115 (EOS
+    pads, or nothing does), pytorch/rl#3887 (the pad token of another tokenizer)."""
+    tokenizer = byte_tokenizer(bos_token=None, eos_token="<|end|>", pad_token=pad)
+    made = make(tmp_path, "rm", PAIRS, tokenizer, batch={"total": 6, "micro": 6, "packing": packing})
+    model, examples = engine_of(made).train_module.model.eval(), made.examples("train")
+    with torch.no_grad():
+        alone, together = [], made.scores(model, batches_of(made, [range(6)])[0])
+        for side in ("chosen", "rejected"):
+            for at in range(6):
+                ids = torch.tensor([[*map(int, examples[at][side])]])
+                hidden = model.model(input_ids=ids).last_hidden_state[0]
+                # With EOS as the pad token, transformers reads the score before it, and so do servers of the model.
+                alone.append(float(model.score(hidden[-2 if pad == "<|end|>" else -1])))
+        theirs = [float(model(input_ids=torch.tensor([[*map(int, examples[at]["chosen"])]])).logits) for at in range(6)]
+    assert together.tolist() == pytest.approx(alone, abs=2e-6)
+    assert theirs == pytest.approx(alone[:6], abs=2e-6)
+    assert min(abs(a - b) for a, b in zip(alone[:6], alone[6:], strict=True)) > 1e-6, "no pair has one score"
+
+
+def test_a_step_without_a_label_is_not_learnt(tmp_path: Path) -> None:
+    """trl#2127: labels that had become true or false everywhere."""
+    records = [
+        {"prompt": "ask: ", "completions": ["one", "two", "three"], "labels": [True, None, False]},
+        {"prompt": "ask it: ", "completions": ["a", "b"], "labels": [False, True]},
+    ]
+    made = make(tmp_path, "prm", records, byte_tokenizer(bos_token=None), optim=SGD, batch={"total": 2, "micro": 2})
+    engine = engine_of(made)
+    wanted = []
+    for text, labels in (("ask: one\ntwo\nthree\n", {8: 1, 18: 0}), ("ask it: a\nb\n", {9: 0, 11: 1})):
+        with torch.no_grad():
+            logits = engine.train_module.model(input_ids=torch.tensor([[*text.encode()]])).logits[0].double()
+        assert all(text[at] == "\n" for at in labels)
+        wanted += [float(-logits[at].log_softmax(-1)[label]) for at, label in labels.items()]
+    loss, _, _ = take_step(engine, batches_of(made, [range(2)]))
+    assert loss == pytest.approx(sum(wanted) / 4, rel=1e-6)
+
+
+MOE = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_is_no_load_of_an_expert(packing: bool, tmp_path: Path) -> None:
+    """Megatron-LM#1984 and #2142: the router's loss counted padding. By hand from the logits of rows without padding."""
+    made = make(tmp_path, "sft", ANSWERS, byte_tokenizer(), model={"config": MOE}, optim=SGD, batch={"total": 8, "micro": 8, "packing": packing})
+    engine = engine_of(made)
+    with torch.no_grad():
+        rows = [engine.train_module.model.model(input_ids=ids, output_router_logits=True).router_logits[0] for ids, _ in rows_of(made)]
+        routed = torch.cat(rows).double().softmax(-1)
+        load = torch.zeros_like(routed).scatter(-1, routed.topk(2).indices, 1.0).mean(0)
+        wanted = 4 * float((load * routed.mean(0)).sum())
+    _, metrics = engine.train_module(batches_of(made, [range(8)])[0])
+    assert float(metrics["aux_loss"][0] / metrics["aux_loss"][1]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
+    """Fast-LLM#542 and oumi#341."""
+    config = {**TINY, "model_type": "qwen2"}
+    optim = {"name": "sgd", "lr": 1000.0, "weight_decay": 0.5}
+    made = make(tmp_path, "sft", ANSWERS, byte_tokenizer(), model={"config": config}, optim=optim)
+    model = made.build_model()
+    groups = build_param_groups(model, made.recipe.optim)
+    decays = {id(one): group.weight_decay for group in groups for one in group.params}
+    assert {name for name, one in model.named_parameters() if decays[id(one)] == 0} == {
+        name for name, _ in model.named_parameters() if "norm" in name or "bias" in name
+    }
+
+
+def test_the_reference_is_the_initial_policy_without_dropout(tmp_path: Path) -> None:
+    """trl#5542's review (dropout in the reference), LlamaFactory#8459: the first loss of DPO is log 2, to the last digit."""
+    made = make(tmp_path, "dpo", PAIRS, byte_tokenizer(), model={"config": {**TINY, "attention_dropout": 0.5}, "lora": {"rank": 4, "dropout": 0.5}}, optim=SGD)
+    loss, _, _ = take_step(engine_of(made, moved=False), batches_of(made, [range(4)]))
+    assert loss == pytest.approx(0.6931471805599453, abs=1e-7)
+
+
+@pytest.mark.parametrize("task", ["dpo", "rm"])
+def test_both_answers_of_a_pair_fit_and_have_one_prompt(task: str, tmp_path: Path) -> None:
+    """LlamaFactory#4402 and #4617: the rejected answer was longer than the limit."""
+    records = [{"prompt": "ask " * 9, "chosen": "so " * chosen, "rejected": "no " * rejected} for chosen, rejected in ((1, 30), (30, 1), (30, 30))]
+    made = make(tmp_path, task, records, byte_tokenizer(), data={"max_length": 60})
+    examples = made.examples("train")
+    for example in [examples[at] for at in range(3)]:
+        start = int(example["prompt_length"])
+        assert [*example["chosen"][:start]] == [*example["rejected"][:start]] == [256, *b"ask " * 9][-start:] or start < 37
+        assert max(len(example["chosen"]), len(example["rejected"])) <= 60
+        assert min(len(example["chosen"]), len(example["rejected"])) > start
+
+
+def spell(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of the tokens, with the spaces that sentencepiece writes as ▁ and its bytes."""
+    text = "".join(tokenizer.convert_ids_to_tokens(ids)).replace("▁", " ").replace("Ġ", " ")
+    return re.sub("<0x(..)>", lambda found: chr(int(found[1], 16)), text)
+
+
+@pytest.mark.parametrize("template", [SPACED, MISTRAL], ids=["a space in front", "no space"])
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "legacy metaspace"])
+def test_answers_are_learnt_whole_where_tokens_merge(kind: str, template: str, tmp_path: Path) -> None:
+    """trl#1153, #1960 and #2054, lattice#1545, unsloth-zoo#832: a token of prompt and answer together."""
+    tokenizer = copy.deepcopy(tokenizer_of(kind, adds_bos=True))
+    tokenizer.chat_template, tokenizer.pad_token = template, "<unk>"
+    records = [{"prompt": [message("user", "where is the dog?")], "chosen": chosen, "rejected": rejected} for chosen, rejected in (("the river", "46 foxes"), ("$46 here", "over"))]
+    made = make(tmp_path, "dpo", records, tokenizer, model={"config": {**TINY, "vocab_size": 700}})
+    examples = made.examples("train")
+    for at, record in enumerate(records):
+        start = int(examples[at]["prompt_length"])
+        for side in ("chosen", "rejected"):
+            ids = [*map(int, examples[at][side])]
+            whole = tokenizer.apply_chat_template([*record["prompt"], message("assistant", record[side])], return_dict=True)["input_ids"]
+            assert ids == whole
+            assert spell(tokenizer, ids[start:]).strip() == record[side] + "</s>"
+
+
+def test_students_and_teachers_with_other_ids_are_refused(tmp_path: Path) -> None:
+    """trl#4562, DistillKit#7 and #29: the teacher read the student's ids as its own."""
+    place = teacher(tmp_path, 272)
+    other = byte_tokenizer()
+    other.add_tokens(["qq"])
+    other.save_pretrained(place)
+    made = make(tmp_path, "distill", ANSWERS, byte_tokenizer(), options={"teacher": place})
+    with pytest.raises(RecipeError, match=r"options\.teacher: .* has another vocabulary"):
+        made.checks.run()

@@ -255,4 +255,19 @@ CASES: dict[str, Case] = {
         {"messages": [*HI, message("user", "why"), message("assistant", "<think>b</think>so")]},
         (f"{U}hi<|im_end|>\n{A}⟦yes<|im_end|>⟧\n{U}why<|im_end|>\n{A}⟦<think>b</think>so<|im_end|>⟧",), THINKING,
     ),
+    "slime#330: thoughts in a field of their own, which the template does not write": Case(
+        {"messages": [HI[0], {"role": "assistant", "content": "yes", "reasoning_content": "r"}]},
+        (f"{U}hi<|im_end|>\n{A}⟦yes<|im_end|>⟧",), said="the chat template drops thoughts in 1 of 4",
+    ),
+    "maxtext#4419: the developer is the system": Case(
+        {"messages": [message("developer", "be"), *HI]}, (f"<|im_start|>system\nbe<|im_end|>\n{U}hi<|im_end|>\n{A}⟦yes<|im_end|>⟧",)
+    ),
+    "unsloth#11053: the turns before an instruction": Case(
+        {"instruction": "hi", "input": "", "output": "yes", "system": "be", "history": [["a", "b"]]},
+        (f"<|im_start|>system\nbe<|im_end|>\n{U}a<|im_end|>\n{A}⟦b<|im_end|>⟧\n{U}hi<|im_end|>\n{A}⟦yes<|im_end|>⟧",),
+    ),
+    "mlx-lm-lora#83: no second opening behind the answers of a pair": Case(
+        {"chosen": TWO, "rejected": [*TWO[:3], message("assistant", "no")]},
+        tuple(f"{U}hi<|im_end|>\n{A}yes<|im_end|>\n{U}why<|im_end|>\n{A}⟦{answer}<|im_end|>⟧" for answer in ("so", "no")), task="dpo",
+    ),
 }  # fmt: skip

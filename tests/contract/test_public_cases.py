@@ -12,18 +12,21 @@ import pytest
 import torch
 
 from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.prepare import describe_examples
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, RecipeError
 from dstrain.models.params import build_param_groups
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.chat_templates import tokenizer_of
 from tests.contract.public_cases import CASES, GLM, MISTRAL, PAIR, SPACED, TINY, Case, byte_tokenizer, make, read_marked
 from tests.parity.cases import move
-from tests.vocabulary import message
+from tests.vision_recipes import GEMMA3, named_recipe, picture
+from tests.vocabulary import message, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
@@ -341,3 +344,25 @@ def test_students_and_teachers_with_other_ids_are_refused(tmp_path: Path) -> Non
     made = make(tmp_path, "distill", ANSWERS, byte_tokenizer(), options={"teacher": place})
     with pytest.raises(RecipeError, match=r"options\.teacher: .* has another vocabulary"):
         made.checks.run()
+
+
+@pytest.mark.parametrize("length", [200, 60])
+def test_images_and_their_kinds_of_tokens_stay_with_a_cut_answer(length: int, tmp_path: Path) -> None:
+    """trl#5283 and #5284, Automodel#3531: what belongs to a token is cut with it, what belongs to an image is not."""
+    picture(1).save(tmp_path / "a.png")
+    record = {"images": ["a.png"], "messages": [message("user", "<image>what"), message("assistant", "fox " * 60)]}
+    values = {"model": {"config": GEMMA3}, "data": {"train": str(write_jsonl(tmp_path / "x.jsonl", [record] * 2)), "max_length": length}}
+    made: Any = make_task(RunConfig.model_validate(named_recipe("vlm", tmp_path)[1] | values))
+    objective = build_train_module(made).eval()
+    batch = make_batch(made.examples("train"), made.collate, [0], 0)
+    ids, mask = batch.tensors["input_ids"], batch.tensors["loss_mask"]
+    labels = torch.full_like(ids, -100)
+    labels[:, ids.shape[1] - mask.shape[1]:][mask == 1] = ids[:, ids.shape[1] - mask.shape[1]:][mask == 1]
+    model = objective.model
+    with torch.no_grad():
+        kinds = (ids == model.config.image_token_id).long()
+        theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids), token_type_ids=kinds, pixel_values=batch.vision["pixel_values"], labels=labels)
+        total, _ = objective(batch)
+    assert ids.shape[1] <= length
+    assert int(kinds.sum()) == made.model_source.vision_processor.count_image_ids(ids[0].tolist()) > 0
+    assert float(total) / batch.weight == pytest.approx(float(theirs.loss), rel=1e-5)

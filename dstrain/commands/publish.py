@@ -168,7 +168,13 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
         f"# {_escape(name)}",
         _describe_training(recipe, info, base, is_merged),
         "## Use",
-        _describe_use(target.repo_id or "FOLDER", auto_class, base if is_adapter else None, known_task == "custom"),
+        _describe_use(
+            target.repo_id or "FOLDER",
+            auto_class,
+            base if is_adapter else None,
+            known_task == "custom",
+            _quantization_arguments(loaded) if is_adapter else None,
+        ),
         *_describe_generation(loaded, target.repo_id or "FOLDER", is_adapter),
         "## Training data",
         _make_table(("data", "samples", "digest"), _data_rows(recipe, inputs)),
@@ -254,6 +260,7 @@ def _describe_training(recipe: RunConfig, info: Mapping[str, Any], base: str | N
         ("base model", _name(base) if base else "none: trained from scratch"),
         ("base revision", model.revision),
         ("initial weights", model.init and _name(model.init)),
+        ("base in training", f"quantized, {model.quantize}" if model.quantize else None),
         ("trained", trained + (f", without {', '.join(model.freeze)}" if model.freeze else "")),
         ("checkpoint", f"step {info['step']} of {info.get('steps', '?')}" if "step" in info else None),
         ("samples taken", info.get("samples")),
@@ -266,8 +273,25 @@ def _describe_training(recipe: RunConfig, info: Mapping[str, Any], base: str | N
     return f"Trained with {_escape(with_version)}.\n\n{table}"
 
 
-def _describe_use(place: str, auto_class: str, adapter_base: str | None, is_own_task: bool) -> str:
-    """Return the lines that load the model; `adapter_base`: the base model of adapters."""
+def _quantization_arguments(loaded: LoadedModel) -> str | None:
+    """Return the arguments of transformers' BitsAndBytesConfig that give the base the weights that adapters were trained on.
+
+    None: the base was not quantized.
+    """
+    kind = loaded.task.recipe.model.quantize
+    if kind == "int8":
+        return "load_in_8bit=True"
+    if kind != "nf4":
+        return None
+    dtype = str(unwrap_peft(loaded.model).dtype).removeprefix("torch.")
+    settings = {"quant_type": "nf4", "use_double_quant": True, "compute_dtype": dtype}
+    return ", ".join(["load_in_4bit=True", *(f"bnb_4bit_{name}={value!r}" for name, value in settings.items())])
+
+
+def _describe_use(
+    place: str, auto_class: str, adapter_base: str | None, is_own_task: bool, quantization: str | None
+) -> str:
+    """Return the lines that load the model; `adapter_base`: the base model of adapters. `quantization`: of the base."""
     named = repr(place)
     is_generative = auto_class in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
     part = "processor" if auto_class == "AutoModelForImageTextToText" else "tokenizer"
@@ -275,15 +299,24 @@ def _describe_use(place: str, auto_class: str, adapter_base: str | None, is_own_
     last = f"{part} = {reader}.from_pretrained({named})"
     if auto_class == "AutoRewardModel" and adapter_base is None:
         lines = ["import dstrain", "", f"model = dstrain.load_reward_model({named})"]
-    elif not auto_class or (adapter_base is not None and not is_generative):
+    elif not auto_class or (adapter_base is not None and not is_generative) or (quantization and part == "processor"):
+        # transformers would quantize a vision tower too.
         options = ', task="TASK_FILE.py"' if is_own_task else ""
         lines = ["import dstrain", "", f"model = dstrain.load({named}{options}).model"]
     elif adapter_base is not None:
         base = repr(one_line(_name(adapter_base)))
-        lines = [
-            *("from peft import PeftModel", f"from transformers import {auto_class}, {reader}", ""),
+        lines = ["from peft import PeftModel", f"from transformers import {auto_class}, {reader}", ""]
+        if quantization:
+            lines[1] += ", BitsAndBytesConfig"
+            lines += [
+                "# The adapters were trained on the quantized base.",
+                f"quantized = BitsAndBytesConfig({quantization})",
+            ]
+            base += ", quantization_config=quantized"
+        lines += [
             f"base = {auto_class}.from_pretrained({base})",
-            *(f"model = PeftModel.from_pretrained(base, {named})", last),
+            f"model = PeftModel.from_pretrained(base, {named})",
+            last,
         ]
     else:
         first = f"from transformers import {auto_class}, {reader}"

@@ -27,7 +27,7 @@ from dstrain.data.formats.images import RecordWithImages, has_null_image, read_w
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
-from dstrain.data.sources.base import ConcatSource, DerivedSource, Source, list_unread
+from dstrain.data.sources.base import ConcatSource, DerivedSource, Source, list_names, list_unread
 from dstrain.data.token_store import (
     GROUP,
     AlignedStore,
@@ -224,6 +224,7 @@ def prepare(
     except ColumnError as fault:
         where = f"task {policy.task}: column '{fault.column}' of {source.location(fault.record)}"
         raise TaskError(f"{where} {fault.problem}") from fault
+    store.report.rename(list_names(source))
     # Not part of the key: the files of a folder that are not read may change at any time.
     store.report.notes = [*store.report.notes, *list_unread(source)]
     check_bad_records(store.report, policy)
@@ -243,7 +244,7 @@ def iter_encoded(
     Fills in the report as it goes. Raises RunError where one of several processes is killed.
     """
     report.read = len(source) + len(source.bad_rows)
-    report.sizes = list(getattr(source, "sizes", ()))
+    report.sizes, report.names = list(getattr(source, "sizes", ())), list_names(source)
     report.bad.extend(source.bad_rows)
     count = limit_processes(processes, len(source))
     size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 else chunk_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -140,12 +141,29 @@ class BuildReport:
     """Records of each source, so that none needs to be opened where the store is complete; empty: unknown."""
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File -> `ColumnReport.to_json` of its records: images, columns that were read, columns that were not."""
+    names: list[str] = field(default_factory=list)
+    """Names of the files or datasets in `bad` and `columns`, in their order; empty in stores of earlier versions."""
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Let messages name these files: a store is found by its content, and serves copies of the files too."""
+        if len(names) != len(self.names):
+            return
+        changed = {old: new for old, new in zip(self.names, names, strict=True) if old != new}
+
+        def name_now(location: str) -> str:
+            file = re.sub(r"(:\d+|\[\d+\])$", "", location)
+            return changed.get(file, file) + location[len(file) :]
+
+        self.bad = [BadRow(name_now(location), reason) for location, reason in self.bad]
+        self.columns = {name_now(file): report for file, report in self.columns.items()}
+        self.names = [*names]
 
 
 def describe_report(report: BuildReport) -> dict[str, Any]:
     """Return the counts of a report and its first bad records, for events.jsonl."""
     counts = asdict(report)
-    bad, notes, _ = counts.pop("bad"), counts.pop("notes"), counts.pop("sizes")
+    bad, notes = counts.pop("bad"), counts.pop("notes")
+    del counts["sizes"], counts["names"]
     counts |= {"notes": notes} if notes else {}
     skipped = [f"{where}: {reason}" for where, reason in bad[:100]]
     return {**counts, "skipped": len(bad), "skipped_records": skipped}

@@ -106,9 +106,7 @@ class Distill(SFT, FrozenReferenceTask):
         """Return the log-probs of the teacher's k tokens and of its tail, (B, K, k + 1), and their ids, (B, K, k)."""
         from dstrain.tasks.common.forward import map_target_logits
 
-        top = partial(
-            top_classes, top_k=self._num_tokens, vocab_size=len(self.tokenizer), temperature=self.temperature
-        )
+        top = partial(top_classes, top_k=self._num_tokens, vocab_size=len(self.tokenizer), temperature=self.temperature)
         found = map_target_logits(model, batch, lambda logits, _: top(logits))
         return dict(zip(self.ref_columns, found, strict=True))
 

@@ -53,11 +53,12 @@ THINKING = (  # thoughts of turns before the last question are left out, as in Q
 )
 
 
-def byte_tokenizer(template: str | None = None, adds_bos: bool = False, adds_eos: bool = False, **special: str | None) -> Any:
+def byte_tokenizer(
+    template: str | None = None, adds_bos: bool = False, adds_eos: bool = False, **special: str | None
+) -> Any:
     """Return a tokenizer with a token for each byte and for each of SPECIAL; `special`: bos_token, eos_token, pad_token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
-
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocab = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -70,7 +71,10 @@ def byte_tokenizer(template: str | None = None, adds_bos: bool = False, adds_eos
         ends = [(token, 256 + SPECIAL.index(token)) for token in (first, last) if token]
         single = " ".join(part for part in (first, "$A", last) if part)
         bare.post_processor = processors.Sequence(
-            [processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(single=single, special_tokens=ends)]
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(single=single, special_tokens=ends),
+            ]
         )
     made = PreTrainedTokenizerFast(
         tokenizer_object=bare, **{name: token for name, token in roles.items() if token is not None}
@@ -135,7 +139,11 @@ HI = [message("user", "hi"), message("assistant", "yes")]
 TWO = [*HI, message("user", "why"), message("assistant", "so")]
 END = {"eos_token": "<|im_end|>", "bos_token": None}
 BASE = {"eos_token": "<|end|>", "pad_token": "<|end|>", "bos_token": None}
-PAIR = {"prompt": [message("user", "hi")], "chosen": [message("assistant", "yes")], "rejected": [message("assistant", "no")]}
+PAIR = {
+    "prompt": [message("user", "hi")],
+    "chosen": [message("assistant", "yes")],
+    "rejected": [message("assistant", "no")],
+}
 TEXT_PAIR = {"prompt": "hi ", "chosen": "yes", "rejected": "no"}
 U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
 CASES: dict[str, Case] = {

@@ -61,7 +61,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "peft#1035: a merged model is the model with its adapters": ({}, {"rank": 8}),
     "transformers#30316: Mamba": (MAMBA, {"rank": 8, "targets": ["x_proj", "in_proj", "embeddings"]}),
     "a mixture of experts": (MOE, {"rank": 8}),
-    "unsloth#219: tokens of their own": (NEW_TOKENS, {"rank": 8, "targets": ["embed_tokens", "q_proj"]}),
+    "unsloth#219: added tokens": (NEW_TOKENS, {"rank": 8, "targets": ["embed_tokens", "q_proj"]}),
     "peft#2972, transformers#45127, LlamaFactory#10832, unsloth#9331: tied embeddings, each with an adapter": (
         {"tie_word_embeddings": True}, {"rank": 8, "targets": ["embed_tokens", "lm_head", "q_proj"]},
     ),
@@ -86,7 +86,12 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(CHATML, **END)
     tokenizer.add_tokens(["<new1>", "<new2>"])
     base = save_base(tmp_path / "base", tokenizer)
-    recipe = {"task": "sft", "model": {"path": str(base), "lora": {"rank": 8}}, "data": {"train": "x.jsonl"}, "steps": 1}
+    recipe = {
+        "task": "sft",
+        "model": {"path": str(base), "lora": {"rank": 8}},
+        "data": {"train": "x.jsonl"},
+        "steps": 1,
+    }
     with pytest.raises(RecipeError, match=r"the tokenizer has 274 entries, the model's vocabulary 272"):
         make_task(RunConfig.model_validate(recipe)).checks.run()
 
@@ -113,7 +118,7 @@ def test_the_lines_of_the_card_put_adapters_on_the_base_that_they_were_trained_o
     values: dict[str, Any] = {}
     exec(code.replace("'FOLDER'", repr(str(adapters))), values)
     with torch.no_grad():
-        found = values["model"].eval()(input_ids=IDS).logits.double()
+        logits = values["model"].eval()(input_ids=IDS).logits.double()
     wanted = read_logits(merged, IDS)
-    assert float((found - wanted).abs().max()) < 0.4, "on a CPU, bitsandbytes multiplies in bf16"
+    assert float((logits - wanted).abs().max()) < 0.4, "on a CPU, bitsandbytes multiplies in bf16"
     assert float((read_logits(adapters, IDS) - wanted).abs().max()) > 1.0

@@ -221,6 +221,13 @@ def check_columns_exist(sources: Sequence[Source]) -> None:
         raise DataError(Fault(f"data.columns.{name}", f"no file has the column '{name}'", absent[0][name]))
 
 
+def list_names(source: Source) -> list[str]:
+    """Return the name that each file or dataset of a source has in messages."""
+    if isinstance(source, WrappedSource):
+        return [name for part in source.sources for name in list_names(part)]
+    return [str(getattr(source, "name", ""))]
+
+
 def list_unread(source: Source) -> list[str]:
     """Return a sentence for each folder of a source with files that are not read, as it is now."""
     if isinstance(source, WrappedSource):
@@ -268,6 +275,7 @@ class LazySource:
     ) -> None:
         """Take what an earlier `load` of the unchanged file has found."""
         self._path, self._load, self.digest, self._count = path, load, digest, count
+        self.name = display_path(path)
         self.missing_columns, self.base_dir = missing_columns, path.parent
         self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 

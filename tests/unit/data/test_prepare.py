@@ -33,6 +33,7 @@ from dstrain.errors import DataError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask
 from tests.vision_recipes import picture
+from tests.vocabulary import write_jsonl
 
 
 def store(count: int, bad: tuple[int, ...] = ()) -> TokenStore:
@@ -347,3 +348,18 @@ def test_colours_are_those_of_all_images_each_counted_once(tmp_path: Path) -> No
     assert deviation == pytest.approx(np.concatenate(pixels).std(0), abs=1e-6)
     Image.new("RGB", (400, 400)).save(tmp_path / "gone.png")
     assert colours()[0][0] < mean[0] / 2, "an image that came later is seen"
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_messages_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    """A copy of a file is served from the cache of the first one; its bad records were named by the first one's path."""
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        records = [{"prompt": f"mend {number}?", "completion": "open it"} for number in range(3)]
+        write_jsonl(tmp_path / folder / "x.jsonl", [*records, {"prompt": "mend it?", "completion": ""}])
+        values = find_task("sft").tiny(tmp_path) | {
+            "data": {"train": str(tmp_path / folder / "x.jsonl"), "on_error": "skip"}
+        }
+        report: Any = as_dataset(make_task(RunConfig.model_validate(values)).examples("train")).report
+        assert [line.partition(": ")[0] for line in report["skipped_records"]] == [f"{tmp_path}/{folder}/x.jsonl:4"]
+        assert [*report["columns"]] == [f"{tmp_path}/{folder}/x.jsonl"]

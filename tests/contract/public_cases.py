@@ -278,4 +278,7 @@ CASES: dict[str, Case] = {
         {"chosen": TWO, "rejected": [*TWO[:3], message("assistant", "no")]},
         tuple(f"{U}hi<|im_end|>\n{A}yes<|im_end|>\n{U}why<|im_end|>\n{A}⟦{answer}<|im_end|>⟧" for answer in ("so", "no")), task="dpo",
     ),
+    "transformers#33198: a prompt that ends within the answer": Case(
+        {"prompt": [HI[0], message("assistant", "ye")], "completion": [message("assistant", "s")]}, reason="the prompt ends with a turn of the assistant"
+    ),
 }  # fmt: skip

@@ -153,6 +153,11 @@ def _completion_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
         question = _messages_or_text(prompt, "prompt", "user")
         reply = _messages_or_text(answer, key, "assistant")
         before = prepend_system([*read_history(record), *question], record)
+        if [message["role"] for message in (*before[-1:], *reply[:1])] == ["assistant", "assistant"]:
+            raise BadRecord(
+                "the prompt ends with a turn of the assistant, which a chat template closes before the answer; write its text "
+                f"at the start of '{key}', or all turns as 'messages'"
+            )
         return _make_conversation(before + reply, key, len(before), tools)
 
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
@@ -160,7 +161,12 @@ def test_null_removes_a_key_that_cannot_be_null(recipe: str) -> None:
         block, _, name = key.partition(".")
         if name and not (isinstance(values[block], dict) and name in values[block]):
             continue
-        read_recipe(path, [f"{key}=null"], options=TaskOptions())
+        removed = copy.deepcopy(values)
+        del (removed[block] if name else removed)[name or block]
+        config = read_recipe(path, [f"{key}=null"], options=TaskOptions()).config
+        expected = RunConfig.model_validate(removed)
+        value = getattr(getattr(config, block), name) if name else getattr(config, block)
+        assert value is None or getattr(config, block) == getattr(expected, block), key
 
 
 def test_null_in_a_file_is_no_number(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import operator
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def _is_later(first: str, last: str) -> bool:
     return False
 
 
-class ConvertCommand:
+class ConvertCommand(ABC):
     """A shell command that makes one series of a table in time order, with the columns of values as channels."""
 
     def __init__(self, path: Path) -> None:
@@ -178,8 +179,9 @@ class ConvertCommand:
         source, target = self.path, _target(self.path, ".jsonl")
         return f'python -c "{self.program(columns, is_reversed)}" {shlex.quote(display_path(source))} > {target}'
 
+    @abstractmethod
     def program(self, columns: Sequence[int], is_reversed: bool) -> str:
-        raise NotImplementedError
+        """Return the Python program, without double quotes."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, RenderedSample, render_sample
 from dstrain.data.encoding.chat_template import has_chat_template
-from dstrain.data.encoding.rendered_text import Rendered
+from dstrain.data.encoding.rendered_text import Rendered, find_template_marks
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
     Shifts,
@@ -22,6 +22,7 @@ from dstrain.data.encoding.rendering import (
     shift_offset,
     shift_spans,
 )
+from dstrain.data.encoding.template_check import RENDERED
 from dstrain.data.encoding.tokenization import (
     SpecialTokens,
     TokenBudget,
@@ -211,7 +212,10 @@ def _tokenize_without_offsets(rendered: RenderedSample, tokenizer: Any) -> tuple
 def _tokens_before_last_turn(encoder: Encoder, item: _ExpandedSample, ids: list[int]) -> int:
     """Return how many ids come before the last user turn in front of the first trained answer."""
     sample, start = item.sample, 0
-    if isinstance(sample, Conversation):
+    if item.expanded.lost[RENDERED]:
+        prompt = item.text[: item.expanded.trained_spans[0][0]]
+        start = find_template_marks(encoder.tokenizer).find_last_question(prompt)
+    elif isinstance(sample, Conversation):
         num_prompt = sample.trained_turns[0]
         start = find_last_turn(encoder.tokenizer, sample.messages, num_prompt, item.text, tools=sample.tools)
     elif item.text.startswith(sample.prompt):  # else a template made a user turn of it

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dstrain.data.encoding.conversations import Encoder, EncodingConfig, encode_conversations
-from dstrain.data.encoding.rendered_text import Rendered
+from dstrain.data.encoding.rendered_text import Rendered, find_template_marks
 from dstrain.data.encoding.rendering import (
     PlaceholderExpansion,
     RenderedPrompt,
@@ -17,7 +17,7 @@ from dstrain.data.encoding.rendering import (
     render_prompt,
     shift_offset,
 )
-from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
+from dstrain.data.encoding.template_check import RENDERED, TEMPLATE_COLUMNS
 from dstrain.data.encoding.tokenization import (
     CUT_COLUMNS,
     TokenBudget,
@@ -90,10 +90,13 @@ def _encode_rendered(encoder: Encoder, pairs: list[_RenderedPair]) -> list[dict[
 def _tokens_before_last_turn(encoder: Encoder, pair: _RenderedPair, chosen_ids: list[int]) -> int:
     """Return how many ids of the chosen row come before the last user turn of the prompt."""
     prompt, rendered = pair.preference.prompt, pair.rendered
-    if isinstance(prompt, str) and rendered.used_chat_template:  # the prompt is a single user turn
-        return 0
     text, tools = rendered.texts[0], pair.preference.tools
-    start = find_last_turn(encoder.tokenizer, prompt, len(prompt), text, add_generation_prompt=True, tools=tools)
+    if rendered.lost[RENDERED]:
+        start = find_template_marks(encoder.tokenizer).find_last_question(text)
+    elif isinstance(prompt, str) and rendered.used_chat_template:  # the prompt is a single user turn
+        start = 0
+    else:
+        start = find_last_turn(encoder.tokenizer, prompt, len(prompt), text, add_generation_prompt=True, tools=tools)
     expanded = pair.expanded.texts[1]
     return count_tokens_before(encoder.tokenizer, expanded, chosen_ids, shift_offset(start, pair.shifts))
 

@@ -44,6 +44,8 @@ class TemplateMarks:
     """Text in front of the first question."""
     answer_header: str = ""
     """Text that opens an answer, such as `<|im_start|>assistant` and a line break."""
+    question_header: str = ""
+    """Text that opens a later question, such as `<|im_start|>user` and a line break."""
     next_question: str = ""
     """Text between an answer and the next question, where no control token ends the answer."""
     question_end: str = ""
@@ -91,6 +93,10 @@ class TemplateMarks:
         for token in self.end_tokens:
             body = body.removesuffix(token)
         return body
+
+    def find_last_question(self, prompt: str) -> int:
+        """Return where the last question of a rendered prompt begins; 0 if that is not known."""
+        return max(prompt.rfind(self.question_header), 0) if self.question_header.strip() else 0
 
     def iter_answer_spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the span of each answer in a rendered conversation, with what ends it."""
@@ -176,6 +182,8 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
     opening_token = marks.find_control_token(tails[0])
     is_ended_by_next_turn = not ending.strip() and opening_token is not None and tails[0].startswith(opening_token)
     next_question = tails[0].partition(_MORE)[0]
+    end_token = next((token for token in end_tokens if next_question.startswith(token)), "")
+    question_header = next_question if is_ended_by_next_turn else next_question.removeprefix(end_token).lstrip()
     bos = tokenizer.bos_token or ""
     return TemplateMarks(
         added_tokens=added_tokens,
@@ -185,6 +193,7 @@ def _probe_template(tokenizer: Any) -> TemplateMarks:
         is_ended_by_next_turn=is_ended_by_next_turn,
         bos=bos if bos and opened.startswith(bos) else "",
         head=opened.partition(_QUESTION)[0],
+        question_header=question_header,
         next_question="" if marks.begins_with_control_token(next_question.lstrip()) else next_question,
         answer_header=header,
         question_end=question_end,

@@ -144,6 +144,35 @@ def test_answers_are_found_where_the_last_one_begins_in_another_way_or_nothing_e
     assert [text.rstrip(" ") for text in runs(tokenizer, example)] == wanted
 
 
+# Of messages with another end at the end, the end token in front of the last question stays too.
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "another end at the end"])
+def test_older_turns_of_a_rendered_prompt_are_cut_as_those_of_messages(chat: Any, name: str) -> None:
+    tokenizer, context = chat(name), [*EARLIER, QUESTION]
+    prompt, answer = split_rendered(tokenizer, context)
+    other = split_rendered(tokenizer, context, "over the dog")[1]
+    outcomes = set()
+    for limit in range(10, 80, 2):
+        records = (
+            ({"prompt": context, "completion": [ANSWER]}, {"prompt": prompt, "completion": answer}),
+            (
+                {"prompt": context, "chosen": TOLD, "rejected": "over the dog"},
+                {"prompt": prompt, "chosen": answer, "rejected": other},
+            ),
+        )
+        for number, (messages, rendered) in enumerate(records):
+            encoded: list[Any] = []
+            for record in (messages, rendered):
+                if number:
+                    encoded += encode_preferences(tokenizer, [read_preference(record)], limit)
+                else:
+                    sample = read_conversation(record)
+                    encoded += encode_conversations(tokenizer, [sample], EncodingConfig(max_length=limit))
+            wanted, found = ("bad" if isinstance(row, BadRecord) else {**row, RENDERED: 0} for row in encoded)
+            assert found == wanted, limit
+            outcomes.add("bad" if found == "bad" else bool(found["prompt_cut"]))  # type: ignore[index]
+    assert outcomes == {"bad", True, False}
+
+
 def test_what_opens_the_answer_may_stand_in_the_answer(chat: Any) -> None:
     tokenizer = chat("chatml")
     prompt, answer = split_rendered(tokenizer, [QUESTION])

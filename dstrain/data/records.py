@@ -156,6 +156,7 @@ def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
     if not with_pad_token:
         special.pop("pad_token", None)
     parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
-    if times := get_written_times(tokenizer):
+    times = get_written_times(tokenizer)
+    if times:
         parts.append(times)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -337,7 +337,9 @@ def _check_group_effects(
 ) -> None:
     """Raise RecipeError, one fault each, for groups and their settings that change no parameter."""
     patterns = [*optim.groups]
-    matches = {name: [one for one in patterns if is_selected(name, components[name], one)] for name, _ in trainable}
+    matches: dict[str, list[str]] = {}
+    for name, _ in trainable:
+        matches[name] = [pattern for pattern in patterns if is_selected(name, components[name], pattern)]
     faults = []
     for pattern, group in optim.groups.items():
         taken = [(name, parameter) for name, parameter in trainable if matches[name][:1] == [pattern]]
@@ -346,7 +348,7 @@ def _check_group_effects(
             problem = "has no effect: earlier groups take all of its parameters, and the first one counts"
             faults.append(Fault(place, problem, "put it before them, or remove it"))
             continue
-        if group.weight_decay and not any(can_decay(*one) for one in taken):
+        if group.weight_decay and not any(can_decay(name, parameter) for name, parameter in taken):
             problem = f"weight_decay {group.weight_decay:g} has no effect: it takes biases and norms alone, which do not decay"
             faults.append(Fault(place, problem, "leave weight_decay out"))
         if not group.muon and not any(id(parameter) in matrices for _, parameter in taken):

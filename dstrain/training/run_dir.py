@@ -236,8 +236,8 @@ def save_base_config(task: Task, folder: Path) -> None:
     """Write config.json and generation_config.json of `model.path` into a checkpoint that holds all weights.
 
     With them the checkpoint can be read after `model.path` is gone. The generation config has the ends of an answer
-    that `dstrain generate` uses; a model that scores has none. Nothing is written for adapters (their base is needed anyway), for models with code of
-    their own, and where a custom task gives `model.path` another meaning.
+    that `dstrain generate` uses; a model that scores has none. Nothing is written for adapters (their base is needed
+    anyway), for models with code of their own, and where a custom task gives `model.path` another meaning.
     """
     from transformers import GenerationConfig
 

@@ -262,7 +262,9 @@ def test_peft_warns_of_nothing_that_is_done_here(merge: bool, tmp_path: Path) ->
     run = run_of(tmp_path, base, lora={"rank": 4, "targets": ["embed_tokens", "q_proj"]})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        export_model(run, "last", tmp_path / "out", merge_lora=merge)
+        report = export_model(run, "last", tmp_path / "out", merge_lora=merge)
+    assert (tmp_path / "out" / "adapter_config.json").is_file() is not merge
+    assert report.stop_ids
 
 
 def test_the_answers_of_a_template_that_writes_the_time_are_compared_at_that_of_the_run(tmp_path: Path) -> None:

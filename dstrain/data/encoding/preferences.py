@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,12 +175,16 @@ class UnpairedEncode:
         assert self.source is not None, "asked for by `mismatched` only"
         if self.has_one_prompt:
             return None
-        for index in (*range(start, len(self.source)), *range(start)):
-            items = try_parse(lambda at: self.parse(as_record(self.source[at])), index)  # type: ignore[index]
-            for item in [] if isinstance(items, BadRecord) else items:
-                if item.prompt != prompt and not isinstance(
-                    _encode_matched(self.tokenizer, [item], self.config)[0], BadRecord
-                ):
+        for index in itertools.chain(range(start, len(self.source)), range(start)):
+            try:
+                items = self.parse(as_record(self.source[index]))
+            except BadRecord:
+                continue  # reported where its own chunk is encoded
+            for item in items:
+                if item.prompt == prompt:
+                    continue
+                (example,) = _encode_matched(self.tokenizer, [item], self.config)
+                if not isinstance(example, BadRecord):
                     return item
         self.has_one_prompt = True
         return None

@@ -343,7 +343,8 @@ def check_control_tokens(marks: TemplateMarks, prompt: Prompt, answers: Sequence
         parts += [("the answer", answer)] if isinstance(answer, str) else _name_turns(answer, count)
     for name, value in parts:
         for text in iter_strings(value):
-            if token := marks.find_control_token(text):
+            token = marks.find_control_token(text)
+            if token is not None:
                 raise BadRecord(
                     f"{name} contains {token}, a control token that the chat template writes itself; remove it, or write "
                     "the whole rendered text as 'prompt' and answer (data.rendered)"

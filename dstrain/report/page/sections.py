@@ -248,13 +248,14 @@ def render_data(history: RunHistory) -> str:
 def render_data_notes(history: RunHistory) -> str:
     """Return what the last start said of the samples of each split: how many were cut, dropped or taken as they stand."""
     last = {event.get("split"): event for event in history.events if event["event"] == "data"}
-    lines = []
+    items = ""
     for split, event in last.items():
-        described = event.get("described")
-        lines += (
-            [f"{split}: {line}" for line in described if isinstance(line, str)] if isinstance(described, list) else []
-        )
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+        lines = event.get("described")
+        if not isinstance(lines, list):  # a damaged row
+            continue
+        for line in lines:
+            items += f"<li>{escape(f'{split}: {line}')}</li>"
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def render_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> str:

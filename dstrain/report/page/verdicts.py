@@ -242,9 +242,14 @@ def skipped_steps(run: RunSummary) -> Iterator[Verdict]:
 
 def data(run: RunSummary) -> Iterator[Verdict]:
     """Repeat what the last start warned of in the data: labels of one kind, few samples left or held out."""
-    texts = [str(event["what"]) for event in run.history.find_events("warning") if event.get("about") == "data"]
-    for text in dict.fromkeys(texts):
-        yield Verdict("warning", f"{text[:1].upper()}{text[1:]}.")
+    sentences: list[str] = []
+    for event in run.history.find_events("started", "warning"):
+        if event["event"] == "started":
+            sentences = []
+        elif event.get("about") == "data":
+            sentences.append(str(event["what"]))
+    for sentence in dict.fromkeys(sentences):
+        yield Verdict("warning", f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
 LEARNING_RULES: tuple[Rule, ...] = (data, training_loss, evaluation, overfitting, gradients, skipped_steps)

@@ -183,7 +183,10 @@ class TextChecks(Checks):
         warnings = [*super().data_warnings(train, held_out)]
         splits = [("training", train), ("held-out", held_out)]
         for name, dataset in splits if self.task.label_column else []:
-            if dataset is not None and len(dataset) > 1 and len(set(dataset.column(self.task.label_column))) == 1:
+            if dataset is None or len(dataset) < 2:
+                continue
+            labels = dataset.column(self.task.label_column)
+            if labels.min() == labels.max():
                 warnings.append(
                     f"all {len(dataset)} samples of the {name} data have the same label: nothing can be learnt, or told, of "
                     "the difference between labels; add samples of another one"

@@ -53,6 +53,7 @@ def test_warnings_of_the_data_are_verdicts_once(read: Read) -> None:
     found = read(rows_of(40), warned, warned, event("warning", what="another"))
     assert [line for line in found if "held-out" in line] == ["warning: The held-out data have 1 sample: say little."]
     assert not says(found, "Another")
+    assert not says(read(rows_of(40), warned, started(step=40)), "held-out"), "of an earlier start"
 
 
 def test_a_loss_that_rises_diverges(read: Read) -> None:

@@ -150,8 +150,10 @@ def _explain_option(option: str, words: Sequence[str]) -> str:
     known = list_keys()
     place = TaskOptions().find_place(_find_value("--task", words) or "", name)
     is_of_task = bool(place) and ", of " not in place
-    answer = Answer("keys", name) if name in known else Answer("keys", place) if is_of_task else find_answer((name,))
-    if answer is None and place:
+    answer = find_answer((name,))
+    if name in known:
+        answer = Answer("keys", name)
+    elif is_of_task or (answer is None and place):
         answer = Answer("keys", place)
     if answer is None:
         return ""
@@ -165,8 +167,11 @@ def _find_value(option: str, words: Sequence[str]) -> str | None:
     """Return the value of an option, `--name=value` or the word after it; None for a flag."""
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
-        if name == option:
-            return value if equals else None if following.startswith("--") else following
+        if name != option:
+            continue
+        if equals:
+            return value
+        return None if following.startswith("--") else following
     return None
 
 

@@ -142,7 +142,7 @@ class BuildReport:
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File -> `ColumnReport.to_json` of its records: images, columns that were read, columns that were not."""
     names: list[str] = field(default_factory=list)
-    """Names of the files or datasets in `bad` and `columns`, in their order; empty in stores of earlier versions."""
+    """Names of the files or datasets in `bad` and `columns`, in their order."""
 
     def rename(self, names: Sequence[str]) -> None:
         """Let messages name these files: a store is found by its content, and serves copies of the files too."""

@@ -23,13 +23,30 @@ demo: $(VENV)/.installed
 	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts and not cuda_emulated" $(PARALLEL) $(PYTEST_ARGS)
 
 smoke: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/hosts -m "not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The CUDA path without a GPU: torch's CUDA build over an emulated device (tools/cuda_emulator). 6 GB in VENV_CUDA.
+VENV_CUDA ?= .venv-cuda
+TORCH_CUDA ?= torch==2.14.1
+.PHONY: cuda test-cuda
+cuda: $(VENV_CUDA)/.installed-cuda
+
+test-cuda: $(VENV_CUDA)/.installed-cuda
+	$(VENV_CUDA)/bin/python -m pytest tests/emulated -m "cuda_emulated and not slow" -n 2 --dist loadfile -rs --durations 10 $(PYTEST_ARGS)
+
+$(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
+	sh .ci/venv $(PYTHON) $(VENV_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_CUDA)
+	grep -v '^torch==' requirements.lock > $(VENV_CUDA)/constraints.txt
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_CUDA)/constraints.txt \
+		$(TORCH_CUDA) -e ".[dev]" nvidia-ml-py bitsandbytes
+	touch $@
 
 # One core and one thread, so that no variant gains from a second core that is idle at the time.
 bench: $(VENV)/.installed-dev
@@ -86,6 +103,7 @@ help:
 	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh, mpirun"
+	@echo "make test-cuda run the CUDA path on an emulated device; make cuda installs torch's CUDA build for it (6 GB)"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"

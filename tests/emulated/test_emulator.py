@@ -1,0 +1,73 @@
+"""The emulator itself: values, memory, counts, errors, visible devices and NCCL."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulated.conftest import EmulatedRun
+from tests.workers import ROOT
+from tools.cuda_emulator.counts import NAMES
+from tools.cuda_emulator.environment import emulated_environment
+
+CHECKS = ["-m", "tests.emulated.checks"]
+
+
+@pytest.mark.cuda_emulated
+def test_values_and_counts_are_those_of_a_cpu(emulated_run: EmulatedRun) -> None:
+    done = emulated_run([*CHECKS, "values", "attention", "counts"])
+    assert done.returncode == 0, done.stdout
+    assert "cuda emulator:" not in done.stdout  # nothing was left without values
+
+
+@pytest.mark.cuda_emulated
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "expandable_segments:False"])
+def test_a_card_holds_what_it_has(emulated_run: EmulatedRun, allocator: str) -> None:
+    done = emulated_run([*CHECKS, "memory"], EMU_MEMORY_MB="2048", EMU_VALUES="0", PYTORCH_CUDA_ALLOC_CONF=allocator)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.cuda_emulated
+def test_an_error_of_a_card_stays(emulated_run: EmulatedRun) -> None:
+    done = emulated_run([*CHECKS, "sticky"], EMU_FAIL_AT="1")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.cuda_emulated
+@pytest.mark.parametrize(
+    ("visible", "buses"),
+    [
+        ("2,0", [5, 3]),
+        ("GPU-00000002-0000-0000-0000-000000000000,GPU-00000001", [4, 3]),
+        ("1,9,0", [4]),  # CUDA stops at the first entry that is no device
+        ("0,0", []),
+        ("-1,0", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(emulated_run: EmulatedRun, visible: str, buses: list[int]) -> None:
+    done = emulated_run([*CHECKS, "visible"], EMU_GPUS="3", CUDA_VISIBLE_DEVICES=visible)
+    assert f"buses {buses}" in done.stdout
+
+
+@pytest.mark.cuda_emulated
+def test_collectives_between_two_devices() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        switches = {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EMU_GPUS": "2"}
+        environment = emulated_environment(os.environ, **switches)
+        ranks.append(subprocess.Popen([sys.executable, *CHECKS, "collectives"], env=environment, cwd=ROOT))
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+def test_counts_have_the_names_of_the_header() -> None:
+    header = (ROOT / "tools" / "cuda_emulator" / "libraries" / "emulator.h").read_text(encoding="utf-8")
+    enumeration = header.split("enum Counter {")[1].split("}")[0]
+    counters = [line for line in enumeration.splitlines() if line.strip()]
+    assert len(counters) == len(NAMES)

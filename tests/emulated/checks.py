@@ -86,6 +86,30 @@ def attention() -> None:
         torch.testing.assert_close(device.grad.cpu(), host.grad, atol=3e-2, rtol=3e-2)
 
 
+def flex_attention() -> None:
+    """FlexAttention runs by its plain implementation, forward and backward."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]
+    on_device = [row.detach().cuda().requires_grad_() for row in rows]
+    segments = (torch.arange(20, device=CUDA) >= 9).int()
+    mask = create_block_mask(
+        lambda batch, head, query, key: (query >= key) & (segments[query] == segments[key]), None, None, 20, 20, CUDA
+    )
+    result = flex_attention(*on_device, block_mask=mask)
+    position, segment = torch.arange(20), segments.cpu()
+    seen = (position[:, None] >= position[None]) & (segment[:, None] == segment[None])
+    expected = F.scaled_dot_product_attention(*rows, attn_mask=seen)
+    torch.testing.assert_close(result.cpu(), expected)
+    weights = torch.randn_like(expected)
+    result.backward(weights.to(CUDA))
+    expected.backward(weights)
+    for device, host in zip(on_device, rows, strict=True):
+        assert device.grad is not None
+        torch.testing.assert_close(device.grad.cpu(), host.grad)
+
+
 def memory() -> None:
     """A card of 2 GiB holds 1 GiB of floats once; what is freed can be taken again."""
     assert torch.cuda.get_device_properties(0).total_memory == 2 << 30
@@ -176,6 +200,7 @@ if __name__ == "__main__":
         {
             "values": values,
             "attention": attention,
+            "flex_attention": flex_attention,
             "memory": memory,
             "counts": counts,
             "visible": visible,

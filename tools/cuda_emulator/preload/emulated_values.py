@@ -6,6 +6,7 @@ Device memory is host memory, so that an operation's result can be computed by t
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     values = os.environ.get("EMU_VALUES")
     if values == "1":
+        flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+        flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
         Values().__enter__()
     elif values == "2":
         FiniteValues().__enter__()
@@ -249,8 +252,7 @@ def _writes(func: OpOverload) -> bool:
 
 def _run_flex_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of FlexAttention by its plain implementation, whose operations the mode computes."""
-    from torch._higher_order_ops import flex_attention as flex
-
+    flex = importlib.import_module("torch._higher_order_ops.flex_attention")  # its package has an operator of that name
     plain = {flex.flex_attention: flex.sdpa_dense, flex.flex_attention_backward: flex.sdpa_dense_backward}
     return plain.get(func, func)(*args, **kwargs)
 

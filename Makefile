@@ -48,6 +48,11 @@ $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
 		$(TORCH_CUDA) -e ".[dev]" nvidia-ml-py bitsandbytes
 	touch $@
 
+# On a machine with a GPU: parity, speed and peaks first, all checks in an hour. It can be stopped and started again.
+.PHONY: gpu-hour
+gpu-hour: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.gpu_hour --to runs/gpu-hour
+
 # One core and one thread, so that no variant gains from a second core that is idle at the time.
 bench: $(VENV)/.installed-dev
 	taskset -c 0 $(BIN)/python -m benchmarks.speed --threads 1 --to docs/measurements/trl-speed.md $(BENCH_ARGS)
@@ -104,6 +109,7 @@ help:
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh, mpirun"
 	@echo "make test-cuda run the CUDA path on an emulated device; make cuda installs torch's CUDA build for it (6 GB)"
+	@echo "make gpu-hour  on a machine with a GPU: parity, speed and peaks of memory, then all GPU tests, in an hour"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"

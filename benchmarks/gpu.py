@@ -36,10 +36,11 @@ from dstrain.report.flops import StepFlops, find_peak_flops
 TEXT: dict[str, tuple[int, int, int, int, int, int]] = {
     "tiny": (32, 48, 2, 4, 2, 640),
     "0.5b": (896, 4864, 24, 14, 2, 151936),
+    "1b": (2048, 8192, 16, 32, 8, 128256),
     "3b": (2048, 11008, 36, 16, 2, 151936),
     "8b": (4096, 14336, 32, 32, 8, 128256),
 }
-"""Hidden and intermediate size, layers, heads, key-value heads and vocabulary of Qwen2.5 (0.5B, 3B) and Llama 3 (8B)."""
+"""Hidden and intermediate size, layers, heads, key-value heads and vocabulary of Qwen2.5 (0.5B, 3B) and Llama 3 (1B, 8B)."""
 TOWERS = {"tiny": (32, 48, 2, 4, 28, 14), "0.5b": (1024, 4096, 24, 16, 336, 14)}
 """Hidden and intermediate size, layers, heads, pixels and pixels of a patch of the vision tower (CLIP ViT-L/14)."""
 LORA = ("8b",)
@@ -67,21 +68,30 @@ class Size:
     length: int
     micro: int
     steps: int
+    full_rows: bool = False
+    """Whether every row has `length` tokens; else answers differ in length."""
 
 
 def measure(
     *, tasks: str = "sft,rm,dpo,vlm", shapes: str = "0.5b,3b,8b", length: int = 2048, micro: int = 8, steps: int = 6,
-    minutes: float = 9.0, tiny: int = 0,
+    minutes: float = 9.0, variants: str = "", full_rows: int = 0, tiny: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the variants of each task at the first shape, and the main ones at the others, as long as there is time."""
+    """Measure the variants of each task at the first shape, and the main ones at the others, as long as there is time.
+
+    `variants` (names, by commas) are measured at every shape instead.
+    """
     world, deadline = join_alone(), time.monotonic() + 60 * minutes
-    size = Size(length=96, micro=2, steps=2) if tiny else Size(length=length, micro=micro, steps=steps)
+    if tiny:
+        length, micro, steps = 96, 2, 2
+    size = Size(length=length, micro=micro, steps=steps, full_rows=bool(full_rows))
     rows: list[dict[str, Any]] = []
     for number, shape in enumerate(["tiny"] if tiny else shapes.split(",")):
         for task in tasks.split(","):
             if task == "vlm" and shape not in TOWERS:
                 continue
-            names = VARIANTS if number == 0 else ("as it is", "gradient checkpointing", "TRL")
+            names = list(VARIANTS) if number == 0 else ["as it is", "gradient checkpointing", "TRL"]
+            if variants:
+                names = variants.split(",")
             for name in names:
                 late = time.monotonic() > deadline
                 found = {"note": "no time was left"} if late else _try_variant(world, (task, shape, name), size)
@@ -89,7 +99,7 @@ def measure(
                 print(rows[-1], flush=True)
     _compare_losses(rows)
     return {
-        "settings": {"length": size.length, "micro": size.micro, "steps": size.steps},
+        "settings": {"length": length, "micro": micro, "steps": steps, "full_rows": size.full_rows},
         "checked": "the first loss of each variant is within 5 % of that of 'as it is': the weights are the same, in bf16",
         "rows": rows,
     }
@@ -235,7 +245,7 @@ def made_gpu_task(task: str, shape: str, size: Size, overrides: tuple[str, ...])
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
         "max_position_embeddings": 8192, "tie_word_embeddings": shape != "8b",
     }  # fmt: skip
-    records = [_record(task, index, size.length, folder, shape) for index in range(size.steps * size.micro)]
+    records = [_record(task, index, size, folder, shape) for index in range(size.steps * size.micro)]
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe: dict[str, Any] = {
         "task": task,
@@ -243,7 +253,7 @@ def made_gpu_task(task: str, shape: str, size: Size, overrides: tuple[str, ...])
             "config": _llava(text, shape) if task == "vlm" else text,
             "tokenizer": {"train": "bpe", "vocab_size": 512}, "gradient_checkpointing": False,
         },
-        "data": {"train": str(folder / "train.jsonl"), "max_length": size.length + 1024},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": size.length + (0 if size.full_rows else 1024)},
         "batch": {"total": size.micro, "micro": size.micro},
         "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
         "steps": size.steps,
@@ -263,11 +273,16 @@ def _llava(text: dict[str, Any], shape: str) -> dict[str, Any]:
     return {"model_type": "llava", "vision_config": tower, "text_config": text}
 
 
-def _record(task: str, index: int, length: int, folder: Path, shape: str) -> dict[str, Any]:
-    """Return a record whose prompt has a quarter of the length, and whose answers have a twentieth to three quarters."""
+def _record(task: str, index: int, size: Size, folder: Path, shape: str) -> dict[str, Any]:
+    """Return a record whose prompt has a quarter of the length, and whose answers have a twentieth to three quarters.
+
+    With full rows the answers are longer than the row, and are cut.
+    """
+    length = size.length
     draw = random.Random(index)
     words = lambda count: " ".join(draw.choice(("open", "clean", "turn", "look", "pump", "lamp")) for _ in range(count))  # noqa: E731
-    answer = lambda: " " + words(draw.randint(max(1, length // 40), length // 3))  # noqa: E731  about two tokens a word
+    shortest, longest = (length, length) if size.full_rows else (max(1, length // 40), length // 3)
+    answer = lambda: " " + words(draw.randint(shortest, longest))  # noqa: E731  about two tokens a word
     prompt = words(length // 8)
     if task == "vlm":
         from tests.vision_recipes import picture

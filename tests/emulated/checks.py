@@ -44,6 +44,8 @@ def values() -> None:
     equal_on_both(lambda a: F.cross_entropy(a, torch.arange(6, device=a.device) % 8), x)
     equal_on_both(lambda a: torch.linalg.svdvals(a), x)
     equal_on_both(lambda a: F.conv2d(a.view(1, 1, 6, 8), torch.ones(1, 1, 3, 3, device=a.device)), x)
+    with CUDA:
+        assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
     device = x.to(CUDA)
     device[2].mul_(3).add_(1)
     torch.testing.assert_close(device.cpu()[2], x[2] * 3 + 1)

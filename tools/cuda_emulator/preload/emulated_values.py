@@ -286,7 +286,8 @@ class Values(TorchDispatchMode):
             if func.namespace not in ("c10d", "_c10d_functional"):
                 self._tell(func, "it is not one of torch's own")
             return func(*args, **kwargs)
-        return self._compute_on_device(func, args, kwargs, tensors)
+        with torch._C.DisableTorchFunction():  # a default device of the program is not for the tensors made here
+            return self._compute_on_device(func, args, kwargs, tensors)
 
     def _compute_on_device(self, func: OpOverload, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         host_args, host_kwargs = tree_map(as_host_argument, (args, kwargs))

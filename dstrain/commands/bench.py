@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
     from dstrain.training.engine.deepspeed import DeepSpeedEngine
+    from dstrain.training.memory import MemoryForecast
     from dstrain.training.plan import RunPlan
 
 WARMUP_STEPS = 3
@@ -83,9 +84,7 @@ class BenchJob(Job):
             row = self._run(prepared, world)
         if memory.forecast is None:
             return row | {"plan": None}
-        # On a GPU the measured value includes torch's cache; on a CPU it is the process's host memory.
-        planned, measured = memory.forecast.device_bytes / 2**30, max(row["process_memory_gib"])
-        return row | {"plan": {"predicted_gib": planned, "measured_gib": measured}}
+        return row | {"plan": compare_with_plan(memory.forecast, row)}
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
@@ -110,6 +109,19 @@ class BenchJob(Job):
         }
 
 
+def compare_with_plan(forecast: MemoryForecast, row: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return predicted and measured GiB of one kind each: tensors, and on a GPU all of its memory too."""
+    total = max(row["process_memory_gib"], default=None)
+    if row["peak_memory_gib"] is None:  # on a CPU, where the process's host memory is measured
+        return {"predicted_gib": forecast.device_bytes / 2**30, "measured_gib": total}
+    return {
+        "predicted_gib": forecast.tensor_bytes / 2**30,
+        "measured_gib": max(row["peak_memory_gib"]),
+        "predicted_total_gib": forecast.device_bytes / 2**30,
+        "measured_total_gib": total,
+    }
+
+
 @dataclass(frozen=True)
 class _StepRecord:
     """One step of this rank."""
@@ -126,7 +138,7 @@ class _StepRecord:
 def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, Any]:
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops, find_peak_flops
-    from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
+    from dstrain.report.memory import host_memory_gib, measure_peak, peak_memory_gib
     from dstrain.training.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
@@ -136,6 +148,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
         warmup = [next(records) for _ in range(WARMUP_STEPS)]
     loader.pop_wait_seconds()
     measured = [next(records) for _ in range(steps)]
+    peak = measure_peak(world.device).total
     ranks = world.gather(
         {
             "steps": measured,
@@ -144,7 +157,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
             "counted_tokens": sum(record.tokens for record in warmup),
             "peak_memory_gib": peak_memory_gib(world.device),
             "host_memory_gib": host_memory_gib(),
-            "process_memory_gib": peak_process_bytes(world.device) / 2**30,
+            "process_memory_gib": None if peak is None else peak / 2**30,
         }
     )
     has_peak = world.device.type == "cuda" and _precision(plan.ds_config) != "fp32"
@@ -195,6 +208,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
     # Operations were counted in the warm-up steps, whose samples have other lengths.
     flops = sum(rank["flops"] for rank in ranks) / counted * tokens if counted else None
     memory = [rank["peak_memory_gib"] for rank in ranks]
+    process_memory = [rank["process_memory_gib"] for rank in ranks]
     return {
         "steps": len(seconds),
         "tokens_per_second": tokens / total,
@@ -208,7 +222,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
         "mfu": flops / total / peak_flops / len(ranks) if flops and peak_flops else None,
         "peak_memory_gib": None if None in memory else memory,
         "host_memory_gib": [rank["host_memory_gib"] for rank in ranks],
-        "process_memory_gib": [rank["process_memory_gib"] for rank in ranks],
+        "process_memory_gib": [size for size in process_memory if size is not None],
     }
 
 
@@ -230,10 +244,24 @@ def _gib(values: Sequence[float] | None) -> str:
     return "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)
 
 
+def _most(values: Sequence[float | None]) -> list[float] | None:
+    """Return the largest of the values that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return [max(known)] if known else None
+
+
+def _describe_pair(plan: Mapping[str, float | None], predicted: str, measured: str) -> str:
+    return f"predicted {_gib(_most([plan[predicted]]))}, measured {_gib(_most([plan[measured]]))}"
+
+
 def show_bench(row: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
     times, batch, plan = row["step_seconds"], row["batch"], row.get("plan")
-    planned = f"predicted {plan['predicted_gib']:.3g} GiB" if plan else "no prediction"
+    planned = f"no prediction, measured {_gib(_most(row['process_memory_gib']))}"
+    if plan:
+        planned = _describe_pair(plan, "predicted_gib", "measured_gib")
+    if plan and "measured_total_gib" in plan:
+        planned = f"tensors {planned}; GPU {_describe_pair(plan, 'predicted_total_gib', 'measured_total_gib')}"
     lines = {
         "run": f"{row['task']}, preset {row['preset']}, {row['precision']}, {row['processes']} x {row['device']}",
         "model": f"{format_count(row['parameters'])} parameters, {format_count(row['trained_parameters'])} of them trained",
@@ -249,6 +277,6 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "MFU": _share(row["mfu"]),
         "peak GPU memory": _gib(row["peak_memory_gib"]),
         "peak host memory": _gib(row["host_memory_gib"]),
-        "plan": f"{planned}, measured {max(row['process_memory_gib']):.3g} GiB",
+        "plan": planned,
     }
     return "\n".join(f"{name:18} {value}" for name, value in lines.items())

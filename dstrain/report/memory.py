@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 
 from dstrain.distributed.world import World
 from dstrain.host_memory import CgroupLimit, find_cgroup_limits, get_available_memory
+from dstrain.report.observe import Observation, observing
 
 GIB = 2**30
 
@@ -28,19 +30,25 @@ def host_memory_gib() -> float:
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Return the percent of the last sample period in which the GPU was busy; None if it is not reported."""
+    """Return the percent of the last sample period in which the GPU was busy; None if it is not reported.
+
+    NVML may fail while CUDA goes on: the driver package was upgraded under the run, another GPU was lost, the GPU is a
+    MIG slice.
+    """
     if device.type != "cuda":
         return None
-    try:
-        return float(torch.cuda.utilization(device))
-    except ModuleNotFoundError:
-        return None  # nvidia-ml-py is not installed
-    except Exception as error:
-        # MIG slices and some virtual GPUs refuse the query. torch passes NVML's error on, whose class
-        # can be imported only if nvidia-ml-py is installed.
-        if type(error).__name__ in ("NVMLError_NotSupported", "NVMLError_NoPermission"):
-            return None
-        raise
+    return _utilization.read(lambda: float(torch.cuda.utilization(device)))
+
+
+def _lacks_utilization(error: Exception) -> bool:
+    """Return True for the error of a platform without this value."""
+    # nvidia-ml-py is not installed; or the query is refused, as for MIG slices and some virtual GPUs. torch passes
+    # NVML's error on, whose class can be imported only if nvidia-ml-py is installed.
+    names = ("ModuleNotFoundError", "NVMLError_NotSupported", "NVMLError_NoPermission")
+    return type(error).__name__ in names
+
+
+_utilization = Observation("gpu_utilization", _lacks_utilization)
 
 
 def memory_metrics(world: World) -> dict[str, float]:
@@ -54,29 +62,24 @@ def memory_metrics(world: World) -> dict[str, float]:
 
 
 def _measure_rank(device: torch.device) -> dict[str, float]:
-    """Return the columns of this rank."""
-    found = {"host_memory_gib": host_memory_gib(), **_measure_host()}
+    """Return the columns of this rank that can be read."""
+    columns = {}
+    with observing("memory of the process"):
+        columns["host_memory_gib"] = host_memory_gib()
+        columns["resident_memory_gib"] = psutil.Process().memory_info().rss / GIB
+    with observing("available host memory"):
+        columns["available_memory_gib"] = get_available_memory(_find_own_limits()) / GIB
     if device.type != "cuda":
-        return found
-    stats = torch.cuda.memory_stats(device)  # once: each function of a single number reads all of them
-    found["peak_memory_gib"] = stats.get("allocated_bytes.all.peak", 0) / GIB
-    found["allocated_memory_gib"] = stats.get("allocated_bytes.all.current", 0) / GIB
-    found["reserved_memory_gib"] = stats.get("reserved_bytes.all.current", 0) / GIB
-    found["pinned_memory_gib"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / GIB
+        return columns
+    with observing("memory of the GPU"):
+        stats = torch.cuda.memory_stats(device)  # once: each function of a single number reads all of them
+        columns["peak_memory_gib"] = stats.get("allocated_bytes.all.peak", 0) / GIB
+        columns["allocated_memory_gib"] = stats.get("allocated_bytes.all.current", 0) / GIB
+        columns["reserved_memory_gib"] = stats.get("reserved_bytes.all.current", 0) / GIB
+    with observing("pinned memory"):
+        columns["pinned_memory_gib"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / GIB
     busy = gpu_utilization(device)
-    return found if busy is None else found | {"gpu_utilization": busy}
-
-
-def _measure_host() -> dict[str, float]:
-    """Return the memory that this process holds on the host now, and what is available to it there."""
-    try:
-        resident = psutil.Process().memory_info().rss
-        return {
-            "resident_memory_gib": resident / GIB,
-            "available_memory_gib": get_available_memory(_find_own_limits()) / GIB,
-        }
-    except (OSError, psutil.Error):  # a sandbox without /proc
-        return {}
+    return columns if busy is None else columns | {"gpu_utilization": busy}
 
 
 @cache
@@ -102,8 +105,31 @@ REDUCTIONS: Mapping[str, Callable[[list[float]], float]] = {
 """Column -> its value over all ranks."""
 
 
-def peak_process_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has taken: of the GPU, with torch's cache; on a CPU, of the host."""
+@dataclass(frozen=True)
+class PeakBytes:
+    """Most memory that a process has taken since its start, in bytes; None for what cannot be read."""
+
+    tensors: int | None
+    """Of tensors on the GPU, as `torch.cuda.max_memory_allocated` counts them; None on a CPU."""
+    total: int | None
+    """Of the GPU: what torch's allocator has held, and what is used outside of it, by the CUDA context and libraries,
+    and by other processes on this GPU. On a CPU: the host memory of the process."""
+
+
+def measure_peak(device: torch.device) -> PeakBytes:
+    """Return the most memory that this process has taken. Never raises."""
+    tensors = total = None
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return round(host_memory_gib() * GIB)
+        with observing("memory of the GPU"):
+            tensors = torch.cuda.max_memory_allocated(device)
+            total = torch.cuda.max_memory_reserved(device) + bytes_outside_torch(device)
+    else:
+        with observing("memory of the process"):
+            total = round(host_memory_gib() * GIB)
+    return PeakBytes(tensors, total)
+
+
+def bytes_outside_torch(device: torch.device) -> int:
+    """Return the bytes of a GPU that are used now outside of this process's allocator. Raises RuntimeError."""
+    free, size = torch.cuda.mem_get_info(device)
+    return max(size - free - torch.cuda.memory_reserved(device), 0)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError, fix_for_os_error
 from dstrain.process_setup import log_stdout
+from dstrain.report.observe import observing
 
 Row = Mapping[str, Any]
 """Metrics of a log or evaluation: name -> number, text or None."""
@@ -117,7 +118,8 @@ class RunLog:
         """Log an event, and print its line on the terminal."""
         self.log_event(event, **fields)
         if self._is_writer:
-            log_stdout(line)
+            with observing("a line of the log"):
+                log_stdout(line)
 
     def warn(self, text: str, **fields: Any) -> None:
         """Announce a warning."""

@@ -20,7 +20,7 @@ import psutil
 from dstrain.config.schema import LogConfig, WandbConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, Fault, UsageError, describe_unexpected, mask_secrets, one_line
 from dstrain.process_setup import log_stdout
-from dstrain.report.run_log import Row, RunLog
+from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _kill_service(has_timed_out: bool = False) -> None:
 
 
 class Sink(Protocol):
-    """Receiver of the rows of a run. One that becomes unavailable never stops the run."""
+    """Receiver of the rows of a run, and an observation: the run catches what its methods raise."""
 
     def write(self, row: Row) -> None:
         """Write one row of training or evaluation metrics."""
@@ -360,24 +360,10 @@ class StepDisplay(Protocol):
         """Show that a step was taken."""
 
 
-class RunLogSink:
-    """Sink that writes metrics.jsonl."""
-
-    def __init__(self, run_log: RunLog) -> None:
-        self._run_log = run_log
-
-    def write(self, row: Row) -> None:
-        self._run_log.log_metrics(row)
-
-    def close(self, exit_code: int = 0) -> None:
-        """Do nothing: the run closes its log itself, since events follow the last row."""
-
-
 class TensorBoardSink:
     """Sink that writes TensorBoard event files, with tags such as `train/loss`, and the recipe as text."""
 
     def __init__(self, log_dir: Path, start_step: int = 0, recipe_yaml: str = "") -> None:
-        check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run writes the steps after its checkpoint again (all of them without a checkpoint):
@@ -387,21 +373,13 @@ class TensorBoardSink:
             self._writer.add_text("recipe", "```yaml\n" + recipe_yaml + "\n```", start_step)
 
     def write(self, row: Row) -> None:
-        if self._writer is None:
-            return
-        try:
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and name not in ("step", "samples"):
-                    self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
-            self._writer.flush()
-        except OSError as error:
-            log.warning("TensorBoard files cannot be written (%s); this run continues without them", error)
-            self._writer = None
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name not in ("step", "samples"):
+                self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
+        self._writer.flush()
 
     def close(self, exit_code: int = 0) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(OSError):  # a full disk must not fail a run that has ended
-                self._writer.close()
+        self._writer.close()
 
 
 def check_tensorboard() -> None:

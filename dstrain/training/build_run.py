@@ -125,9 +125,7 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
         raise
     finally:
         if run is not None:
-            for sink in run.sinks:  # W&B marks the run by its exit code
-                sink.close(code)
-            run.run_log.close()
+            run.close(code)
 
 
 def _train_to_end(run: Run) -> int:

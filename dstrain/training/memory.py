@@ -8,7 +8,7 @@ import logging
 import resource
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
-from dstrain.report.memory import peak_process_bytes
+from dstrain.report.memory import PeakBytes, bytes_outside_torch, measure_peak
+from dstrain.report.observe import observing
 from dstrain.report.run_log import RunLog
 from dstrain.training.engine.module import OPTIMIZER_UPDATE
 from dstrain.training.health.watchdog import RESTART_HINT, open_stacks_file
@@ -41,6 +42,9 @@ class MemoryForecast:
     """Predicted memory of one rank. On a CPU the device is the process's own host memory."""
 
     device_bytes: int
+    """All of the GPU, with what is outside of torch's allocator."""
+    tensor_bytes: int
+    """Tensors alone."""
     lines: tuple[tuple[str, str, int], ...]
     """(name, place, bytes) of each part; the place is gpu, host or nvme."""
     fixes: tuple[str, ...]
@@ -58,21 +62,37 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
     return MemoryForecast(
-        # torch's allocator does not see what is outside of it; on a CPU the whole process is measured.
-        device_bytes=plan.tensor_bytes if cluster.kind == "cuda" else plan.gpu_bytes,
+        device_bytes=plan.gpu_bytes,
+        tensor_bytes=plan.tensor_bytes,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
         fixes=described,
     )
 
 
-def describe_forecast(forecast: MemoryForecast | None, measured_bytes: int, device_type: str = "cuda") -> str:
-    """Return `memory: predicted 11.2 GiB, measured 10.8 GiB`, of the rank with most.
+def describe_forecast(forecast: MemoryForecast | None, measured: PeakBytes, device_type: str = "cuda") -> str:
+    """Return `memory: tensors predicted 11.2 GiB, measured 10.8 GiB; GPU predicted 12.4 GiB, measured 12.0 GiB`.
 
     On a CPU only the measured value: there the prediction is mostly a reserve for libraries, and buffers whose pages a
     small model never touches.
     """
-    predicted = "" if forecast is None or device_type == "cpu" else f"predicted {format_bytes(forecast.device_bytes)}, "
-    return f"memory: {predicted}measured {format_bytes(measured_bytes)}"
+    if device_type == "cpu":
+        return f"memory: measured {_format_measured(measured.total)}"
+    tensors, total = f"measured {_format_measured(measured.tensors)}", f"measured {_format_measured(measured.total)}"
+    if forecast is not None:
+        tensors = f"predicted {format_bytes(forecast.tensor_bytes)}, {tensors}"
+        total = f"predicted {format_bytes(forecast.device_bytes)}, {total}"
+    return f"memory: tensors {tensors}; GPU {total}"
+
+
+def _format_measured(peak: int | None) -> str:
+    return "unknown" if peak is None else format_bytes(peak)
+
+
+def find_most(peaks: Sequence[PeakBytes]) -> PeakBytes:
+    """Return the most tensors and the most memory of any rank."""
+    tensors = [peak.tensors for peak in peaks if peak.tensors is not None]
+    totals = [peak.total for peak in peaks if peak.total is not None]
+    return PeakBytes(max(tensors, default=None), max(totals, default=None))
 
 
 PRECOMPUTING = "computing the outputs of frozen models"
@@ -128,13 +148,22 @@ class MemoryMonitor:
         """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
         if steps_of_this_start != COMPARED_STEP:
             return
-        measured = max(self.world.gather(peak_process_bytes(self.world.device)))
-        predicted = None if self.forecast is None else self.forecast.device_bytes
-        fields: dict[str, int] = {}
-        if self.forecast is not None and self.world.device.type == "cuda":
-            fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
-        line = describe_forecast(self.forecast, measured, self.world.device.type)
-        run_log.announce(line, "memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
+        measured = find_most(self.world.gather(measure_peak(self.world.device)))
+        forecast, kind = self.forecast, self.world.device.type
+        fields: dict[str, int | None] = {
+            "predicted_bytes": None if forecast is None else forecast.device_bytes,
+            "measured_bytes": measured.total,
+        }
+        if kind == "cuda":
+            fields = {
+                "predicted_bytes": None if forecast is None else forecast.tensor_bytes,
+                "measured_bytes": measured.tensors,
+                "predicted_total_bytes": fields["predicted_bytes"],
+                "measured_total_bytes": fields["measured_bytes"],
+            }
+            if forecast is not None:
+                fields["predicted_host_bytes"] = sum(size for _, place, size in forecast.lines if place == "host")
+        run_log.announce(describe_forecast(forecast, measured, kind), "memory", **fields)
 
     def _where(self) -> str:
         log = self.world.log
@@ -241,14 +270,14 @@ def _iter_gpu_counters(device: torch.device) -> Iterator[str]:
         f"measured: tensors {format_bytes(allocated)}, at most {format_bytes(torch.cuda.max_memory_allocated(device))}; "
         f"reserved by torch {format_bytes(reserved)}, of which {format_bytes(reserved - allocated)} in gaps"
     )
-    with contextlib.suppress(RuntimeError):  # some virtual GPUs do not tell
+    with observing("torch.cuda.mem_get_info"):  # some virtual GPUs do not tell
         free, total = torch.cuda.mem_get_info(device)
-        others = max(total - free - reserved, 0)
+        others = bytes_outside_torch(device)
         yield f"GPU: {format_bytes(total)}, free {format_bytes(free)}, used outside torch {format_bytes(others)}"
 
 
 def _iter_host_counters() -> Iterator[str]:
-    with contextlib.suppress(OSError, psutil.Error):
+    with observing("host memory"):
         info = psutil.Process().memory_info()
         yield f"measured: process {format_bytes(info.rss)} resident, {format_bytes(info.vms)} of addresses"
         host = psutil.virtual_memory()

@@ -18,8 +18,9 @@ from dstrain.ds_config import batch_warnings, ds_config_warnings
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
 from dstrain.process_setup import log_stdout
 from dstrain.report.console import ConsoleSink, format_row
+from dstrain.report.observe import observing
 from dstrain.report.run_log import RunLog, find_last_row
-from dstrain.report.sinks import QueuedSink, RunLogSink, Sink, StepDisplay, TensorBoardSink, WandbSink
+from dstrain.report.sinks import QueuedSink, Sink, StepDisplay, TensorBoardSink, WandbSink
 from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import make_judge
@@ -49,28 +50,33 @@ def make_sinks(
     file or W&B run is opened for it.
     """
     console = ConsoleSink(plan.steps, terminal, plan.config.log.memory) if world.rank == 0 else None
-    sinks: list[Sink] = [] if console is None else [RunLogSink(run_log), console]
+    sinks: list[Sink] = [] if console is None else [console]
     if console is not None and not is_finished:
         sinks += _build_trackers(plan, run_log, start)
     world.barrier()  # W&B may take seconds to connect
     return sinks, console
 
 
-def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None) -> Iterator[Sink]:
-    """Build the sinks that the recipe asks for."""
+def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None) -> list[Sink]:
+    """Build the sinks that the recipe asks for; one that cannot be built is left out with a warning."""
     wanted, step = plan.config.log, start.step if start else 0
-    yield ReportSink(plan.run_dir)
+    sinks: list[Sink] = [ReportSink(plan.run_dir)]
     if wanted.tensorboard:
-        yield TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config))
+        with observing("TensorBoard"):
+            sinks.append(TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config)))
     if wanted.wandb is not None:
-        tracker = WandbSink(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
-        run_log.log_event("wandb", **tracker.event_fields)
-        yield tracker
+        tracker: WandbSink | None = None
+        with observing("Weights & Biases"):
+            tracker = WandbSink(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
+        if tracker is not None:
+            sinks.append(tracker)
+            run_log.log_event("wandb", **tracker.event_fields)
     for name in wanted.sinks:
         build = partial(find_sink_class(name), plan.run_dir, plan.config.model_dump(mode="json"))
         queued = QueuedSink(name, build)
         run_log.add_listener(queued.log_event)
-        yield queued
+        sinks.append(queued)
+    return sinks
 
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
@@ -270,11 +276,9 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
         exported = (
             f"model files: dstrain export {shlex.quote(str(folder))} --to FOLDER" if line.startswith("finished") else ""
         )
-        log_stdout(
-            "\n".join(
-                filter(None, [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}", exported])
-            ),
-        )
+        lines = [line, format_last_eval(folder, run.total_steps), f"run folder: {folder}", exported]
+        with observing("the summary of the run"):  # the log may be on a full disk
+            log_stdout("\n".join(filter(None, lines)))
     return code
 
 
@@ -288,8 +292,7 @@ def report_failure(run: Run, error: Exception) -> None:
 
 def format_last_eval(run_dir: Path, total_steps: int) -> str:
     """Return the last evaluation metrics as a line; empty without any, or if metrics.jsonl cannot be read."""
-    try:
+    with observing("the summary of the last evaluation"):  # it must not fail a run that is done
         row = find_last_row(run_dir / "metrics.jsonl", lambda row: row.get("split") == "eval" and "step" in row).row
-    except OSError:  # a summary must not fail a run that is done
-        return ""
-    return f"held-out: {format_row(row, total_steps)}" if row is not None else ""
+        return f"held-out: {format_row(row, total_steps)}" if row is not None else ""
+    return ""

@@ -14,6 +14,7 @@ from dstrain.process_setup import log_stdout
 from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
+from dstrain.report.observe import observing
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
@@ -44,6 +45,7 @@ class Run:
     """The checkpoint to continue from; None for a new run."""
     run_log: RunLog
     sinks: Sequence[Sink]
+    """Where rows are shown or sent, beside metrics.jsonl."""
     meter: Meter
     profiler: StepProfiler
     trainability: TrainabilityCheck
@@ -148,7 +150,8 @@ class Run:
         self.nonfinite.check_step(result, progress)
         self.saver.grace.end_step()
         if self.display is not None:
-            self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
+            with observing("the progress line"):
+                self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
 
     def sync(self, step: Step, progress: Progress) -> tuple[Due, float | None]:
         """Return what is due after a step, where signals count, and the weight of the next step. Collective.
@@ -213,7 +216,7 @@ class Run:
             self.nonfinite.check_run(progress)
 
     def log_train_metrics(self, progress: Progress) -> None:
-        """Write one row of training metrics to every sink. Collective."""
+        """Write one row of training metrics to metrics.jsonl and every sink. Collective."""
         # Means over the steps since the last row, so each step counts in one row.
         row = self.meter.drain(self.loader.pop_wait_seconds())
         timings = self.saver.pop_timings()
@@ -248,8 +251,17 @@ class Run:
     def _write_row(self, progress: Progress, row: Mapping[str, Any]) -> None:
         epoch = round(self.loader.epoch_at(progress.samples), 4)
         position = {"step": progress.step, "samples": progress.samples, "epoch": epoch}
+        self.run_log.log_metrics({**position, **row})
         for sink in self.sinks:
-            sink.write({**position, **row})
+            with observing(f"{type(sink).__name__}.write"):
+                sink.write({**position, **row})
+
+    def close(self, exit_code: int) -> None:
+        """Close sinks and log; W&B marks its run by the exit code."""
+        for sink in self.sinks:
+            with observing(f"{type(sink).__name__}.close"):
+                sink.close(exit_code)
+        self.run_log.close()
 
 
 def train(run: Run) -> Progress:

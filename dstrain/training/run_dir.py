@@ -23,6 +23,7 @@ from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
 from dstrain.models.weights import find_cached_config
 from dstrain.process_setup import log_stdout
+from dstrain.report.observe import observing
 from dstrain.tasks import Task
 from dstrain.tasks.common.text import TextTask
 from dstrain.training.generation_config import write_generation_config
@@ -185,6 +186,10 @@ def collect_environment() -> dict[str, Any]:
     """Return machine, versions and command without secrets; no environment variables, which may hold some."""
     import torch
 
+    gpus: list[str] = []
+    with observing("torch.cuda.get_device_name"):  # another GPU of the host may be lost
+        for index in range(torch.cuda.device_count()):
+            gpus.append(torch.cuda.get_device_name(index))
     return {
         "command": [Path(sys.argv[0]).name, *map(mask_secrets, sys.argv[1:])],
         "python": platform.python_version(),
@@ -192,7 +197,7 @@ def collect_environment() -> dict[str, Any]:
         "host": platform.node(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpus,
         "cuda": torch.version.cuda,
         "versions": get_library_versions(),
     }

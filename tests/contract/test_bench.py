@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.bench import WARMUP_STEPS, _StepRecord, show_bench, summarize
+from dstrain.commands.bench import WARMUP_STEPS, _StepRecord, compare_with_plan, show_bench, summarize
 from dstrain.tasks import find_task
+from dstrain.training.memory import MemoryForecast
 from tests.vocabulary import invoke, write_recipe
 
 KEYS = {
@@ -131,5 +132,20 @@ def test_what_is_not_known_is_said_in_the_table() -> None:
     lines = dict(line.split(maxsplit=1) for line in show_bench(about | row).splitlines())
     assert lines["MFU"] == "unknown"
     assert lines["plan"] == "no prediction, measured 1.5 GiB"
-    planned = show_bench(about | row | {"plan": {"predicted_gib": 1.25, "measured_gib": 1.5}})
-    assert "predicted 1.25 GiB, measured 1.5 GiB" in planned
+    assert show_bench(about | row | {"plan": {"predicted_gib": 1.25, "measured_gib": 1.5}}).endswith(
+        "predicted 1.25 GiB, measured 1.5 GiB"
+    )
+    row = summarize([rank([1.0]) | {"process_memory_gib": None}], None)
+    assert show_bench(about | row).endswith("no prediction, measured unknown")
+
+
+def test_predicted_and_measured_memory_are_of_one_kind() -> None:
+    gib = 2**30
+    forecast = MemoryForecast(device_bytes=3 * gib, tensor_bytes=2 * gib, lines=(), fixes=())
+    row = summarize([rank([1.0]), rank([1.0]) | {"peak_memory_gib": 2.5, "process_memory_gib": 3.5}], None)
+    on_gpu = compare_with_plan(forecast, row)
+    assert on_gpu == {
+        "predicted_gib": 2.0, "measured_gib": 2.5, "predicted_total_gib": 3.0, "measured_total_gib": 3.5,
+    }  # fmt: skip
+    on_cpu = compare_with_plan(forecast, row | {"peak_memory_gib": None})
+    assert on_cpu == {"predicted_gib": 3.0, "measured_gib": 3.5}

@@ -358,7 +358,8 @@ def memory(run: RunSummary) -> Iterator[Verdict]:
             # On a CPU most of the prediction is a reserve for libraries and buffers that small runs do not touch.
             on_gpu = "predicted_host_bytes" in event
             sizes = f"predicted {format_bytes(predicted)}, " * on_gpu + f"measured {format_bytes(measured)}"
-            text = f"Memory of a process: {sizes} after two steps."
+            kind = "tensors of a process" if on_gpu else "a process"
+            text = f"Memory of {kind}: {sizes} after two steps."
             yield Verdict("warning" if measured > 1.1 * predicted else "info", text)
     _, available = run.column("available_memory_gib")
     if len(available) and available.min() < 2:

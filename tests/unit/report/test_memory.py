@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.report import memory
-from dstrain.report.memory import gpu_utilization, host_memory_gib, memory_metrics
+from dstrain.report import memory, observe
+from dstrain.report.memory import PeakBytes, gpu_utilization, host_memory_gib, measure_peak, memory_metrics
+from dstrain.report.observe import Observation
 
 
 class Ranks(SingleProcessWorld):
@@ -57,23 +62,66 @@ def test_a_gpu_tells_what_is_allocated_reserved_and_pinned(monkeypatch: pytest.M
     assert (row["pinned_memory_gib"], row["gpu_utilization"]) == (0.5, 70.0)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_reported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_reported", set())
+    monkeypatch.setattr(memory, "_utilization", Observation("gpu_utilization", memory._lacks_utilization))
+
+
 @pytest.mark.parametrize(
-    "error", [ModuleNotFoundError("nvidia-ml-py"), type("NVMLError_NotSupported", (Exception,), {})()]
+    ("error", "level"),
+    [
+        (ModuleNotFoundError("nvidia-ml-py"), logging.DEBUG),
+        (type("NVMLError_NotSupported", (Exception,), {})(), logging.DEBUG),
+        (type("NVMLError_Unknown", (Exception,), {})("Unknown Error"), logging.WARNING),
+        (type("NVMLError_LibRmVersionMismatch", (Exception,), {})(), logging.WARNING),
+        (RuntimeError("device 0 is not visible (CUDA_VISIBLE_DEVICES=[])"), logging.WARNING),
+    ],
 )
 def test_a_gpu_that_does_not_tell_how_busy_it_is_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, level: int
 ) -> None:
     def refuse(device: torch.device) -> int:
         raise error
 
     monkeypatch.setattr(memory.torch.cuda, "utilization", refuse)
-    assert gpu_utilization(torch.device("cuda")) is None
+    with caplog.at_level(logging.DEBUG):
+        assert [gpu_utilization(torch.device("cuda")) for _ in range(4)] == [None] * 4
+    assert [record.levelno for record in caplog.records] == [level, logging.DEBUG]
 
 
-def test_any_other_error_of_the_driver_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> int:
-        raise RuntimeError("cuda driver can't be loaded")
+class BrokenCuda:
+    """torch.cuda where each question fails."""
 
-    monkeypatch.setattr(memory.torch.cuda, "utilization", fail)
-    with pytest.raises(RuntimeError, match="driver"):
-        gpu_utilization(torch.device("cuda"))
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"torch.cuda.{name}: GPU is lost")
+
+
+def test_columns_that_cannot_be_read_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("not enough values to unpack")  # of a line in /proc that has another form
+
+    monkeypatch.setattr(memory.torch, "cuda", BrokenCuda())
+    monkeypatch.setattr(memory, "get_available_memory", fail)
+    world = SingleProcessWorld(torch.device("cuda", 0))
+    assert list(memory_metrics(world)) == ["host_memory_gib", "resident_memory_gib"]
+    warnings = len(caplog.records)
+    assert list(memory_metrics(world)) == ["host_memory_gib", "resident_memory_gib"]
+    assert len(caplog.records) == warnings == 4, "each is said once"
+    assert measure_peak(world.device) == PeakBytes(None, None)
+
+
+def test_the_peak_of_a_gpu_has_tensors_alone_and_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    cuda = SimpleNamespace(
+        max_memory_allocated=lambda device: 4 * gib, max_memory_reserved=lambda device: 6 * gib,
+        memory_reserved=lambda device: 5 * gib, mem_get_info=lambda device: (10 * gib, 16 * gib),
+    )  # fmt: skip
+    monkeypatch.setattr(memory.torch, "cuda", cuda)
+    assert measure_peak(torch.device("cuda", 0)) == PeakBytes(4 * gib, 7 * gib)
+    peak = measure_peak(torch.device("cpu"))
+    assert peak.tensors is None
+    assert peak.total is not None
+    assert peak.total > 2**20

@@ -14,17 +14,8 @@ import pytest
 from dstrain.errors import UsageError
 from dstrain.report import sinks
 from dstrain.report.run_log import RunLog
-from dstrain.report.sinks import MLflowSink, QueuedSink, RunLogSink, TensorBoardSink, check_tensorboard
+from dstrain.report.sinks import MLflowSink, QueuedSink, TensorBoardSink, check_tensorboard
 from tests.run_folders import ROW
-
-
-def test_jsonl_writes_to_the_journal_and_leaves_it_open_for_events(tmp_path: Path) -> None:
-    journal = RunLog(tmp_path)
-    sink = RunLogSink(journal)
-    sink.write(ROW)
-    sink.close()
-    journal.log_event("finished")
-    assert '"step": 120' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_tensorboard_holds_the_numbers_and_a_resume_purges_what_comes_again(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,15 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import OutOfMemoryError, RunError
 from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
+from dstrain.report.memory import PeakBytes
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.training.memory import MemoryForecast, MemoryMonitor, describe_forecast, make_forecast
+from dstrain.training.memory import MemoryForecast, MemoryMonitor, describe_forecast, find_most, make_forecast
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
     device_bytes=12 * 2**30,
+    tensor_bytes=11 * 2**30,
     lines=(("weights", "gpu", 2**30), ("activations", "gpu", 11 * 2**30), ("batches", "host", 2**20)),
     fixes=("batch.micro 8 -> 4 saves 5.5 GiB",),
 )
@@ -132,27 +133,34 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
     assert event["predicted_bytes"] == 12 * 2**30
     assert event["measured_bytes"] > 2**20
     assert "predicted_host_bytes" not in event, "on a CPU there is one memory"
-    assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
-    assert describe_forecast(FORECAST, 2**30, "cuda") == "memory: predicted 12.0 GiB, measured 1.0 GiB"
-    assert describe_forecast(FORECAST, 2**30, "cpu") == "memory: measured 1.0 GiB"
+    peak = PeakBytes(2**29, 2**30)
+    assert describe_forecast(None, peak) == "memory: tensors measured 512.0 MiB; GPU measured 1.0 GiB"
+    assert describe_forecast(FORECAST, peak, "cuda") == (
+        "memory: tensors predicted 11.0 GiB, measured 512.0 MiB; GPU predicted 12.0 GiB, measured 1.0 GiB"
+    )
+    assert describe_forecast(FORECAST, PeakBytes(None, 2**30), "cpu") == "memory: measured 1.0 GiB"
+    assert describe_forecast(None, PeakBytes(None, None), "cpu") == "memory: measured unknown"
 
 
-def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
+def test_on_a_gpu_tensors_are_compared_with_tensors_and_all_with_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.training.memory.peak_process_bytes", lambda device: 2**30)
+    monkeypatch.setattr("dstrain.training.memory.measure_peak", lambda device: PeakBytes(3 * 2**30, 5 * 2**30))
     watch = monitor(tmp_path, FORECAST)
     watch.world.device = torch.device("cuda", 0)
     watch.compare_with_forecast(2, RunLog(tmp_path))
     (event,) = read_events(tmp_path, "memory")
+    assert (event["predicted_bytes"], event["measured_bytes"]) == (11 * 2**30, 3 * 2**30)
+    assert (event["predicted_total_bytes"], event["measured_total_bytes"]) == (12 * 2**30, 5 * 2**30)
     assert event["predicted_host_bytes"] == 2**20
 
 
-@pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])
-def test_the_planner_is_asked_for_lines_and_fixes(
-    kind: Literal["cuda", "cpu"], device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU the forecast is of tensors, since torch does not measure what is outside of its allocator."""
+def test_the_most_of_all_ranks_is_reported() -> None:
+    assert find_most([PeakBytes(1, 9), PeakBytes(4, None), PeakBytes(None, 2)]) == PeakBytes(4, 9)
+    assert find_most([PeakBytes(None, None)]) == PeakBytes(None, None)
+
+
+def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
     plan = SimpleNamespace(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, lines=lines
@@ -162,8 +170,7 @@ def test_the_planner_is_asked_for_lines_and_fixes(
     monkeypatch.setattr("dstrain.training.memory.plan_memory", lambda *_: plan)
     monkeypatch.setattr("dstrain.training.memory.suggest_fixes", lambda *_, **__: [fix])
     watch = monitor(tmp_path)
-    found = make_forecast(watch.config, watch.preset, Cluster(kind=kind))
-    assert found == replace(FORECAST, device_bytes=device_bytes)
+    assert make_forecast(watch.config, watch.preset, Cluster()) == FORECAST
 
 
 def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:

@@ -171,11 +171,11 @@ def test_memory_is_reported(read: Read) -> None:
     gib = 2**30
     assert says(
         read(rows_of(), event("memory", predicted_host_bytes=0, predicted_bytes=2 * gib, measured_bytes=gib)),
-        "info: Memory of a process: predicted 2.0 GiB, measured 1.0 GiB",
+        "info: Memory of tensors of a process: predicted 2.0 GiB, measured 1.0 GiB",
     )
     assert says(
         read(rows_of(), event("memory", predicted_host_bytes=0, predicted_bytes=gib, measured_bytes=2 * gib)),
-        "warning: Memory of a process",
+        "warning: Memory of tensors of a process",
     )
     on_cpu = read(rows_of(), event("memory", predicted_bytes=2 * gib, measured_bytes=gib))
     assert says(on_cpu, "info: Memory of a process: measured 1.0 GiB after two steps")

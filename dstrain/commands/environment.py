@@ -135,7 +135,12 @@ def _shared_memory(gpus: int) -> EnvironmentLine:
 
 def _disk(name: str, folder: Path, variable: str) -> EnvironmentLine:
     """Return the free space in a folder, or where it will be; `variable` names another one."""
-    free = shutil.disk_usage(nearest_folder(folder)).free
+    try:
+        free = shutil.disk_usage(nearest_folder(folder)).free
+    except OSError as error:
+        return EnvironmentLine(
+            name, f"unknown in {folder}", f"its file system does not answer ({error.strerror}); mount it again"
+        )
     fix = f"free some, or set {variable} to a larger disk"
     small = f"less than {format_bytes(MIN_DISK_BYTES)}; {fix}" if free < MIN_DISK_BYTES else ""
     return EnvironmentLine(name, f"{format_bytes(free)} free in {folder}", small)

@@ -294,7 +294,8 @@ def _save_model(
 
 def _check_disk_space(folder: Path, size: int) -> None:
     """Raise UsageError if the disk has no room for the weights and the files next to them."""
-    if (free := get_free_bytes(folder)) < size + EXTRA_FILES_BYTES:
+    free = get_free_bytes(folder)
+    if free is not None and free < size + EXTRA_FILES_BYTES:
         raise UsageError(
             f"--to: the weights take {format_bytes(size)}, other files up to {format_bytes(EXTRA_FILES_BYTES)}, but "
             f"{folder.parent} has {format_bytes(free)} free; free some space, or choose another folder"

@@ -130,6 +130,27 @@ def skip_shm_comm_build() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def ask_cuda_for_free_memory() -> None:
+    """Let DeepSpeed's CUDA accelerator read the free memory of a GPU from CUDA itself.
+
+    Where nvidia-ml-py is installed, DeepSpeed asks NVML about the device number in CUDA_VISIBLE_DEVICES
+    (`_get_nvml_gpu_id` in accelerator/cuda_accelerator.py of 0.19.8), so that a UUID (GPU-..., MIG-...) and each error of
+    NVML end the start of stages 1 and 2.
+    """
+    import torch
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    def available_memory(self: Any, device_index: int | None = None) -> int:
+        try:
+            return torch.cuda.mem_get_info(device_index)[0]
+        except RuntimeError:  # some virtual GPUs do not tell
+            return int(self.total_memory(device_index) - self.memory_allocated(device_index))
+
+    CUDA_Accelerator.available_memory = available_memory
+
+
 def reuse_hpz_group() -> None:
     """Let several models of a process share the group of `zero_hpz_partition_size`.
 

@@ -12,7 +12,7 @@ import psutil
 from dstrain.errors import UsageError
 from dstrain.launch.multihost.hostfile import Host, select_hosts
 from dstrain.launch.processes import thread_environment
-from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
+from dstrain.launch.topology import count_gpus, is_cpu_requested, list_gpu_uuids, visible_devices
 from dstrain.process_setup import count_available_cores
 
 
@@ -129,7 +129,7 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
         (chosen,) = select_hosts([all_gpus], options.include, options.exclude, None, options.num_gpus)
         return [*map(str, chosen.slots)]
     listed = env.get("CUDA_VISIBLE_DEVICES")
-    devices = visible_devices(listed, gpu_count)
+    devices = visible_devices(listed, gpu_count, list_gpu_uuids(listed) if gpu_count else ())
     if gpu_count and not devices:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={listed} names none of the {gpu_count} GPUs here; "

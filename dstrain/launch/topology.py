@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -177,7 +177,8 @@ def visible_gpus(env: Mapping[str, str]) -> int:
     """
     if is_cpu_requested(env):
         return 0
-    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), count_gpus()))
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    return len(visible_devices(listed, count_gpus(), list_gpu_uuids(listed)))
 
 
 def is_cpu_requested(env: Mapping[str, str]) -> bool:
@@ -186,20 +187,58 @@ def is_cpu_requested(env: Mapping[str, str]) -> bool:
     return env.get("DS_ACCELERATOR") == "cpu" or listed in ("", "-1", "NoDevFiles", "none", "void")
 
 
-def visible_devices(cuda_visible_devices: str | None, gpu_count: int) -> list[str]:
-    """Return the devices in CUDA_VISIBLE_DEVICES.
+def visible_devices(cuda_visible_devices: str | None, gpu_count: int, uuids: Sequence[str] = ()) -> list[str]:
+    """Return the devices that CUDA finds in CUDA_VISIBLE_DEVICES, by index or UUID as they are written there.
 
-    Like CUDA, stop at the first entry that is not a device.
+    As in CUDA, the first entry that is not a device ends the list, or one of another kind than the first, and a device
+    that is listed twice empties it. A UUID may be cut where it stays unique. Of MIG slices (MIG-...) a process sees the
+    first alone (NVIDIA Multi-Instance GPU User Guide, "CUDA Device Enumeration").
+
+    `uuids`: those of `list_gpu_uuids`, by index; without them each UUID of a GPU is taken for a device.
     """
     if cuda_visible_devices is None:
         return [str(index) for index in range(gpu_count)]
-    devices: list[str] = []
-    for entry in (part.strip() for part in cuda_visible_devices.split(",")):
-        exists = int(entry) < gpu_count if entry.isdecimal() else gpu_count > 0 and entry.startswith(("GPU-", "MIG-"))
-        if not exists:
+    entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
+    if not gpu_count:
+        return []
+    if entries[0].startswith("MIG-"):
+        return entries[:1]
+    devices: dict[str, str] = {}
+    """Index, or UUID where the indices are not known -> name for CUDA_VISIBLE_DEVICES."""
+    for entry in entries:
+        if entries[0].startswith("GPU-"):
+            device, name = find_gpu(entry, uuids), entry
+        else:
+            device = name = _read_index(entry, gpu_count)
+        if not device:
             break
-        devices.append(entry)
-    return devices
+        if device in devices:
+            return []
+        devices[device] = name
+    return [*devices.values()]
+
+
+def find_gpu(uuid: str, uuids: Sequence[str]) -> str:
+    """Return the index of the GPU with this UUID, which may be cut; the UUID itself without `uuids`; else nothing."""
+    if not uuid.startswith("GPU-"):
+        return ""
+    if not uuids:
+        return uuid
+    indices = [index for index, known in enumerate(uuids) if known.startswith(uuid)]
+    return str(indices[0]) if len(indices) == 1 else ""
+
+
+def _read_index(entry: str, gpu_count: int) -> str:
+    """Return the index that an entry begins with, as strtoul of the C library reads it; nothing if there is no such GPU."""
+    digits = re.match(r"\+?(\d+)", entry)
+    return str(int(digits[1])) if digits and int(digits[1]) < gpu_count else ""
+
+
+def list_gpu_uuids(cuda_visible_devices: str | None) -> list[str]:
+    """Return the UUIDs of this host's GPUs by index, where CUDA_VISIBLE_DEVICES has UUIDs; empty if they are not known."""
+    if not (cuda_visible_devices or "").strip().startswith("GPU-"):
+        return []  # nobody asks for them
+    return re.findall(r"^GPU \d+:.*\(UUID: (GPU-[^)]+)\)", _run_nvidia_smi("-L") or "", re.MULTILINE)
 
 
 def count_gpus() -> int:

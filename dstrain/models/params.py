@@ -11,7 +11,12 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dstrain.config.schema import GroupConfig, OptimConfig, RunConfig
-from dstrain.distributed.patches import reuse_hpz_group, save_inputs_of_trained_weights, skip_shm_comm_build
+from dstrain.distributed.patches import (
+    ask_cuda_for_free_memory,
+    reuse_hpz_group,
+    save_inputs_of_trained_weights,
+    skip_shm_comm_build,
+)
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:
@@ -193,6 +198,7 @@ def init_deepspeed() -> None:
 
     # Before `init_distributed`, which would compile the op.
     skip_shm_comm_build()
+    ask_cuda_for_free_memory()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from dstrain.config.resolve import BatchPlan
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, RecipeError, UsageError
+from dstrain.launch.topology import find_gpu, list_gpu_uuids, visible_devices
 from dstrain.models.attention.model_types import (
     NO_MASK_MODEL_TYPES,
     PACKED_MODEL_TYPES,
@@ -197,12 +198,25 @@ def detect_gpu_bytes(env: Mapping[str, str]) -> tuple[list[int], str]:
     return _visible(found, env.get("CUDA_VISIBLE_DEVICES")), source
 
 
-def _visible(found: list[int], devices: str | None) -> list[int]:
-    """Return the sizes of the GPUs whose indices CUDA_VISIBLE_DEVICES lists; all of them for UUIDs and without it."""
-    names = [name.strip() for name in (devices or "").split(",")]
-    if not all(name.isdecimal() and int(name) < len(found) for name in names):
-        return found
-    return [found[int(name)] for name in names]
+def _visible(sizes: list[int], listed: str | None) -> list[int]:
+    """Return the sizes of the GPUs that CUDA_VISIBLE_DEVICES lists; all of them where it lists none that is known."""
+    uuids = list_gpu_uuids(listed)
+    names = visible_devices(listed, len(sizes), uuids)
+    if names and names[0].startswith("MIG-"):
+        return _ask_nvml_slice(names[0]) or sizes
+    indices = [name if name.isdecimal() else find_gpu(name, uuids) for name in names]
+    return [sizes[int(index)] for index in indices if index.isdecimal()] or sizes
+
+
+def _ask_nvml_slice(uuid: str) -> list[int]:
+    """Return the free bytes of a MIG slice; nothing where they are not told."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).free)]
+    except Exception:  # as in `_ask_nvml`
+        return []
 
 
 def host_bytes() -> int:

@@ -20,6 +20,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.errors import CheckpointError
 from dstrain.process_setup import log_stdout
+from dstrain.report.observe import observing
 from dstrain.training.checkpoints import CheckpointStore, list_old_versions, read_best_name, remove_checkpoint
 from dstrain.training.copies import RunCopy
 from dstrain.training.engine.base import Engine
@@ -43,11 +44,13 @@ def compute_max_checkpoints(num_saves: int, keep: int | None, every: int | Fract
     return min(num_saves, kept + 1)
 
 
-def check_disk_space(size: int, count: int, free: int, folder: Path, prune_when_full: bool) -> str | None:
-    """Return a warning if `count` checkpoints of `size` bytes do not fit into `free` bytes.
+def check_disk_space(size: int, count: int, free: int | None, folder: Path, prune_when_full: bool) -> str | None:
+    """Return a warning if `count` checkpoints of `size` bytes do not fit into `free` bytes; None: not known.
 
     Raises CheckpointError if not even one does.
     """
+    if free is None:
+        return None
     if size > free:
         raise CheckpointError(
             f"a checkpoint takes {format_bytes(size)}, and {folder} has {format_bytes(free)} free; "
@@ -87,9 +90,10 @@ def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool) -> l
     # The size of a real checkpoint is better than the estimate.
     needed = int((newest.size if newest else num_bytes) * SIZE_MARGIN)
     removed: list[str] = []
-    if prune_when_full and get_free_bytes(folder) < needed:
+    if prune_when_full and not has_room(folder, needed):
         removed = _prune_until_free(folder, needed)
-    if (free := get_free_bytes(folder)) < needed:
+    if not has_room(folder, needed):
+        free = get_free_bytes(folder) or 0
         fix = "free some" if prune_when_full else "free some, lower save.keep or set save.prune_when_full"
         # As if the disk had refused the write; run_on_rank_zero makes it a CheckpointError on all ranks.
         raise OSError(
@@ -105,18 +109,27 @@ def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
     best = read_best_name(folder)
     older = sorted(complete[1:], key=lambda info: (info.path.name == best, info.step))
     for path in [*list_old_versions(folder), *(info.path for info in older)]:
-        if get_free_bytes(folder) >= needed_bytes:
+        if has_room(folder, needed_bytes):
             break
         remove_checkpoint(path)
         removed.append(path.name)
     return removed
 
 
-def get_free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder that may not exist yet."""
-    # The folder is created with the first checkpoint.
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+def get_free_bytes(folder: Path) -> int | None:
+    """Return the free bytes on the disk of a folder that may not exist yet; None where the file system tells none."""
+    with observing("shutil.disk_usage"):
+        # The folder is created with the first checkpoint.
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        usage = shutil.disk_usage(existing)
+        return usage.free if usage.total else None  # some network file systems say 0 of 0
+    return None
+
+
+def has_room(folder: Path, num_bytes: int) -> bool:
+    """Return False if the bytes are known not to fit on the disk of a folder: where nothing is known, a write tells."""
+    free = get_free_bytes(folder)
+    return free is None or free >= num_bytes
 
 
 COPY_POLL_SECONDS = 0.2
@@ -253,10 +266,11 @@ class CheckpointSaver:
         if not self.background or is_last:
             return False
         needed = self.checkpoint_size * self.local_world_size // self.engine.world.size
+        available = 0
+        with observing("psutil.virtual_memory"):
+            available = psutil.virtual_memory().available
         # The buffers of the last save are reused, so they count as free.
-        free = (
-            HOST_MEMORY_FRACTION * psutil.virtual_memory().available + self._host_buffers.nbytes * self.local_world_size
-        )
+        free = HOST_MEMORY_FRACTION * available + self._host_buffers.nbytes * self.local_world_size
         if self.engine.world.any(self.is_state_on_nvme or needed > free):
             where = f"a copy of {format_bytes(needed)} does not fit into host memory, {format_bytes(free)} are free"
             why = "the optimizer's state is on a disk" if self.is_state_on_nvme else where

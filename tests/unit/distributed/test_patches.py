@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import inspect
 import os
@@ -29,6 +30,7 @@ from dstrain.distributed.patches import (
     PAGE_BYTES,
     CollectivePatches,
     Zero3Subgroups,
+    ask_cuda_for_free_memory,
     compute_norm_in_blocks,
     disable_muon_compile,
     find_overflow_by_norm,
@@ -42,6 +44,8 @@ from dstrain.distributed.patches import (
 from dstrain.distributed.world import TorchWorld
 
 deepspeed = pytest.importorskip("deepspeed")
+cuda_accelerator = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+CUDA_Accelerator = cuda_accelerator.CUDA_Accelerator
 
 
 def test_deepspeed_would_build_shared_memory_collectives_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,3 +498,41 @@ def test_a_patch_wraps_once() -> None:
     finally:
         patches.undo()
     assert dist.all_reduce is before
+
+
+@pytest.mark.parametrize("visible", ["GPU-00000001-0000-0000-0000-000000000000", "MIG-4f6a1c1e", "3,1"])
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_free_memory_does_not_depend_on_the_names_of_gpus(
+    visible: str, is_patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-ml-py is installed, and has one GPU."""
+
+    def get_handle(index: int) -> int:
+        if index > 0:
+            raise ValueError(f"no GPU {index}")
+        return index
+
+    nvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=get_handle)
+    monkeypatch.setattr(cuda_accelerator, "pynvml", nvml)
+    monkeypatch.setattr(CUDA_Accelerator, "available_memory", CUDA_Accelerator.available_memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (5, 9))
+    accelerator = CUDA_Accelerator.__new__(CUDA_Accelerator)
+    if not is_patched:
+        with pytest.raises(ValueError, match=r"invalid literal|no GPU 3"):
+            accelerator.available_memory(0)
+        return
+    ask_cuda_for_free_memory()
+    assert accelerator.available_memory(0) == 5
+
+
+def test_a_gpu_that_does_not_tell_its_free_memory_has_what_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: int) -> None:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(CUDA_Accelerator, "available_memory", CUDA_Accelerator.available_memory)
+    monkeypatch.setattr("torch.cuda.mem_get_info", fail)
+    monkeypatch.setattr(CUDA_Accelerator, "total_memory", lambda self, device: 9)
+    monkeypatch.setattr(CUDA_Accelerator, "memory_allocated", lambda self, device: 2)
+    ask_cuda_for_free_memory()
+    assert CUDA_Accelerator.__new__(CUDA_Accelerator).available_memory(0) == 7

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from dstrain.errors import UsageError
 from dstrain.launch import topology
@@ -136,11 +137,58 @@ def test_slurms_counts_expand():
         ("1,5,0", 2, ["1"]),
         ("0,1", 0, []),
         ("-1", 2, []),
-        ("GPU-abc,1", 2, ["GPU-abc", "1"]),
+        ("1,0", 2, ["1", "0"]),
+        ("0,-1,1", 2, ["0"]),
+        ("0,,1", 2, ["0"]),
+        (",0", 2, []),
+        (" 1 , 0", 2, ["1", "0"]),
+        ("1gpu2,+0", 2, ["1", "0"]),
+        ("0,1,0", 2, []),
+        ("none", 2, []),
+        ("0,GPU-abc", 2, ["0"]),
+        ("GPU-abc,1", 2, ["GPU-abc"]),
+        ("GPU-abc,GPU-d", 2, ["GPU-abc", "GPU-d"]),
+        ("GPU-abc", 0, []),
+        ("MIG-4f6a,MIG-77", 2, ["MIG-4f6a"]),
+        ("MIG-GPU-4f6a/1/0", 2, ["MIG-GPU-4f6a/1/0"]),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(listed, present, seen):
     assert visible_devices(listed, present) == seen
+
+
+@pytest.mark.parametrize(
+    ("listed", "seen"),
+    [
+        ("GPU-12,GPU-9", ["GPU-12", "GPU-9"]),
+        ("GPU-9abc", ["GPU-9abc"]),
+        ("GPU-1", []),  # two begin so
+        ("GPU-12,GPU-77,GPU-9", ["GPU-12"]),
+        ("GPU-12,GPU-12ab", []),  # the same one twice
+    ],
+)
+def test_a_uuid_may_be_cut_where_it_stays_unique(listed, seen):
+    assert visible_devices(listed, 3, ["GPU-12ab", "GPU-13ab", "GPU-9abc"]) == seen
+
+
+def test_torch_counts_the_same_devices(monkeypatch):
+    """Its parser is written after CUDA's."""
+    for listed in (
+        "1,0",
+        "0,-1,1",
+        "0,,1",
+        "1gpu2,+0",
+        "0,1,0",
+        "none",
+        "0,GPU-abc",
+        "GPU-abc,1",
+        "0,5,1",
+        "GPU-a,GPU-a",
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        parsed = [str(device) for device in torch.cuda._parse_visible_devices()]
+        known = parsed[: parsed.index("5")] if "5" in parsed else parsed
+        assert visible_devices(listed, 2) == known, listed
 
 
 def test_hidden_gpus_are_not_asked_for(monkeypatch):
@@ -165,6 +213,7 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch)
     assert visible_gpus({}) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-1,GPU-7"}) == 2
     assert topology.gpus_support_bf16() is False
 
 

@@ -67,5 +67,10 @@ def test_hidden_gpus_have_no_memory() -> None:
 def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "_ask_nvml", lambda: ([1 << 30, 80 << 30], "pynvml"))
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "1"})[0] == [80 << 30]
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "1,0,1"})[0] == [1 << 30, 80 << 30], "none, as CUDA reads it"
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "GPU-ab"})[0] == [1 << 30, 80 << 30]
+    monkeypatch.setattr(workload, "list_gpu_uuids", lambda listed: ["GPU-cd12", "GPU-ab12"])
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "GPU-ab"})[0] == [80 << 30]
+    monkeypatch.setattr(workload, "_ask_nvml_slice", lambda uuid: [20 << 30] if uuid == "MIG-4f6a" else [])
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "MIG-4f6a"})[0] == [20 << 30]
     assert detect_gpu_bytes({})[0] == [1 << 30, 80 << 30]

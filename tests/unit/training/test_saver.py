@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,37 @@ def test_a_disk_that_will_be_full_is_told_before_training() -> None:
     assert check_disk_space(each, 5, 4 * each, Path("/runs"), True) is None
     with pytest.raises(CheckpointError, match=r"a checkpoint takes 1\.0 GiB, and /runs has 0 B free; free some"):
         check_disk_space(each, 5, 0, Path("/runs"), True)
+
+
+@pytest.mark.parametrize("answer", ["error", "none"])
+def test_a_disk_that_does_not_tell_its_room_is_written_to(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk then fails in the write."""
+
+    def usage(path: Path) -> SimpleNamespace:
+        if answer == "error":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return SimpleNamespace(total=0, free=0)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    free = saver.get_free_bytes(tmp_path)
+    assert free is None
+    assert check_disk_space(2**30, 5, free, tmp_path, False) is None
+    store = CheckpointStore(folder=tmp_path, world=SingleProcessWorld(), keep=9)
+    saver.ensure_disk_space(store, 2**60, True, lambda *_, **__: pytest.fail("a checkpoint was removed"))
+
+
+def test_a_host_that_does_not_tell_its_memory_has_no_background_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr("psutil.virtual_memory", fail)
+    told: list[tuple[str, dict[str, Any]]] = []
+    saving(tmp_path, Weights(), told).save(Progress(1, 1), None)
+    assert [event for event, _ in told] == ["async_save_unavailable", "saved"]
 
 
 @pytest.fixture

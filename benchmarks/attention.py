@@ -18,7 +18,7 @@ from dstrain.batch import PackedGroup
 from dstrain.models.attention import by_group
 from dstrain.models.attention.by_group import Heads
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
-from dstrain.models.attention.packed import Kernel, choose_kernel
+from dstrain.models.attention.packed import AttentionCall, Kernel, choose_kernel
 
 GROUPS = (
     (PackedGroup(64, (32, 32)),),
@@ -46,7 +46,7 @@ def packed_pass(
         leaves = [one.detach().requires_grad_() for one in heads]
         inputs = [one.unsqueeze(0).transpose(1, 2) for one in leaves]
         settings = AttentionSettings()
-        chosen = kernel or choose_kernel("sdpa", inputs, settings)
+        chosen = kernel or choose_kernel("sdpa", AttentionCall.of(inputs, settings))
         out = chosen(inputs, settings, PackedLayout(groups))[0]
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 

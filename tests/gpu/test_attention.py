@@ -11,11 +11,12 @@ from dstrain.batch import PackedGroup
 from dstrain.models.attention.by_group import attention_by_group
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 from dstrain.models.attention.packed import (
+    AttentionCall,
+    accepts_varlen,
     choose_kernel,
     enable_packed_attention,
     packed_flex_attention,
     packed_varlen_attention,
-    supports_varlen,
 )
 from tests.unit.models.attention.packed_rows import gradient, made, packed, packed_logits, padded_logits
 
@@ -59,7 +60,7 @@ def reference(settings: AttentionSettings, inputs: list[torch.Tensor]) -> list[t
 @pytest.mark.parametrize("width", [64, 128])
 def test_varlen_attention_equals_the_reference(window: int | None, width: int) -> None:
     inputs, settings = heads(torch.bfloat16, width), AttentionSettings(scale=0.1, window=window)
-    if not supports_varlen(inputs, settings):
+    if not accepts_varlen(AttentionCall.of(inputs, settings)):
         pytest.skip("no varlen attention here")
     assert_close(
         both(packed_varlen_attention(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), 1e-2
@@ -95,12 +96,13 @@ def test_the_reference_in_16_bits_is_near_itself_in_32(window: int | None) -> No
 
 def test_sixteen_bits_take_the_varlen_kernel_and_others_flex_attention() -> None:
     inputs = heads(torch.bfloat16)
-    if not supports_varlen(inputs, AttentionSettings()):
+    if not accepts_varlen(AttentionCall.of(inputs, AttentionSettings())):
         pytest.skip("no varlen attention here")
-    assert choose_kernel("sdpa", inputs, AttentionSettings()) is packed_varlen_attention
-    assert choose_kernel("sdpa", heads(torch.float32), AttentionSettings()) is packed_flex_attention
-    assert choose_kernel("sdpa", inputs, AttentionSettings(dropout=0.1)) is attention_by_group
-    assert choose_kernel("eager", inputs, AttentionSettings(softcap=5.0)) is packed_flex_attention
+    full, dropout, softcap = AttentionSettings(), AttentionSettings(dropout=0.1), AttentionSettings(softcap=5.0)
+    assert choose_kernel("sdpa", AttentionCall.of(inputs, full)) is packed_varlen_attention
+    assert choose_kernel("sdpa", AttentionCall.of(heads(torch.float32), full)) is packed_flex_attention
+    assert choose_kernel("sdpa", AttentionCall.of(inputs, dropout)) is attention_by_group
+    assert choose_kernel("eager", AttentionCall.of(inputs, softcap)) is packed_flex_attention
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"])

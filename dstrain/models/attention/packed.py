@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -20,26 +21,70 @@ from dstrain.models.params import unwrap_peft
 # Shapes: T tokens of the packed row, K keys if each branch has a copy of its prefix, H heads, G key-value heads, D width.
 
 
-MAX_WIDTH = 256
-"""Greatest width of a head of the flash kernels."""
-MIN_CAPABILITY = (8, 0)
-"""Compute capability from which torch's flash kernels run."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What kernels accept or do not accept in a call."""
+
+    device_type: str
+    dtype: torch.dtype
+    width: int
+    """Of a head of query and key."""
+    value_width: int
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None on a CPU."""
+    settings: AttentionSettings
+
+    @classmethod
+    def of(cls, heads: Heads, settings: AttentionSettings) -> Self:
+        """Return the call with these tensors: query (1, H, T, D), key and value (1, G, T, D)."""
+        query, _, value = heads
+        is_on_gpu = query.device.type == "cuda"
+        return cls(
+            device_type=query.device.type, dtype=query.dtype, width=query.shape[-1], value_width=value.shape[-1],
+            capability=torch.cuda.get_device_capability(query.device) if is_on_gpu else None, settings=settings,
+        )  # fmt: skip
 
 
-def supports_varlen(heads: Heads, settings: AttentionSettings) -> bool:
+VARLEN_MAX_WIDTH, VARLEN_CAPABILITY = 256, (8, 0)
+"""Greatest width of a head of torch's flash kernels, and the compute capability from which they run."""
+FLEX_MIN_WIDTH, FLEX_CAPABILITY = 16, (7, 0)
+"""Least width of a head that FlexAttention compiles (torch/_inductor/kernel/flex/flex_attention.py), and the compute
+capability from which Triton compiles for a GPU (torch/_inductor/scheduler.py)."""
+
+
+def accepts_varlen(call: AttentionCall) -> bool:
     """Return True where torch's varlen kernel can compute this call."""
-    query, _, value = heads
-    width = query.shape[-1]
+    settings = call.settings
     return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and width == value.shape[-1]
-        and width <= MAX_WIDTH
-        and width % 8 == 0
+        call.capability is not None
+        and call.capability >= VARLEN_CAPABILITY
+        and call.dtype in (torch.float16, torch.bfloat16)
+        and call.width == call.value_width
+        and call.width <= VARLEN_MAX_WIDTH
+        and call.width % 8 == 0
         and not (settings.dropout or settings.needs_logits)
-        and torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
         and load_varlen_attn() is not None
     )
+
+
+def accepts_flex(call: AttentionCall) -> bool:
+    """Return True where FlexAttention, compiled by Triton, can compute this call and its gradients."""
+    return (
+        call.capability is not None
+        and call.capability >= FLEX_CAPABILITY
+        and call.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and min(call.width, call.value_width) >= FLEX_MIN_WIDTH
+        and not call.settings.dropout
+        and (call.settings.sinks is None or _has_flex_aux())
+    )
+
+
+@cache
+def _has_flex_aux() -> bool:
+    """Return True where FlexAttention returns the sums that sinks need: from torch 2.9 on."""
+    from torch.nn.attention import flex_attention
+
+    return hasattr(flex_attention, "AuxRequest")
 
 
 @cache
@@ -61,8 +106,9 @@ def packed_varlen_attention(heads: Heads, settings: AttentionSettings, layout: P
     that windows count logical positions. FlashAttention-2: Dao (arXiv 2307.08691).
     """
     varlen_attn = load_varlen_attn()
-    assert varlen_attn is not None, "supports_varlen"
+    assert varlen_attn is not None, "accepts_varlen"
     query, keys, tensors = _gather(heads, layout)
+    # Never (-1, -1), with which torch may take cuDNN, whose causal mask is aligned at the first query and key.
     window = (-1, 0) if settings.window is None else (settings.window - 1, 0)
     out = varlen_attn(
         query[0], *(one[0] for one in keys), tensors.cu_queries, tensors.cu_keys, tensors.max_queries, tensors.max_keys,
@@ -206,21 +252,45 @@ class PackedAttention:
         if "flash" in self.name:
             return packed_flash_attention(self.base, module, heads, layout, kwargs)
         settings = AttentionSettings.from_kwargs(kwargs, is_eager=self.name == "eager")
-        return choose_kernel(self.name, heads, settings)(heads, settings, layout)
+        return choose_kernel(self.name, AttentionCall.of(heads, settings))(heads, settings, layout)
 
 
 Kernel = Callable[[Heads, AttentionSettings, PackedLayout], torch.Tensor]
 
 
-def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kernel:
-    """Return the function for a call of the attention implementation `name`: on a GPU, one that needs no masks."""
-    if heads[0].device.type != "cuda" or settings.dropout or heads[0].dtype == torch.float64:
-        return attention_by_group
-    if name == "flex_attention" or settings.needs_logits:
-        return packed_flex_attention
+def choose_kernel(name: str, call: AttentionCall) -> Kernel:
+    """Return the function for a call of the attention implementation `name`: on a GPU, one that needs no masks.
+
+    It is the first of the implementation's kernels that accepts the call. `attention_by_group` accepts all calls.
+    """
+    kernels: list[tuple[Kernel, Callable[[AttentionCall], bool]]] = []
     if name == "sdpa":
-        return packed_varlen_attention if supports_varlen(heads, settings) else packed_flex_attention
+        kernels.append((packed_varlen_attention, accepts_varlen))
+    if name in ("sdpa", "flex_attention") or call.settings.needs_logits:
+        kernels.append((packed_flex_attention, accepts_flex))
+    for kernel, accepts in kernels:
+        if accepts(call):
+            return kernel
     return attention_by_group
+
+
+def compiles_attention(config: Any, name: str, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Return True where packed batches of a model with this config are computed by Triton kernels on a GPU.
+
+    `name`: the attention implementation, `auto` for transformers' own choice; `dtype`: that of the pass.
+    """
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434)
+        width = text.qk_nope_head_dim + text.qk_rope_head_dim
+    call = AttentionCall(
+        device_type="cuda", dtype=dtype, width=width, value_width=getattr(text, "v_head_dim", None) or width,
+        capability=capability, settings=AttentionSettings(
+            softcap=getattr(text, "attn_logit_softcapping", None),
+            sinks=torch.zeros(1) if text.model_type == "gpt_oss" else None,
+        ),
+    )  # fmt: skip
+    return choose_kernel("sdpa" if name == "auto" else name, call) is packed_flex_attention
 
 
 def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -283,9 +353,15 @@ def _softcap(softcap: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
-def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) -> Any:
+@cache
+def _create_block_mask(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    # Compiled on a GPU, where it would otherwise make a (T, T) mask.
+    return create_block_mask if device_type == "cpu" else torch.compile(create_block_mask)
+
+
+def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) -> Any:
     group, branch, position = layout.index_tensors(device)
 
     def is_seen(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -295,5 +371,4 @@ def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) 
         return seen if window is None else seen & (distance < window)
 
     count = len(group)
-    # Compiled on a GPU, where it would otherwise make a (T, T) mask.
-    return create_block_mask(is_seen, None, None, count, count, device=device, _compile=device.type != "cpu")
+    return _create_block_mask(device.type)(is_seen, None, None, count, count, device=device)

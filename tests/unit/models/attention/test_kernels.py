@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from dstrain.batch import PackedGroup
 from dstrain.models.attention import by_group, packed
 from dstrain.models.attention.by_group import attention_by_group
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
-from dstrain.models.attention.packed import PackedAttention, choose_kernel, packed_flex_attention
+from dstrain.models.attention.packed import (
+    AttentionCall,
+    PackedAttention,
+    choose_kernel,
+    compiles_attention,
+    packed_flex_attention,
+)
 from tests.unit.models.attention.packed_rows import GROUPS
 
 WINDOWS = [None, 16, 1]
@@ -104,7 +111,104 @@ def test_rows_without_prefixes_are_not_copied_for_a_varlen_kernel() -> None:
 
 def test_a_cpu_computes_by_group() -> None:
     for name in ("sdpa", "flex_attention", "eager"):
-        assert choose_kernel(name, heads(), AttentionSettings()) is attention_by_group
+        assert choose_kernel(name, AttentionCall.of(heads(), AttentionSettings())) is attention_by_group
+
+
+def make_call(**changes: Any) -> AttentionCall:
+    """Return a call on an H100 in bf16, changed."""
+    values = {
+        "device_type": "cuda", "dtype": torch.bfloat16, "width": 64, "capability": (9, 0), "settings": AttentionSettings()
+    }  # fmt: skip
+    values |= changes
+    return AttentionCall(**({"value_width": values["width"]} | values))
+
+
+VARLEN, FLEX = packed.packed_varlen_attention, packed_flex_attention
+SOFTCAP, SINKS = AttentionSettings(softcap=5.0), AttentionSettings(sinks=torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kernel"),
+    [
+        ("sdpa", {}, VARLEN),
+        ("sdpa", {"settings": AttentionSettings(window=16)}, VARLEN),
+        ("sdpa", {"width": 8}, VARLEN),
+        ("sdpa", {"width": 256}, VARLEN),
+        ("sdpa", {"width": 264}, FLEX),
+        ("sdpa", {"width": 20}, FLEX),
+        ("sdpa", {"width": 12}, attention_by_group),  # the varlen kernel needs a multiple of 8, FlexAttention 16
+        ("sdpa", {"width": 192, "value_width": 128}, FLEX),
+        ("sdpa", {"width": 16, "value_width": 8}, attention_by_group),
+        ("sdpa", {"dtype": torch.float32}, FLEX),
+        ("sdpa", {"dtype": torch.float32, "width": 16}, FLEX),
+        ("sdpa", {"dtype": torch.float32, "width": 8}, attention_by_group),
+        ("sdpa", {"dtype": torch.float64}, attention_by_group),
+        ("sdpa", {"dtype": torch.float16, "capability": (7, 5)}, FLEX),
+        ("sdpa", {"dtype": torch.float16, "capability": (7, 5), "width": 8}, attention_by_group),
+        ("sdpa", {"dtype": torch.float16, "capability": (6, 1)}, attention_by_group),
+        ("sdpa", {"settings": AttentionSettings(dropout=0.1)}, attention_by_group),
+        ("sdpa", {"settings": SOFTCAP}, FLEX),
+        ("flex_attention", {}, FLEX),
+        ("flex_attention", {"width": 8}, attention_by_group),
+        ("flex_attention", {"settings": AttentionSettings(dropout=0.1)}, attention_by_group),
+        ("eager", {}, attention_by_group),
+        ("eager", {"settings": SOFTCAP}, FLEX),
+        ("eager", {"settings": SINKS}, FLEX),
+        ("eager", {"settings": SINKS, "width": 8}, attention_by_group),
+    ],
+)
+def test_a_kernel_is_chosen_by_what_it_accepts(
+    name: str, changes: dict[str, Any], kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "load_varlen_attn", lambda: aligned_at_the_end)
+    assert choose_kernel(name, make_call(**changes)) is kernel
+
+
+def test_without_a_varlen_kernel_and_sums_of_flex_attention_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.8."""
+    monkeypatch.setattr(packed, "load_varlen_attn", lambda: None)
+    monkeypatch.setattr(packed, "_has_flex_aux", lambda: False)
+    assert choose_kernel("sdpa", make_call()) is packed_flex_attention
+    assert choose_kernel("eager", make_call(settings=SINKS)) is attention_by_group
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_varlen_kernel_always_gets_a_window(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one torch 2.14 takes cuDNN on Hopper, which aligns the causal mask at the first query and key."""
+    windows = []
+
+    def varlen_attn(query: torch.Tensor, *_: Any, window_size: tuple[int, int], **__: Any) -> torch.Tensor:
+        windows.append(window_size)
+        return query
+
+    monkeypatch.setattr(packed, "load_varlen_attn", lambda: varlen_attn)
+    packed.packed_varlen_attention(heads(), AttentionSettings(window=window), PackedLayout(GROUPS))
+    assert windows == [(-1 if window is None else window - 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "dtype", "capability", "compiles"),
+    [
+        ({}, "auto", torch.bfloat16, (8, 0), False),
+        ({}, "auto", torch.float32, (8, 0), True),
+        ({}, "auto", torch.float16, (7, 5), True),
+        ({"head_dim": 8}, "auto", torch.float32, (8, 0), False),
+        ({}, "eager", torch.float32, (8, 0), False),
+        ({}, "flash_attention_2", torch.bfloat16, (8, 0), False),
+        ({}, "flex_attention", torch.bfloat16, (8, 0), True),
+        ({"model_type": "gemma2"}, "auto", torch.bfloat16, (9, 0), True),  # its logits are capped
+        ({"model_type": "gpt_oss"}, "auto", torch.bfloat16, (9, 0), True),
+        ({"model_type": "deepseek_v3"}, "auto", torch.bfloat16, (9, 0), True),  # query 192 and value 128 wide
+    ],
+)
+def test_what_a_run_compiles_is_told_by_its_config(
+    changes: dict[str, Any], name: str, dtype: torch.dtype, capability: tuple[int, int], compiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(packed, "load_varlen_attn", lambda: aligned_at_the_end)
+    values = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4} | changes
+    config = AutoConfig.for_model(**values)
+    assert compiles_attention(config, name, dtype, capability) is compiles
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

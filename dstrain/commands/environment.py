@@ -25,7 +25,7 @@ from dstrain.launch.multihost.probe import find_route_interface
 from dstrain.launch.topology import gpus_support_bf16, visible_gpus
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.process_setup import count_available_cores
-from dstrain.resources import get_extensions_dir
+from dstrain.resources import TRITON_FIX, find_c_compiler, get_extensions_dir, list_missing_for_triton
 from dstrain.units import format_bytes
 
 MIN_DISK_BYTES, MIN_SHM_BYTES = 1 << 30, 1 << 30
@@ -56,6 +56,7 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
         _devices(gpus),
         _cuda(gpus),
         _compiler(gpus),
+        _triton(gpus),
         _shared_memory(gpus),
         _disk("free disk", folder, "TMPDIR"),
         _ports(),
@@ -111,6 +112,17 @@ def _compiler(gpus: int) -> EnvironmentLine:
     needs = [name for name, found in (("g++", compiler), ("nvcc of the CUDA toolkit", nvcc or not gpus)) if not found]
     warning = f"presets that offload compile a kernel and need {' and '.join(needs)}; install it" if needs else ""
     return EnvironmentLine("compiler", value, warning)
+
+
+def _triton(gpus: int) -> EnvironmentLine:
+    """Return what Triton compiles attention with at run time: fp32 on any GPU, and all of it below capability 8.0."""
+    missing = list_missing_for_triton(os.environ)
+    value = f"compiles with {find_c_compiler(os.environ)} and Python.h: {'missing' if missing else 'ok'}"
+    warning = ""
+    if gpus and missing:
+        needs = f"packed batches in fp32, and on GPUs below compute capability 8.0, need {' and '.join(missing)}"
+        warning = f"{needs}; {TRITON_FIX}"
+    return EnvironmentLine("Triton", value, warning)
 
 
 def _first_line(program: str) -> str:

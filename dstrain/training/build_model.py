@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 
 from dstrain.config import RunConfig
+from dstrain.config.schema import ModelConfig
+from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import add_adapters, add_reference_adapter, continue_adapter
+from dstrain.models.attention.packed import compiles_attention
 from dstrain.models.folder import read_adapter
 from dstrain.models.gradient_checkpointing import require_input_grads
 from dstrain.models.init_weights import load_init
@@ -17,10 +21,12 @@ from dstrain.models.params import freeze, full_numel, unwrap_peft
 from dstrain.models.quantization import quantize_model
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import RunLog
+from dstrain.resources import TRITON_FIX, list_missing_for_triton
 from dstrain.tasks import Task
 from dstrain.tasks.common.forward import disable_dropout_in_model
 from dstrain.tasks.common.judge import make_judge
 from dstrain.tasks.common.task import has_dropout_disabled
+from dstrain.tasks.common.text import TextTask
 from dstrain.training.engine.module import FrozenModule, TrainModule
 
 
@@ -119,6 +125,39 @@ def resolve_model_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunC
     would give the same masters. In 16 bits the files stay memory-mapped, and processes of a host share them.
     """
     return config if config.model.dtype is not None else with_training_dtype(config, ds_config)
+
+
+def check_attention_compiler(
+    task: Task, ds_config: Mapping[str, Any], capability: tuple[int, int], environment: Mapping[str, str]
+) -> None:
+    """Raise RecipeError where packed batches need kernels that Triton cannot compile on this machine.
+
+    `capability`: compute capability of the GPU.
+    """
+    missing = list_missing_for_triton(environment)
+    if not missing or not isinstance(task, TextTask) or not task.loss_inputs.packing().is_packed:
+        return
+    name = with_training_dtype(task.recipe.model_copy(update={"model": ModelConfig()}), ds_config).model.dtype
+    dtype = getattr(torch, name or "float32")
+    config, wanted = task.model_source.config, task.recipe.model
+    if not compiles_attention(config, wanted.attn_implementation, dtype, capability) or is_triton_ready():
+        return
+    version = ".".join(map(str, capability))
+    problem = (
+        f"attention of packed batches in {str(dtype).removeprefix('torch.')} on a GPU of compute capability {version}"
+    )
+    raise RecipeError(
+        Fault("batch.packing", f"{problem} is compiled by Triton, which lacks {' and '.join(missing)}", TRITON_FIX)
+    )
+
+
+def is_triton_ready() -> bool:
+    """Return True where Triton has its launcher, or can compile it."""
+    try:
+        runtime = importlib.import_module("triton.runtime")  # installed with torch for CUDA alone
+        return runtime.driver.active.utils is not None
+    except Exception:  # without a compiler or Python.h, each in its own way
+        return False
 
 
 def with_training_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:

@@ -38,7 +38,7 @@ from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.judge import check_generation_data
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
-from dstrain.training.build_model import resolve_model_dtype
+from dstrain.training.build_model import check_attention_compiler, resolve_model_dtype
 from dstrain.training.copies import RunCopy, describe_error
 from dstrain.training.input_digests import (
     check_fingerprints,
@@ -169,7 +169,7 @@ def make_plan(
         recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it
         if recorded is not None:  # before the records are read, which would fail on what a changed file causes
             check_inputs_unchanged(recorded, digest_input_files(task), resume.allowed_keys)
-        train_dataset, eval_dataset, fingerprints = _prepare_datasets(task, ds_config, worker, rendezvous)
+        train_dataset, eval_dataset, fingerprints = _prepare_datasets(task, ds_config, device, worker, rendezvous)
         if recorded is not None:
             check_fingerprints(recorded, fingerprints, task, resume.allowed_keys)
     sampler = build_sampler(task, train_dataset, batch, worker.world_size)
@@ -226,7 +226,7 @@ def _with_template_time(config: RunConfig, task: Task, worker: Worker, world: Ra
 
 
 def _prepare_datasets(
-    task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
+    task: Task, ds_config: Mapping[str, Any], device: torch.device, worker: Worker, rendezvous: Rendezvous | None
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     """Return both splits, and on rank 0 the fingerprints. It takes long if the cache is cold.
 
@@ -235,6 +235,8 @@ def _prepare_datasets(
     task.checks.run()
     check_sequence_parallel(task)
     task.checks.device()
+    if device.type == "cuda":
+        check_attention_compiler(task, ds_config, torch.cuda.get_device_capability(device), os.environ)
     for key in iter_bitsandbytes_keys(task.recipe):
         check_bitsandbytes(key)
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages

@@ -36,7 +36,9 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_every_property_has_a_line() -> None:
     names = [found.name for found in collect_lines(Path("/"))]
-    assert names == ["system", "libraries", "devices", "CUDA", "compiler", "shared memory", "free disk", "ports"]
+    assert names == [
+        "system", "libraries", "devices", "CUDA", "compiler", "Triton", "shared memory", "free disk", "ports",
+    ]  # fmt: skip
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +71,28 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment, "visible_gpus", lambda env: 1)
     assert "need g++ and nvcc of the CUDA toolkit" in line("compiler").warning
+
+
+def test_what_triton_compiles_with_is_named_and_cc_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda env: 1)
+    monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path(__file__))
+    monkeypatch.setenv("CC", sys.executable)
+    assert line("Triton") == EnvironmentLine("Triton", f"compiles with {sys.executable} and Python.h: ok")
+    monkeypatch.setenv("CC", "/nonexistent/gcc")
+    monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path("/nonexistent/Python.h"))
+    found = line("Triton")
+    assert found.value.endswith(": missing")
+    assert "need the compiler that CC names (/nonexistent/gcc) and Python.h (/nonexistent/Python.h)" in found.warning
+    assert found.warning.endswith(
+        "install gcc and Python's headers (apt install gcc python3-dev), or set batch.packing: false"
+    )
+    monkeypatch.setattr(environment, "visible_gpus", lambda env: 0)
+    assert not line("Triton").warning
+
+
+def test_a_disk_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.shutil, "disk_usage", raising(OSError(116, "Stale file handle")))
+    assert "(Stale file handle); mount it again" in line("free disk").warning
 
 
 def test_a_compiler_that_does_not_answer_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:

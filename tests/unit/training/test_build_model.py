@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from dstrain.training.build_model import batch_norm_warnings
+from dstrain.config import RunConfig
+from dstrain.errors import RecipeError
+from dstrain.tasks import make_task
+from dstrain.tasks.sft import SFT
+from dstrain.training import build_model
+from dstrain.training.build_model import batch_norm_warnings, check_attention_compiler
 
 
 def test_batch_normalization_is_warned_of() -> None:
@@ -13,3 +22,41 @@ def test_batch_normalization_is_warned_of() -> None:
     assert line.startswith("the model has batch normalization (1), which takes means over each micro-batch")
     two = torch.nn.ModuleDict({"a": torch.nn.BatchNorm2d(2), "b": torch.nn.SyncBatchNorm(2)})
     assert "(a and more)" in batch_norm_warnings(two)[0]
+
+
+FP32: dict[str, Any] = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+FP16 = FP32 | {"fp16": {"enabled": True}}
+NO_COMPILER = {"CC": "/nonexistent/gcc"}
+
+
+def check_compiler(
+    folder: Path, width: int, ds_config: dict[str, Any], capability: tuple[int, int], **batch: Any
+) -> None:
+    values = SFT.tiny(folder)
+    model = values["model"] | {"config": values["model"]["config"] | {"head_dim": width}}
+    config = RunConfig.model_validate(values | {"model": model, "batch": values["batch"] | batch})
+    check_attention_compiler(make_task(config), ds_config, capability, NO_COMPILER)
+
+
+@pytest.mark.parametrize(("ds_config", "capability"), [(FP32, (9, 0)), (FP16, (7, 5))])
+def test_a_run_that_compiles_attention_needs_a_compiler(
+    ds_config: dict[str, Any], capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
+    with pytest.raises(RecipeError) as caught:
+        check_compiler(tmp_path, 32, ds_config, capability)
+    text = str(caught.value)
+    assert "batch.packing: attention of packed batches in float" in text
+    assert "the compiler that CC names (/nonexistent/gcc)" in text
+    assert text.endswith("(apt install gcc python3-dev), or set batch.packing: false")
+
+
+def test_a_run_that_compiles_nothing_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
+    check_compiler(tmp_path, 8, FP32, (9, 0))  # too narrow for FlexAttention
+    check_compiler(tmp_path, 32, FP32, (9, 0), packing=False)
+
+
+def test_what_was_compiled_before_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_model, "is_triton_ready", lambda: True)
+    check_compiler(tmp_path, 32, FP32, (9, 0))

@@ -87,7 +87,7 @@ def made_task(shape: str, length: int, pairs: int = 64, changes: Mapping[str, An
 
 
 def join_alone() -> Any:
-    """Return a world of one process with a process group, which DeepSpeed requires. TF32 is off."""
+    """Return a world of one process with a process group, which DeepSpeed requires; of more in a launch. TF32 is off."""
     import torch
 
     from dstrain.distributed.world import TorchWorld
@@ -105,7 +105,9 @@ def join_alone() -> Any:
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_float32_matmul_precision("highest")
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     world = TorchWorld.join(device, timedelta(minutes=5))
     import deepspeed  # noqa: F401  its log lines and compiled helpers come here, not in a measured step
 

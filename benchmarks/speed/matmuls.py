@@ -42,18 +42,20 @@ def count_work(task: str, examples: Sequence[Mapping[str, Any]]) -> Work:
 class MatrixProducts:
     """Runs the products of the linear layers of a step, forward and backward. Attention and all else is left out."""
 
-    def __init__(self, setting: Setting, works: Sequence[Work], dtype: torch.dtype, reference_passes: int) -> None:
+    def __init__(
+        self, setting: Setting, works: Sequence[Work], dtype: torch.dtype, reference_passes: int, device: torch.device
+    ) -> None:
         """`reference_passes`: forward passes of a frozen model in each step."""
         hidden, inner = setting.hidden, setting.intermediate
         shapes = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]  # (out, in)
         draw = torch.Generator().manual_seed(0)
         self._weights = [
-            torch.randn(shape, generator=draw).to(dtype) for _ in range(setting.layers) for shape in shapes
+            torch.randn(shape, generator=draw).to(device, dtype) for _ in range(setting.layers) for shape in shapes
         ]
-        self._head = torch.randn(setting.vocabulary, hidden, generator=draw).to(dtype)
+        self._head = torch.randn(setting.vocabulary, hidden, generator=draw).to(device, dtype)
         most = max(max(work.tokens, work.targets) for work in works)
         self._rows = {
-            width: torch.randn(most, width, generator=draw).to(dtype)
+            width: torch.randn(most, width, generator=draw).to(device, dtype)
             for width in {hidden, inner, *([setting.vocabulary] if any(work.targets for work in works) else [])}
         }
         self._works, self._references = works, reference_passes

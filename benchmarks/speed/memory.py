@@ -1,4 +1,7 @@
-"""Peak memory of a variant's steps, in a process of its own: the kernel's high-water mark minus what was resident before."""
+"""Peak memory of a variant's steps, in a process of its own.
+
+On a GPU: tensors of torch's allocator. On a CPU: the kernel's high-water mark minus what was resident before.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,20 @@ def main(name: str, seed: str, task: str, variant: str, precision: str, *overrid
     torch.set_num_threads(1)
     if variant == TRL:
         import trl  # noqa: F401  its code is not part of the increase
-    case = made_case(find_setting(name, int(seed)), task, STEPS + 2, join_alone(), overrides)
-    before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
+    world = join_alone()
+    case = made_case(find_setting(name, int(seed)), task, STEPS + 2, world, overrides)
+    is_on_gpu = world.device.type == "cuda"
+    if is_on_gpu:
+        before = torch.cuda.memory_allocated(world.device)
+        torch.cuda.reset_peak_memory_stats(world.device)
+    else:
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
     step = made_variant(variant, case, precision)
     for _ in range(STEPS):
         step()
-    print(json.dumps((resident_bytes("VmHWM") - before) / 2**20), flush=True)
+    peak = torch.cuda.max_memory_allocated(world.device) if is_on_gpu else resident_bytes("VmHWM")
+    print(json.dumps((peak - before) / 2**20), flush=True)
     if variant == TRL:
         step.stop()
     destroy_process_groups()

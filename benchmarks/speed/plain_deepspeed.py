@@ -20,8 +20,6 @@ class PlainDeepSpeed:
         model = task.build_model()
         self._task, self._name, self._examples, self._step = task, name, examples, 0
         self._reference = task.build_reference() if name == "dpo" else None
-        if self._reference is not None and precision == "bf16":
-            self._reference.to(torch.bfloat16)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay),
@@ -30,6 +28,9 @@ class PlainDeepSpeed:
                 "zero_optimization": {"stage": 2}, "bf16": {"enabled": precision == "bf16"},
             },
         )  # fmt: skip
+        self._device = self._engine.device
+        if self._reference is not None:
+            self._reference.to(self._device, torch.bfloat16 if precision == "bf16" else torch.float32)
         self.losses: list[float] = []
 
     def __call__(self, turn: int = 0) -> None:
@@ -45,7 +46,7 @@ class PlainDeepSpeed:
         self.losses.append(float(loss.detach()))
 
     def _pad(self, rows: Sequence[Any]) -> dict[str, torch.Tensor]:
-        ids = [torch.as_tensor(row).long() for row in rows]
+        ids = [torch.as_tensor(row, device=self._device).long() for row in rows]
         return {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self._task.tokenizer.pad_token_id),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
@@ -58,13 +59,14 @@ class PlainDeepSpeed:
 
     def _dpo_loss(self, examples: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         inputs = self._pad([example[side] for side in ("chosen", "rejected") for example in examples])
-        starts = torch.tensor([int(example["prompt_length"]) for example in examples] * 2)
-        positions = torch.arange(inputs["input_ids"].shape[1])
+        starts = torch.tensor([int(example["prompt_length"]) for example in examples] * 2, device=self._device)
+        positions = torch.arange(inputs["input_ids"].shape[1], device=self._device)
         answers = (positions >= starts[:, None]) & inputs["attention_mask"].bool()
         log_probs = self._log_probs(self._engine, inputs, answers)
         if self._reference is None:
             names = ("ref_chosen_logps", "ref_rejected_logps")
-            reference = torch.tensor([float(example[name]) for name in names for example in examples])
+            values = [float(example[name]) for name in names for example in examples]
+            reference = torch.tensor(values, device=self._device)
         else:
             with torch.no_grad():
                 reference = self._log_probs(self._reference, inputs, answers)
@@ -79,9 +81,8 @@ class PlainDeepSpeed:
     def _sft_loss(self, examples: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         inputs = self._pad([example["input_ids"] for example in examples])
         loss_mask = pad_sequence(
-            [torch.as_tensor(example["loss_mask"]).bool() for example in examples], batch_first=True
+            [torch.as_tensor(example["loss_mask"], device=self._device).bool() for example in examples],
+            batch_first=True,
         )
-        batch = self._task.collate(list(examples)) if self._name == "vlm" else None
-        return self._engine(
-            **inputs, **(batch.vision if batch else {}), labels=inputs["input_ids"].masked_fill(~loss_mask, -100)
-        ).loss
+        vision = self._task.collate(list(examples)).to(self._device).vision if self._name == "vlm" else {}
+        return self._engine(**inputs, **vision, labels=inputs["input_ids"].masked_fill(~loss_mask, -100)).loss

@@ -1,4 +1,4 @@
-"""Measure weak scaling: samples per second of two processes at zero2, each pinned to a core, over those of one.
+"""Measure weak scaling: samples per second of two processes at zero2, each pinned to a core or on a GPU, over those of one.
 
     python -m benchmarks.speed.scaling [--setting hh] [--task rm] [--rounds 3]
 

@@ -116,4 +116,4 @@ def made_variant(name: str, case: Case, precision: str) -> Any:
     micro, rows = case.setting.micro, case.rows
     works = [count_work(case.task_name, rows[start : start + micro]) for start in range(0, len(rows), micro)]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return MatrixProducts(case.setting, works, dtype, reference_passes=int(case.task_name == "dpo"))
+    return MatrixProducts(case.setting, works, dtype, int(case.task_name == "dpo"), case.world.device)

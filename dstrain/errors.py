@@ -13,6 +13,7 @@
 #     ├── PeerFailureError     another process has ended or does not answer
 #     ├── RunFolderLockedError  another launch has taken the run folder
 #     ├── OutOfMemoryError     an allocation on a GPU or on the host failed
+#     ├── DeviceError          a GPU, or a kernel on it, failed
 #     ├── SelftestError        a check of `dstrain selftest` failed
 #     └── CheckpointError      a checkpoint cannot be written, read or verified
 #
@@ -164,6 +165,10 @@ class OutOfMemoryError(RunError):
         """`restart`: what a new start of the same command does differently; empty if the run cannot continue."""
         self.restart = restart
         super().__init__(message)
+
+
+class DeviceError(RunError):
+    """A GPU, or a kernel on it, failed in a way that ends all work of the process on it."""
 
 
 class SelftestError(RunError):

@@ -29,6 +29,7 @@ from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
 from dstrain.report.allocation_errors import find_allocation_failure
+from dstrain.report.device_errors import explain_device_error
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +213,7 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     timeout = timedelta(minutes=config.timeout_minutes)
     rendezvous = Rendezvous(worker, timeout)
     command = job.to_argv()[0]
-    with explain_out_of_memory(command), rendezvous:
+    with explain_failure(command, device), rendezvous:
         with rendezvous.local_main_process_first():
             prepared = job.prepare(worker.world_size, get_preset_device(device))
         if worker.rank == 0:
@@ -223,7 +224,7 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     try:
         with (
-            explain_out_of_memory(command),
+            explain_failure(command, device),
             contextlib.nullcontext(SingleProcessWorld(device))
             if alone
             else join_world(rendezvous, device, timeout, shared_dir) as world,
@@ -312,12 +313,15 @@ SMALLER_PASSES = {"generate": "ask for fewer prompts per pass (--batch 1)"}
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(command: str) -> Iterator[None]:
-    """Raise OutOfMemoryError, with what helps `dstrain COMMAND`, for a failed allocation inside."""
+def explain_failure(command: str, device: torch.device) -> Iterator[None]:
+    """Raise OutOfMemoryError, with what helps `dstrain COMMAND`, for a failed allocation inside, and DeviceError."""
     try:
         yield
     except Exception as error:
         failure = find_allocation_failure(error)
+        device_error = explain_device_error(error, device, f"dstrain {command}")
+        if device_error is not None and failure is None:
+            raise device_error from error
         if failure is None or isinstance(error, OutOfMemoryError):
             raise
         smaller = SMALLER_PASSES.get(command, "make its passes smaller (--set batch.micro=1)")

@@ -23,6 +23,7 @@ from dstrain.models.params import (
     zero3_init,
 )
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
+from dstrain.report.device_errors import explain_device_error
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.registry import copy_task_files
@@ -120,9 +121,13 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
         code = EXIT_STOPPED
         raise
     except Exception as error:
+        where = ", ".join(filter(None, [f"rank {world.rank}", world.log.phase, world.log.activity]))
+        failure = explain_device_error(error, world.device, where) or error
         if run is not None:
-            report_failure(run, error)
-        raise
+            report_failure(run, failure)
+        if failure is error:
+            raise
+        raise failure from error
     finally:
         if run is not None:
             run.close(code)

@@ -19,7 +19,7 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
-from dstrain.planner.choose import list_fixes, suggest_fixes
+from dstrain.planner.choose import Fix, list_fixes, suggest_fixes
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
@@ -47,7 +47,7 @@ class MemoryForecast:
     """Tensors alone."""
     lines: tuple[tuple[str, str, int], ...]
     """(name, place, bytes) of each part; the place is gpu, host or nvme."""
-    fixes: tuple[str, ...]
+    fixes: tuple[Fix, ...]
     """Changes of the recipe that save device memory, the cheapest in speed first."""
 
 
@@ -57,7 +57,6 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
         shape = read_shape(config, list_base_parameters)
         plan = plan_memory(config, preset, cluster, shape)
         fixes = suggest_fixes(config, preset, cluster, shape, list_base=list_base_parameters)
-        described = tuple(fix.describe() for fix in fixes)
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
@@ -65,7 +64,7 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
         device_bytes=plan.gpu_bytes,
         tensor_bytes=plan.tensor_bytes,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
-        fixes=described,
+        fixes=tuple(fixes),
     )
 
 
@@ -181,7 +180,8 @@ class MemoryMonitor:
                 "out_of_memory", step=log.step, rank=self.world.rank, what=text, requested_bytes=failure.requested_bytes
             )
             journal.close()
-        return self._compose(text, is_on_device, change, failure.text)
+        missing = find_missing_bytes(failure, self.world.device)
+        return self._compose(text, is_on_device, change, failure.text, missing)
 
     def _store_reduced(self) -> str:
         """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
@@ -195,7 +195,9 @@ class MemoryMonitor:
             return ""
         return describe_reduction(self.batch, reduced)
 
-    def _compose(self, where: str, is_on_device: bool, change: str, reason: str) -> OutOfMemoryError:
+    def _compose(
+        self, where: str, is_on_device: bool, change: str, reason: str, missing: int | None
+    ) -> OutOfMemoryError:
         """Return the error: a title, lines about memory, numbered fixes, and what happens next."""
         device = self.world.device
         place = f" ({device})" if device.type == "cuda" else ""
@@ -204,10 +206,9 @@ class MemoryMonitor:
         if is_on_device:
             memory += [] if self.forecast is None else _iter_predicted(self.forecast)
             memory += _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
-            fixes = [] if self.forecast is None else [*self.forecast.fixes]
-            if not fixes:
-                found = list_fixes(self.config, self.preset, self.batch, self.world.size)
-                fixes = [fix.describe() for fix in found]
+            changes = [] if self.forecast is None else order_fixes(self.forecast.fixes, missing)
+            changes = changes or list_fixes(self.config, self.preset, self.batch, self.world.size)
+            fixes = [fix.describe() for fix in changes]
             if self.config.batch.on_oom == "stop" and self.batch.half(self.world.size) is not None:
                 fixes.append("batch.on_oom stop -> shrink starts again with half the micro-batch")
         else:
@@ -224,6 +225,32 @@ class MemoryMonitor:
             if (file := open_stacks_file(self.run_dir, self.world.rank)) is not None:
                 traceback.print_exception(error, file=file)
                 file.close()
+
+
+LEAST_SHARE = 0.25
+"""Share of the missing bytes that a fix saves at least, to be named."""
+
+
+def find_missing_bytes(failure: AllocationFailure, device: torch.device) -> int | None:
+    """Return the bytes of the failed allocation that a GPU has not free; None where they are not known."""
+    if failure.requested_bytes is None or failure.place != "gpu" or device.type != "cuda":
+        return None
+    with observing("torch.cuda.mem_get_info"):
+        return max(failure.requested_bytes - torch.cuda.mem_get_info(device)[0], 0)
+    return None
+
+
+def order_fixes(fixes: Sequence[Fix], missing: int | None) -> list[Fix]:
+    """Return the fixes that save the missing bytes, in their order, then others by what they save.
+
+    Those that save far less are left out, but where there are only such. `missing`: None where it is not known.
+    """
+    if not missing:
+        return [*fixes]
+    by_size = sorted(fixes, key=lambda fix: fix.saved_bytes or 0, reverse=True)
+    enough = [fix for fix in fixes if (fix.saved_bytes or 0) >= missing]
+    helpful = [fix for fix in by_size if LEAST_SHARE * missing <= (fix.saved_bytes or 0) < missing]
+    return enough + helpful or by_size
 
 
 BYTES_OF_TRAINING = 16

@@ -47,6 +47,7 @@ from dstrain.errors import (
 from dstrain.launch.lease import Lease, check_lease
 from dstrain.planner.workload import parse_bytes
 from dstrain.preset import read_preset
+from dstrain.report.device_errors import explain_device_error
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
 from dstrain.training.health.trainability import NonFiniteGuard
@@ -114,6 +115,13 @@ def full_disk(folder: Path) -> None:
     check_disk_space(2**40, 1, 2**20, folder, False)
 
 
+def lost_card(folder: Path) -> None:
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    failure = explain_device_error(error, torch.device("cuda", 0), "rank 0, step 3")
+    assert failure is not None
+    raise failure
+
+
 EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "UsageError": (2, lambda folder: parse_bytes("24", "--gpu-memory"), r"--gpu-memory: '24' means bytes, .*; write 24GiB"),
     "RecipeError": (2, wrong_key, r"recipe\.yaml:2 optim\.lrr: no such key; did you mean 'lr'\?"),
@@ -127,6 +135,7 @@ EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "PeerFailureError": (1, nobody_answers, r"meeting the other processes: .*; "),
     "RunFolderLockedError": (1, lost_run_folder, r"process \d+ on .*; "),
     "OutOfMemoryError": (1, no_memory, r"(?s)out of memory: rank 0 on .*\n.*1\. batch\.micro"),
+    "DeviceError": (1, lost_card, r"rank 0, step 3: the card failed: uncorrectable ECC error .*; .*; "),
     "SelftestError": (1, failed_check, r"the losses differ"),
     "CheckpointError": (1, full_disk, r".*; "),
 }  # fmt: skip

@@ -19,12 +19,12 @@ from dstrain.commands.run_job import (
     OWNER_FILE,
     JobResult,
     _launch_workers,
-    explain_out_of_memory,
+    explain_failure,
     keep_scratch,
     make_scratch,
     remove_stale_scratch,
 )
-from dstrain.errors import OutOfMemoryError
+from dstrain.errors import DeviceError, OutOfMemoryError
 from dstrain.files import get_host_id
 from dstrain.launch.command import Launch
 from tests.workers import ROOT
@@ -172,10 +172,22 @@ HOST = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocat
     ],
 )
 def test_a_failed_allocation_names_the_fix(command: str, error: Exception, fix: str) -> None:
-    with pytest.raises(OutOfMemoryError, match=rf"^dstrain {command}: {fix}"), explain_out_of_memory(command):
+    with (
+        pytest.raises(OutOfMemoryError, match=rf"^dstrain {command}: {fix}"),
+        explain_failure(command, torch.device("cpu")),
+    ):
+        raise error
+
+
+def test_a_card_that_failed_is_named() -> None:
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    with (
+        pytest.raises(DeviceError, match=r"^dstrain score: the card failed"),
+        explain_failure("score", torch.device("cuda", 0)),
+    ):
         raise error
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^out of luck$"), explain_out_of_memory("evaluate"):
+    with pytest.raises(RuntimeError, match=r"^out of luck$"), explain_failure("evaluate", torch.device("cpu")):
         raise RuntimeError("out of luck")

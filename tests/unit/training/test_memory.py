@@ -12,19 +12,29 @@ import torch
 from dstrain.config import RunConfig, resolve_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import OutOfMemoryError, RunError
+from dstrain.planner.choose import Fix
 from dstrain.planner.workload import Cluster
 from dstrain.preset import read_preset
+from dstrain.report.allocation_errors import AllocationFailure
 from dstrain.report.memory import PeakBytes
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.sft import SFT
-from dstrain.training.memory import MemoryForecast, MemoryMonitor, describe_forecast, find_most, make_forecast
+from dstrain.training.memory import (
+    MemoryForecast,
+    MemoryMonitor,
+    describe_forecast,
+    find_missing_bytes,
+    find_most,
+    make_forecast,
+    order_fixes,
+)
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
     device_bytes=12 * 2**30,
     tensor_bytes=11 * 2**30,
     lines=(("weights", "gpu", 2**30), ("activations", "gpu", 11 * 2**30), ("batches", "host", 2**20)),
-    fixes=("batch.micro 8 -> 4 saves 5.5 GiB",),
+    fixes=(Fix({"batch.micro": 4}, 5632 * 2**20, {"batch.micro": 8}),),
 )
 
 
@@ -117,6 +127,45 @@ def test_host_memory_beside_a_gpu_has_other_fixes(tmp_path: Path) -> None:
     assert error.restart == "", "a smaller micro-batch would not help"
 
 
+MIB = 2**20
+MICRO, CHECKPOINTING, ZERO3 = (
+    Fix({"batch.micro": 1}, 155 * 2**10, {"batch.micro": 2}),
+    Fix({"model.gradient_checkpointing": True}, 40 * MIB, {}),
+    Fix({"ds_config": "zero3"}, 300 * MIB, {"ds_config": "zero2"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (None, [MICRO, CHECKPOINTING, ZERO3]),
+        (100 * 2**10, [MICRO, CHECKPOINTING, ZERO3]),
+        (30 * MIB, [CHECKPOINTING, ZERO3]),
+        (96 * MIB, [ZERO3, CHECKPOINTING]),
+        (1200 * MIB, [ZERO3]),
+        (2000 * MIB, [ZERO3, CHECKPOINTING, MICRO]),  # nothing helps much
+    ],
+)
+def test_fixes_that_save_what_is_missing_come_first_and_small_ones_are_left_out(
+    missing: int | None, named: list[Fix]
+) -> None:
+    assert order_fixes([MICRO, CHECKPOINTING, ZERO3], missing) == named
+
+
+def test_what_is_missing_is_the_request_without_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure, gpu = AllocationFailure("gpu", 96 * MIB, ""), torch.device("cuda", 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (36 * MIB, 2**32))
+    assert find_missing_bytes(failure, gpu) == 60 * MIB
+    assert find_missing_bytes(AllocationFailure("gpu", None, ""), gpu) is None
+    assert find_missing_bytes(AllocationFailure("host", 96 * MIB, ""), gpu) is None
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", fail)
+    assert find_missing_bytes(failure, gpu) is None
+
+
 def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="another"), monitor(tmp_path).explain():
         raise RunError("another")
@@ -165,10 +214,9 @@ def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: p
     plan = SimpleNamespace(
         gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, lines=lines
     )  # fmt: skip
-    fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
     monkeypatch.setattr("dstrain.training.memory.read_shape", lambda *_: None)
     monkeypatch.setattr("dstrain.training.memory.plan_memory", lambda *_: plan)
-    monkeypatch.setattr("dstrain.training.memory.suggest_fixes", lambda *_, **__: [fix])
+    monkeypatch.setattr("dstrain.training.memory.suggest_fixes", lambda *_, **__: [*FORECAST.fixes])
     watch = monitor(tmp_path)
     assert make_forecast(watch.config, watch.preset, Cluster()) == FORECAST
 

@@ -20,13 +20,15 @@ CARD_ERRORS = re.compile(
     r"GPU requires reset|contained",
     re.IGNORECASE,
 )
-"""Messages of cudaGetErrorString for a card that failed: 214, 220, 46, 714, 802, 999 (CUDA Runtime API, cudaError)."""
+CARD_CODES = (46, 214, 220, 714, 802, 999)
+"""Codes of cudaError for a card that failed, and above them their messages (CUDA Runtime API, cudaError)."""
 KERNEL_ERRORS = re.compile(
     r"illegal memory access|illegal instruction|illegal address|misaligned address|invalid program counter|"
     r"unspecified launch failure|launch timed out|device-side assert|operation not supported on global/shared",
     re.IGNORECASE,
 )
-"""Messages for a kernel that failed: 700, 702, 710, 715 to 719."""
+KERNEL_CODES = (700, 702, 710, 715, 716, 717, 718, 719)
+"""Codes and messages for a kernel that failed."""
 
 
 def explain_device_error(error: BaseException, device: torch.device, where: str) -> DeviceError | None:
@@ -37,9 +39,12 @@ def explain_device_error(error: BaseException, device: torch.device, where: str)
     """
     cause: BaseException | None = error
     while cause is not None:
-        reason = _read_reason(cause)
-        for pattern, template in ((CARD_ERRORS, CARD_TEXT), (KERNEL_ERRORS, KERNEL_TEXT)):
-            if reason and pattern.search(reason):
+        reason, code = _read_reason(cause), getattr(cause, "error_code", None)  # AcceleratorError has one
+        for pattern, codes, template in (
+            (CARD_ERRORS, CARD_CODES, CARD_TEXT),
+            (KERNEL_ERRORS, KERNEL_CODES, KERNEL_TEXT),
+        ):
+            if reason and (code in codes or pattern.search(reason)):
                 return DeviceError(f"{where}: " + template.format(reason=reason, place=describe_device(device)))
         cause = cause.__cause__
     return None

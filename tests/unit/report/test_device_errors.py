@@ -67,6 +67,13 @@ def test_an_error_of_a_kernel_names_the_way_to_it(reason: str) -> None:
     assert "CUDA_LAUNCH_BLOCKING=1 names the operation" in text
 
 
+@pytest.mark.parametrize(("code", "words"), [(214, "the card failed"), (700, "a kernel failed")])
+def test_the_code_of_an_error_counts_whatever_its_words(code: int, words: str) -> None:
+    error = RuntimeError("CUDA error: a message of a newer driver")
+    error.error_code = code  # type: ignore[attr-defined]
+    assert words in explain(error)
+
+
 def test_errors_of_nccl_and_causes_count() -> None:
     assert "the card failed" in explain(RuntimeError("Cuda failure 214 'uncorrectable ECC error encountered'"))
     error = ValueError("in the task")

@@ -31,11 +31,11 @@ def iter_cgroup_paths() -> Iterator[tuple[Path, bool]]:
     """Yield (folder, True for version 1) of each cgroup of this process that limits memory, from the inside out."""
     try:
         lines = OWN_CGROUP_FILE.read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # "": version 2
+        controllers, colon, path = line.partition(":")[2].partition(":")
+        if colon and controllers in ("", "memory"):  # "": version 2
             root = CGROUP_ROOT / controllers
             inside = root / path.lstrip("/")
             # Each parent group may have a lower limit.

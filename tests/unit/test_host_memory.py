@@ -63,6 +63,13 @@ def test_nothing_is_known_where_the_kernel_tells_nothing(host: Path) -> None:
     assert describe_oom_kill(os.getpid(), OomKills()) == ""
 
 
+@pytest.mark.parametrize("content", [b"", b"what\n", b"0::\n0:\n", b"\xff\xfe::\n"])
+def test_a_file_of_cgroups_in_another_form_is_no_error(content: bytes, host: Path) -> None:
+    (host / "own").write_bytes(content)
+    assert read_oom_kills().on_host == 4
+    assert get_available_memory(find_cgroup_limits()) > 0
+
+
 def test_reading_never_waits(host: Path) -> None:
     (host / "kmsg").unlink()
     os.mkfifo(host / "kmsg")

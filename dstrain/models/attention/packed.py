@@ -281,7 +281,7 @@ def compiles_attention(config: Any, name: str, dtype: torch.dtype, capability: t
     """
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434)
+    if getattr(text, "qk_nope_head_dim", None):  # multi-head latent attention of DeepSeek
         width = text.qk_nope_head_dim + text.qk_rope_head_dim
     call = AttentionCall(
         device_type="cuda", dtype=dtype, width=width, value_width=getattr(text, "v_head_dim", None) or width,

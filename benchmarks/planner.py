@@ -15,7 +15,18 @@ from typing import Any
 
 from benchmarks.common import write_table
 from dstrain.config.schema import RunConfig
-from dstrain.planner.lines import FRAGMENTATION, HEAD_ROWS, Kind, MemoryLine, When, sum_bytes
+from dstrain.planner.lines import (
+    ALWAYS,
+    FRAGMENTATION,
+    HEAD,
+    HEAD_ROWS,
+    KEPT,
+    UPDATE,
+    Kind,
+    MemoryLine,
+    Span,
+    sum_bytes,
+)
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import named_config, shape_names
 from dstrain.planner.workload import Cluster
@@ -25,7 +36,7 @@ CASES = Path(__file__).with_name("planner_cases.json")
 LOW, HIGH = 0.92, 1.10
 """Ratios of planned to measured memory that are aimed at."""
 OUTSIDE_TORCH = ("CUDA context, cuBLAS", "NCCL")
-BUFFERS_OF_DEEPSPEED = ("reduce buckets", "bucket of the last gradients", "flat gradients of the step")
+BUFFERS_OF_DEEPSPEED = ("reduce buckets", "flat gradients of the step", "fp64 copy of a gradient")
 FIGURES = {"smi": "nvidia-smi", "res": "reserved by torch", "alloc": "allocated by torch"}
 
 
@@ -57,7 +68,10 @@ def make_config(case: dict[str, Any], models: dict[str, Any], **changes: Any) ->
     }
     for key, value in case["set"].items():
         section, _, name = key.partition(".")
-        values[section][name] = value
+        if name:
+            values.setdefault(section, {})[name] = value
+        else:
+            values[section] = value
     return RunConfig.model_validate(values)
 
 
@@ -75,26 +89,24 @@ def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, .
     """
     shape, tokens = plan.shape, plan.workload.tokens
     own = {row.name for row in HEAD_ROWS}
-    lines = [line for line in plan.lines if not (case["logit_bytes"] and line.name in own and line.when == "head")]
+    lines = [line for line in plan.lines if not (case["logit_bytes"] and line.name in own)]
 
-    def add(name: str, num_bytes: float, formula: str, kind: Kind, when: When) -> None:
-        lines.append(MemoryLine(name, round(num_bytes), "gpu", kind, formula, case["source"], when))
+    def add(name: str, num_bytes: float, formula: str, kind: Kind, span: Span) -> None:
+        lines.append(MemoryLine(name, round(num_bytes), "gpu", kind, formula, case["source"], *span))
 
     if case["logit_bytes"]:
         size = case["logit_bytes"] * tokens * shape.vocab
-        add("logits of the peer", size, f"{case['logit_bytes']} N V", "activation", "head")
-        if (norm := plan.find("gradients of the last norm")) and norm.num_bytes < size:
-            lines.remove(norm)
+        add("logits of the peer", size, f"{case['logit_bytes']} N V", "activation", HEAD)
     if group := plan.find("gradients of a sub-group"):
-        add("sub-group in 16 bits", group.num_bytes // 2, "w S", "buffer", "step")
+        add("sub-group in 16 bits", group.num_bytes // 2, "w S", "buffer", UPDATE)
     if case.get("keeps_inputs_of_products"):
         size = 2 * 2 * tokens * shape.layers * (3 * shape.hidden + shape.intermediate)
-        add("inputs of products", size, "2 w T (3 H + I)", "activation", "pass")
+        add("inputs of products", size, "2 w T (3 H + I)", "activation", KEPT)
     if case.get("repeats_keys"):
         size = 2 * 2 * tokens * shape.layers * (shape.heads - shape.kv_heads) * shape.head_dim
-        add("repeated keys and values", size, "2 w T (A - K)", "activation", "pass")
+        add("repeated keys and values", size, "2 w T (A - K)", "activation", KEPT)
     if case.get("copies_tied_head") and shape.tied:
-        add("weights: head", 2 * shape.hidden * shape.vocab, "w H V", "state", "always")
+        add("weights: head", 2 * shape.hidden * shape.vocab, "w H V", "state", ALWAYS)
     if case.get("compiled"):
         saved, layers = tokens * (4 * shape.hidden + 2 * shape.intermediate), shape.layers
         by_line = {"activations of the layers": saved * layers, "one recomputed layer": saved}
@@ -103,10 +115,11 @@ def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, .
         size = case["evaluation_logit_bytes"] * tokens * shape.vocab
         gathered = plan.find("gathered weights")
         size += gathered.num_bytes if gathered else 0
-        if size > sum_bytes(lines, "gpu", "step"):  # an evaluation and an update are never at the same time
-            lines = [line for line in lines if line.when != "step"]
+        # Never at the same time as an update.
+        if size > sum_bytes((line for line in lines if line.first == "update"), "gpu"):
+            lines = [line for line in lines if line.first != "update"]
             formula = f"G + {case['evaluation_logit_bytes']} N V"
-            add("evaluation: gathered weights and logits", size, formula, "activation", "step")
+            add("evaluation: gathered weights and logits", size, formula, "activation", UPDATE)
     if case.get("without_deepspeed"):
         lines = [line for line in lines if line.name not in BUFFERS_OF_DEEPSPEED]
     if case.get("states_in_16_bits"):

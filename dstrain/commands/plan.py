@@ -14,7 +14,7 @@ from dstrain.errors import DstrainError, UsageError
 from dstrain.files import find_path
 from dstrain.launch.topology import visible_gpus
 from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
-from dstrain.planner.lines import When
+from dstrain.planner.lines import MOMENTS
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import ModelShape, describe_counts, named_config, read_shape
 from dstrain.planner.workload import (
@@ -193,9 +193,6 @@ def report_as_json(report: PlanReport) -> str:
     return json.dumps(values, indent=2)
 
 
-_WHEN_LABELS = {"always": "", "pass": "passes", "head": "head", "layer": "one layer", "step": "step"}
-
-
 def describe_run(task: str, plan: MemoryPlan) -> str:
     """Return the model, the machines and the batch of a plan in two lines."""
     shape, cluster = plan.shape, plan.cluster
@@ -245,14 +242,12 @@ def show_lines(plan: MemoryPlan, has_formulas: bool) -> str:
     rows = [["what", "where", "when", "size", "formula", "source"][:columns]]
     order = {"gpu": 0, "host": 1, "nvme": 2}
     for line in sorted(plan.lines, key=lambda line: order[line.place]):
-        row = [line.name, line.place, _WHEN_LABELS[line.when], format_bytes(line.num_bytes), line.formula, line.source]
+        row = [line.name, line.place, line.when, format_bytes(line.num_bytes), line.formula, line.source]
         rows.append(row[:columns])
-    times: tuple[When, ...] = ("always", "pass", "head", "layer", "step")
-    at = {name: format_bytes(plan.total("gpu", name)) for name in times}
-    peak = (
-        f"peak per GPU: {format_bytes(plan.gpu_bytes)} = {at['always']} always + the larger of {at['pass']} in passes "
-        f"with the larger of {at['head']} in the head and {at['layer']} in one layer, and {at['step']} in the step"
-    )
+    sizes = {moment: plan.total("gpu", moment) for moment in MOMENTS}
+    largest = max(MOMENTS, key=lambda moment: sizes[moment])
+    others = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in sizes.items() if moment != largest)
+    peak = f"peak per GPU: {format_bytes(sizes[largest])}, at {largest} ({MOMENTS[largest]}); {others}"
     hint = "" if has_formulas else "\n--lines prints the formula and the source of each line"
     return f"{_align(rows, range(3, 4))}\n{peak}{hint}"
 

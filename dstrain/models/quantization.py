@@ -304,12 +304,34 @@ def _nf4_class(bnb: Any) -> Any:
 
 @cache
 def _int8_class(base: Any) -> Any:
-    """Return bitsandbytes' 8-bit layer, whose scales move with the module that contains it.
+    """Return bitsandbytes' 8-bit layer, whose scales move with the module that contains it, and which keeps no input.
 
-    Its own are attributes that only a call of the layer's `to` moves, not that of a module around it.
+    Its own scales are attributes that only a call of the layer's `to` moves, not that of a module around it. Its own
+    product keeps its input as an attribute of the graph, though no gradient needs it (MatMul8bitLt in
+    autograd/_functions.py of 0.50): until the loss is gone, and with gradient checkpointing too, which recomputes only
+    what autograd has saved.
     """
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
+            ctx.layer, ctx.dtype = layer, inputs.dtype
+            with torch.no_grad():
+                product: torch.Tensor = base.forward(layer, inputs)
+            return product
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (gradient,), state = gradients, ctx.layer.state
+            weight = state.CB.to(ctx.dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+            return torch.matmul(gradient.to(ctx.dtype), weight), None
 
     class Int8Linear(base):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = Product.apply(inputs, self)
+            return product
+
         def _apply(self, fn: Any, recurse: bool = True) -> Any:
             moved = super()._apply(fn, recurse)
             for holder in (self.weight, self.state):  # in `weight` before the first forward pass, in `state` after it

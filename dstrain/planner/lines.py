@@ -15,7 +15,25 @@ from dstrain.planner.workload import Workload
 
 Place = Literal["gpu", "host", "nvme"]
 Kind = Literal["state", "buffer", "activation", "reserve"]
-When = Literal["always", "pass", "head", "layer", "step"]
+Moment = Literal[
+    "encoder", "scores", "head", "last norm", "layer", "reduction", "embedding", "all-reduce", "clipping", "update"
+]
+MOMENTS: dict[Moment, str] = {
+    "encoder": "a frozen encoder computes the features of the images",
+    "scores": "the head computes the scores of the targets",
+    "head": "the backward pass of the head",
+    "last norm": "the backward pass of the last norm",
+    "layer": "the backward pass of the last layer",
+    "reduction": "a bucket of gradients is reduced for the first time, in the backward pass of a layer",
+    "embedding": "the end of the backward pass: the embedding, or a trained encoder",
+    "all-reduce": "processes sum all gradients at once",
+    "clipping": "the norm of the gradients",
+    "update": "the optimizer updates the weights",
+}
+"""Moments of the last pass of a step at which most memory may be in use, in their order."""
+Span = tuple[Moment, Moment]
+"""First and last moment."""
+ALWAYS: Span = ("encoder", "update")
 
 
 @dataclass(frozen=True)
@@ -30,20 +48,31 @@ class MemoryLine:
     formula: str
     source: str
     """Paper and equation, or file of DeepSpeed, torch or dstrain, from which the formula follows."""
-    when: When = "always"
-    """pass: during forward and backward passes; head, layer: only while the head, or one layer, is in its backward pass;
-    step: while the optimizer updates the weights. The peak is `always` + max(`pass` + max(`head`, `layer`), `step`)."""
+    first: Moment = "encoder"
+    last: Moment = "update"
+    """The moments from and to which the memory is in use; the peak is at the moment of the largest sum."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Return the moments at which the memory is in use."""
+        every = tuple(MOMENTS)
+        return every[every.index(self.first) : every.index(self.last) + 1]
+
+    @property
+    def when(self) -> str:
+        """Return the moments as a phrase; empty for all of them."""
+        if (self.first, self.last) == ALWAYS:
+            return ""
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
-def sum_bytes(lines: Iterable[MemoryLine], place: Place, *when: When) -> int:
-    """Return the bytes of lines at a place and at these times (none: at the peak)."""
-    chosen = [line for line in lines if line.place == place]
-    if when:
-        return sum(line.num_bytes for line in chosen if line.when in when)
-    always, passes, head, layer, step = (
-        sum_bytes(chosen, place, time) for time in ("always", "pass", "head", "layer", "step")
-    )
-    return always + max(passes + max(head, layer), step)
+def sum_bytes(lines: Iterable[MemoryLine], place: Place, moment: Moment | None = None) -> int:
+    """Return the bytes of lines at a place and a moment (None: at the peak)."""
+    sums = dict.fromkeys(MOMENTS, 0)
+    for line in lines:
+        for at in line.moments if line.place == place else ():
+            sums[at] += line.num_bytes
+    return max(sums.values()) if moment is None else sums[moment]
 
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -122,6 +151,8 @@ class PlanInputs:
     prefetch: int = 0
     """Steps whose batches are loaded in advance."""
     saves_in_background: bool = False
+    has_bf16: bool = True
+    """False where the GPU has no bf16: compute capability below 8.0."""
     expandable_segments: bool = True
     """False where the allocator of the GPU is set otherwise."""
     tensor_bytes: int = 0
@@ -156,6 +187,26 @@ class PlanInputs:
     def largest_trained(self) -> int:
         """Values of the largest trained tensor."""
         return max((one.numel for one, _ in self.shape.kinds if one.is_trainable), default=0)
+
+    @cached_property
+    def embedding_numel(self) -> int:
+        """Values of the embedding, if it is trained and has a head to match it."""
+        return self._count_trained("embedding")
+
+    @cached_property
+    def head_numel(self) -> int:
+        """Values of the matrix of the head, if it is trained; that of the embedding where both are one."""
+        return self.embedding_numel * self.has_head if self.shape.tied else self._count_trained("head")
+
+    def _count_trained(self, part: Part) -> int:
+        sizes = (one.numel for one, _ in self.shape.kinds if one.is_trainable and one.part == part)
+        return max(sizes, default=0)
+
+    @cached_property
+    def largest_inside(self) -> int:
+        """Values of the largest trained tensor that is neither the embedding nor the head."""
+        others = (one for one, _ in self.shape.kinds if one.part not in ("embedding", "head"))
+        return max((one.numel for one in others if one.is_trainable), default=0)
 
     @cached_property
     def sharded(self) -> int:
@@ -252,8 +303,13 @@ class PlanInputs:
         return self.grad_bytes != self.width
 
     def is_quantized(self, tensor: ParamTensor) -> bool:
-        """Return True for a tensor that is stored in its quantized form."""
-        return self.quantize is not None and tensor.is_linear_weight and not tensor.is_trainable
+        """Return True for a tensor that is stored in its quantized form: a frozen linear weight of the language model."""
+        return (
+            self.quantize is not None
+            and tensor.part == "layers"
+            and tensor.is_linear_weight
+            and not tensor.is_trainable
+        )
 
     def weight_bytes(self, tensor: ParamTensor) -> float:
         """Return the bytes of one value of a tensor: those of its quantized form where it has one."""
@@ -376,7 +432,8 @@ class Row(NamedTuple):
     place: Place | Literal["optimizer", "weights", "inputs"]
     """optimizer, weights, inputs: where the DeepSpeed JSON puts the optimizer's states, the weights, or the inputs of
     recomputed layers."""
-    moment: tuple[Kind, When]
+    kind: Kind
+    span: Span | Callable[[PlanInputs], Span]
     size: Callable[[PlanInputs], float]
     """Bytes of one process."""
     formula: str | Callable[[PlanInputs], str]
@@ -387,29 +444,30 @@ class Row(NamedTuple):
         size = round(self.size(run))
         if not size:
             return
-        kind, when = self.moment
-        place = self.place
+        kind, place = self.kind, self.place
+        first, last = self.span(run) if callable(self.span) else self.span
         if place == "inputs":
-            place, when = ("host", "always") if run.checkpoints_on_host else ("gpu", when)
+            place, (first, last) = ("host", ALWAYS) if run.checkpoints_on_host else ("gpu", (first, last))
         elif place == "optimizer" or place == "weights":
             device = run.optimizer_device if place == "optimizer" else run.weights_device
             place = "nvme" if device == "nvme" and run.stage == 3 else "host" if device else "gpu"
         formula, source = (text if isinstance(text, str) else text(run) for text in (self.formula, self.source))
         if place == "host" and self.place == "optimizer" and run.offloaded_share < 1:
             stays = round(size * (1 - run.offloaded_share))
-            yield MemoryLine(self.name, stays, "gpu", kind, f"(1 - ratio) x ({formula})", TWIN_FLOW, when)
+            yield MemoryLine(self.name, stays, "gpu", kind, f"(1 - ratio) x ({formula})", TWIN_FLOW, first, last)
             size, formula = size - stays, f"ratio x ({formula})"
-        yield MemoryLine(self.name, size, place, kind, formula, source, when)
+        yield MemoryLine(self.name, size, place, kind, formula, source, first, last)
 
 
-STATE: tuple[Kind, When] = ("state", "always")
-BUFFER: tuple[Kind, When] = ("buffer", "always")
-PASS: tuple[Kind, When] = ("buffer", "pass")
-STEP: tuple[Kind, When] = ("buffer", "step")
-KEPT: tuple[Kind, When] = ("activation", "pass")
-HEAD: tuple[Kind, When] = ("activation", "head")
-LAYER: tuple[Kind, When] = ("activation", "layer")
-RESERVE: tuple[Kind, When] = ("reserve", "always")
+KEPT: Span = ("scores", "reduction")
+"""Of what autograd keeps. At the first reduction a part of it is free, which is not counted off."""
+HEAD: Span = ("scores", "head")
+LAYER: Span = ("layer", "reduction")
+BACKWARD: Span = ("layer", "embedding")
+EMBEDDING: Span = ("embedding", "embedding")
+ALL_REDUCE: Span = ("all-reduce", "all-reduce")
+CLIPPING: Span = ("clipping", "clipping")
+UPDATE: Span = ("update", "update")
 
 ZERO_PAPER = "Rajbhandari et al., arXiv 1910.02054, section 5"
 ENGINE = "DeepSpeed runtime/engine.py"
@@ -417,6 +475,7 @@ STAGE_1_2 = "DeepSpeed runtime/zero/stage_1_and_2.py"
 STAGE_3 = "DeepSpeed runtime/zero/stage3.py"
 TWIN_FLOW = f"{STAGE_3}, subgroup_to_device"
 BF16_OPTIMIZER = "DeepSpeed runtime/bf16_optimizer.py"
+HEADS = "dstrain/models/heads.py"
 ALLREDUCE_NUMEL = 500_000_000
 """Gradients that stage 0 copies into one message (DeepSpeed runtime/engine.py, allreduce_no_retain)."""
 
@@ -478,14 +537,56 @@ def gradient_overlaps(run: PlanInputs) -> dict[int, int]:
     return overlaps
 
 
+def _span_of_gradients(run: PlanInputs) -> Span:
+    """Return when the gradients of a step exist: with several passes also in the forward pass of the last one.
+
+    At stages 1 and 2 their buffer is made as a whole when the first bucket is full. At stage 0 each gradient takes the
+    place of activations, so that most of both is there at the beginning or at the end of the backward pass.
+    """
+    if run.accumulate > 1:
+        return ALWAYS
+    is_reduced_at_end = run.stage == 0 or (run.trained <= run.bucket and run.largest_trained <= run.bucket)
+    return ("embedding" if is_reduced_at_end else "reduction", "update")
+
+
+def _span_of_head_gradient(run: PlanInputs) -> Span:
+    """Return when the gradient of the head exists: until that of the embedding is added to it, where both are one.
+
+    Else it is copied into a bucket at once, or, where it is larger than one, reduced before the next gradient is.
+    """
+    if run.shape.tied:
+        return ("head", "embedding")
+    return ("head", "reduction" if run.accumulate == 1 and run.head_numel > run.bucket else "head")
+
+
+def _embedding_gradient(run: PlanInputs) -> float:
+    """Return the gradient of the embedding, and its sum with that of the head where both are one.
+
+    At stage 0 the gradient of a step's only pass is the one that the rows of gradients count.
+    """
+    is_counted = run.stage == 0 and run.accumulate == 1
+    return run.width * run.embedding_numel * (1 + run.shape.tied - is_counted)
+
+
+def _norm_bytes_of_gradients(run: PlanInputs) -> float:
+    """Return the fp64 copy of a process's largest gradient, of which DeepSpeed computes the norm."""
+    if run.device == "cpu" or run.optimizer_device:
+        return 0
+    share = run.trained / run.world_size
+    return 8 * (min(run.largest_trained, share) if run.stage < 3 else run.largest_trained / run.world_size)
+
+
 def _is_hidden(tensor: ParamTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
 
 
 def _optimizer_temporaries(run: PlanInputs) -> float:
     """Return what an optimizer without a fused kernel makes of the largest tensor that it gets."""
-    if run.optimizer == "lion":  # its direction
-        return run.largest_partition * run.master_bytes
+    if run.optimizer == "lion":  # its direction; at stages 1 and 2 the gradients are free once their flat copy is made
+        freed = (
+            run.trained / run.world_size * run.grad_bytes if run.stage in (1, 2) and not run.sums_in_wider_type else 0
+        )
+        return max(0, run.largest_partition * run.master_bytes - freed)
     if run.optimizer == "adafactor":  # its squared gradient
         return run.largest_trained * 4
     if run.optimizer != "muon":
@@ -509,124 +610,135 @@ def _part_size(part: Part, is_trained: bool) -> Callable[[PlanInputs], float]:
 # of a master weight.
 # fmt: off
 WEIGHTS = tuple(
-    Row(f"{word}: {part}", "weights", STATE, _part_size(part, is_trained),
+    Row(f"{word}: {part}", "weights", "state", ALWAYS, _part_size(part, is_trained),
         lambda run: "w P / N" if run.stage == 3 else "w P", lambda run: f"{ZERO_PAPER}.{3 if run.stage == 3 else 1}")
     for is_trained, word in ((True, "weights"), (False, "frozen weights")) for part in PARTS
 )
 OPTIMIZER_STATES = Row(
-    "optimizer states", "optimizer", STATE,
+    "optimizer states", "optimizer", "state", ALWAYS,
     lambda run: run.state_bytes * {0: 1.0, 3: run.sharded / max(run.trained, 1)}.get(run.stage, 1 / run.world_size),
     _state_formula, _state_source,
 )
 OPTIMIZER_TEMPORARIES = Row(
-    "temporaries of the optimizer", "optimizer", STEP, _optimizer_temporaries,
+    "temporaries of the optimizer", "optimizer", "buffer", UPDATE, _optimizer_temporaries,
     lambda run: "4 x largest tensor" if run.optimizer != "muon" else "5 x gradients of AdamW's part, less flat gradients",
     "dstrain/training/engine/optimizers.py; DeepSpeed runtime/zero/muon",
 )
+BACKWARD_ROWS = (
+    Row("gradient of the head", "gpu", "buffer", _span_of_head_gradient, lambda run: run.width * run.head_numel,
+        "w V H", f"{HEADS}, _parameter_gradient"),
+    Row("gradient of one weight", "gpu", "buffer", LAYER, lambda run: run.width * run.largest_inside,
+        "w x largest tensor of a layer", "torch/csrc/autograd/input_buffer.cpp"),
+    Row("gradient of the embedding", "gpu", "buffer", EMBEDDING, _embedding_gradient,
+        lambda run: "2 w V H: its own, and the sum with the head's" if run.shape.tied else "w V H",
+        "torch/csrc/autograd/input_buffer.cpp"),
+)
+"""Gradients on their way from autograd to DeepSpeed."""
+NORM_OF_GRADIENTS = Row(
+    "fp64 copy of a gradient", "gpu", "buffer", CLIPPING, _norm_bytes_of_gradients,
+    lambda run: f"8 x largest tensor{' / N' if run.stage == 3 else ''}", f"{STAGE_1_2} and stage3.py, get_grad_norm_direct",
+)
 STAGE_0_ROWS = (
     *WEIGHTS,
-    Row("gradients", "gpu", STATE, lambda run: run.trained * run.width, "w T", _stage_0_source),
-    Row("master weights", "gpu", STATE, lambda run: 4 * run.trained * run.is_16_bit, "4 T", _stage_0_source),
-    Row("fp32 gradients", "gpu", STEP, lambda run: 4 * run.trained * run.is_16_bit, "4 T",
+    Row("gradients", "gpu", "state", _span_of_gradients, lambda run: run.trained * run.width, "w T", _stage_0_source),
+    Row("master weights", "gpu", "state", ALWAYS, lambda run: 4 * run.trained * run.is_16_bit, "4 T", _stage_0_source),
+    Row("fp32 gradients", "gpu", "buffer", UPDATE, lambda run: 4 * run.trained * run.is_16_bit, "4 T",
         lambda run: f"{_stage_0_source(run)}, step"),
     OPTIMIZER_STATES,
-    Row("all-reduce message", "gpu", PASS, lambda run: _message(run) * run.width,
+    Row("all-reduce message", "gpu", "buffer", ALL_REDUCE, lambda run: _message(run) * run.width,
         "w min(T, 500 million)", f"{ENGINE}, allreduce_no_retain"),
 )
 MASTER_WEIGHTS = Row(
-    "master weights", "optimizer", STATE, lambda run: run.trained / run.world_size * run.master_bytes,
+    "master weights", "optimizer", "state", ALWAYS, lambda run: run.trained / run.world_size * run.master_bytes,
     "4 T / N, 2 T / N in bf16", f"{STAGE_1_2}, single_partition_of_fp32_groups",
 )
 BF16_OPTIMIZER_ROWS = (
     *WEIGHTS,
     MASTER_WEIGHTS,
     OPTIMIZER_STATES,
-    Row("gradients", "gpu", STATE, lambda run: 6 * run.trained, "2 T, and 4 T for the fp32 sum", BF16_OPTIMIZER),
-    Row("all-reduce message", "gpu", PASS, lambda run: 4 * _message(run),
-        "4 min(T, 500 million)", f"{ENGINE}, allreduce_no_retain"),
+    Row("gradients", "gpu", "state", ALWAYS, lambda run: 6 * run.trained, "2 T, and 4 T for the fp32 sum", BF16_OPTIMIZER),
+    # A flat gradient that fills a message of its own is sent without a copy.
+    Row("all-reduce message", "gpu", "buffer", ALL_REDUCE, lambda run: 4 * run.trained * (run.trained <= ALLREDUCE_NUMEL),
+        "4 T, up to 500 million", f"{ENGINE}, allreduce_no_retain"),
 )
 """Of bf16 at stage 1 with sums in fp32, which DeepSpeed gives to an optimizer of its own."""
 OFFLOADED_GRADIENTS = (
-    Row("gradients", "host", STATE, lambda run: run.trained / run.world_size * run.master_bytes,
+    Row("gradients", "host", "state", ALWAYS, lambda run: run.trained / run.world_size * run.master_bytes,
         "4 T / N", f"{STAGE_1_2}, initialize_optimizer_states"),
-    Row("copy of the weights", "host", BUFFER, lambda run: run.trained / run.world_size * run.width,
+    Row("copy of the weights", "host", "buffer", ALWAYS, lambda run: run.trained / run.world_size * run.width,
         "w T / N", f"{STAGE_1_2}, param_buffer_of_bit16"),
-    Row("gradient of one tensor", "host", BUFFER, lambda run: run.largest_trained * run.width,
+    Row("gradient of one tensor", "host", "buffer", ALWAYS, lambda run: run.largest_trained * run.width,
         "w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer"),
-    Row("copied gradient", "gpu", BUFFER, lambda run: run.largest_trained * run.width,
+    Row("copied gradient", "gpu", "buffer", ALWAYS, lambda run: run.largest_trained * run.width,
         "w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer"),
-    Row("sum of gradients", "gpu", STATE,
+    Row("sum of gradients", "gpu", "state", ALWAYS,
         lambda run: run.trained / run.world_size * run.grad_bytes * (run.accumulate > 1 and run.sums_in_wider_type),
         "g T / N, on the GPU also with offload", f"{STAGE_1_2}, _build_compact_grad_partition_buffer"),
-    Row("sum of gradients", "host", BUFFER,
+    Row("sum of gradients", "host", "buffer", ALWAYS,
         lambda run: run.trained / run.world_size * run.width * (run.accumulate > 1 and not run.sums_in_wider_type),
         "w T / N", f"{STAGE_1_2}, accumulated_grads_in_cpu"),
 )
 GRADIENTS = (
-    Row("gradients", "gpu", STATE, lambda run: run.trained / run.world_size * run.grad_bytes,
+    Row("gradients", "gpu", "state", _span_of_gradients, lambda run: run.trained / run.world_size * run.grad_bytes,
         "g T / N", f"{ZERO_PAPER}.2"),
-    Row("gradients across partitions", "gpu", BUFFER,
+    Row("gradients of a pass", "gpu", "buffer", ("reduction", "embedding"),
+        lambda run: run.trained / run.world_size * run.width * (run.accumulate > 1 and not run.sums_in_wider_type),
+        "w T / N, beside their sum", f"{STAGE_1_2}, grads_in_partition"),
+    Row("gradients across partitions", "gpu", "buffer", _span_of_gradients,
         lambda run: 0 if run.sums_in_wider_type else max(gradient_overlaps(run).values()) * run.width,
         "w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
-    Row("staged momentum and complete gradients", "gpu", STATE,
+    Row("staged momentum and complete gradients", "gpu", "state", ALWAYS,
         lambda run: 2 * run.hidden / run.world_size * run.grad_bytes if run.optimizer == "muon" else 0,
         "2 g hidden matrices / N", f"{STAGE_1_2}, _muon_staging_momentum"),
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
-    Row("flat gradients of the step", "gpu", STEP,
+    Row("flat gradients of the step", "gpu", "buffer", UPDATE,
         lambda run: 0 if run.sums_in_wider_type else run.trained / run.world_size * run.master_bytes,
         "m T / N", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
-    Row("bucket of the last gradients", "gpu", STEP,
-        lambda run: 0 if run.sums_in_wider_type else min(run.bucket, run.trained) * run.width,
-        "w min(T, reduce_bucket_size): gradients are views of it", f"{STAGE_1_2}, param.grad"),
 )
 BUCKETS = (
     # Whole until the last pass of a step, which reduces and frees them.
-    Row("sum of gradients", "gpu", PASS,
+    Row("sum of gradients", "gpu", "buffer", ("encoder", "embedding"),
         lambda run: run.trained * (1 - 1 / run.world_size) * run.width * (run.stage == 1 and run.accumulate > 1),
         "w T (1 - 1 / N)", f"{STAGE_1_2}, param.grad"),
-    Row("reduce buckets", "gpu", PASS, lambda run: run.bucket * run.buckets * run.width,
+    Row("reduce buckets", "gpu", "buffer", BACKWARD, lambda run: run.bucket * run.buckets * run.width,
         lambda run: f"w x reduce_bucket_size{' x 2 (overlap_comm)' if run.buckets == 2 else ''}",
         f"{STAGE_1_2}, setup_buckets"),
-    Row("gradient of one tensor", "gpu", PASS, lambda run: run.largest_trained * run.width,
-        "w x largest tensor", f"{STAGE_1_2}, reduce_independent_p_g_buckets_and_remove_grads"),
 )
 STAGE_3_ROWS = (
     *WEIGHTS,
     # Whole in each process, also where the codes are offloaded.
-    Row("scales of quantized weights", "gpu", STATE, lambda run: run.scale_bytes,
+    Row("scales of quantized weights", "gpu", "state", ALWAYS, lambda run: run.scale_bytes,
         "(1 / 64 + 4 / (64 x 256)) P", "dstrain/models/quantization.py, _shard_layer"),
-    Row("swap buffers of the weights", "host", BUFFER, lambda run: _swap_buffers(run) * run.width,
+    Row("swap buffers of the weights", "host", "buffer", ALWAYS, lambda run: _swap_buffers(run) * run.width,
         "buffer_count x buffer_size x w", "DeepSpeed runtime/swap_tensor/partitioned_param_swapper.py"),
     # Also in fp32: DeepSpeed compares a torch.device with a name, and so always copies the partition.
-    Row("master weights", "optimizer", STATE, lambda run: run.sharded * run.master_bytes,
+    Row("master weights", "optimizer", "state", ALWAYS, lambda run: run.sharded * run.master_bytes,
         "4 T / N, 2 T / N in bf16", f"{STAGE_3}, fp32_partitioned_groups_flat"),
     OPTIMIZER_STATES,
-    Row("gradients", "gpu", STATE, lambda run: 0 if run.optimizer_device else run.sharded * run.grad_bytes,
+    Row("gradients", "gpu", "state", ALWAYS, lambda run: 0 if run.optimizer_device else run.sharded * run.grad_bytes,
         "g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
-    Row("gradients", "host", STATE, lambda run: run.sharded * run.grad_bytes if run.optimizer_device else 0,
+    Row("gradients", "host", "state", ALWAYS, lambda run: run.sharded * run.grad_bytes if run.optimizer_device else 0,
         "g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
-    Row("gradients of a sub-group", "gpu", STEP,
+    Row("gradients of a sub-group", "gpu", "buffer", UPDATE,
         lambda run: 0 if run.optimizer_device else run.sub_group * run.master_bytes,
         "m x largest sub-group", "dstrain/distributed/patches.py, flatten_gradients_in_fp32"),
-    Row("gradients of the optimizer", "optimizer", STATE,
+    Row("gradients of the optimizer", "optimizer", "state", ALWAYS,
         lambda run: run.sharded * run.master_bytes if run.optimizer_device else 0,
         "4 T / N", f"{STAGE_3}, initialize_optimizer_states"),
-    Row("swap buffers of the optimizer", "host", BUFFER, lambda run: _buffer_count(run) * run.sub_group * 4,
+    Row("swap buffers of the optimizer", "host", "buffer", ALWAYS, lambda run: _buffer_count(run) * run.sub_group * 4,
         lambda run: f"{_buffer_count(run)} (buffer_count) x 4 x largest sub-group",
         "DeepSpeed runtime/swap_tensor/optimizer_utils.py"),
-    Row("small weights kept whole", "gpu", BUFFER, lambda run: run.small * run.width if run.is_gathered else 0,
+    Row("small weights kept whole", "gpu", "buffer", ALWAYS, lambda run: run.small * run.width if run.is_gathered else 0,
         "w x tensors up to stage3_param_persistence_threshold", f"{STAGE_3}, persistent_parameters"),
-    Row("gathered weights", "gpu", PASS, lambda run: _gathered(run) * run.width,
+    Row("gathered weights", "gpu", "buffer", KEPT, lambda run: _gathered(run) * run.width,
         "w x min(P, max(stage3_max_live_parameters, largest module + prefetch))",
         "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
-    Row("secondary partition of the weights", "gpu", BUFFER,
+    Row("secondary partition of the weights", "gpu", "buffer", ALWAYS,
         lambda run: 0 if run.setting("zero_hpz_partition_size", 1) <= 1
         else run.gathered / run.setting("zero_hpz_partition_size", 1) * run.width,
         "w P / zero_hpz_partition_size", "Wang et al., arXiv 2306.10209, section 3.2"),
-    Row("reduce bucket", "gpu", BUFFER, lambda run: run.bucket * run.comm_bytes,
+    Row("reduce bucket", "gpu", "buffer", ALWAYS, lambda run: run.bucket * run.comm_bytes,
         "reduce_bucket_size x bytes", f"{STAGE_3}, ipg_buckets"),
-    Row("gradient of one tensor", "gpu", PASS, lambda run: run.largest_trained * run.width,
-        "w x largest tensor", f"{STAGE_3}, reduce_independent_p_g_buckets"),
 )
 # fmt: on
 
@@ -634,12 +746,14 @@ STAGE_3_ROWS = (
 def state_rows(run: PlanInputs) -> tuple[Row, ...]:
     """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
     gradients = OFFLOADED_GRADIENTS if run.optimizer_device else GRADIENTS
-    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
-    if run.stage in (0, 3):
-        rows = STAGE_3_ROWS if run.stage else STAGE_0_ROWS
+    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS, NORM_OF_GRADIENTS)
+    if run.stage == 0:
+        rows = STAGE_0_ROWS
+    elif run.stage == 3:
+        rows = (*STAGE_3_ROWS, NORM_OF_GRADIENTS)
     elif run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
         rows = BF16_OPTIMIZER_ROWS
-    return (*rows, OPTIMIZER_TEMPORARIES)
+    return (*rows, *BACKWARD_ROWS, OPTIMIZER_TEMPORARIES)
 
 
 _GROUPS = {
@@ -760,19 +874,16 @@ def layer_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> Laye
     shape, width = run.shape, run.width
     if not graph.is_recorded:
         return LayerBytes(norms=0, attention=0, mlp=0, mlp_input=0, gradients=0)
-    # bitsandbytes' product in 8 bits keeps its input, though the weight is frozen (MatMul8bitLt in
-    # autograd/_functions.py of 0.50).
-    kept_inputs = frozenset(_GROUPS) if run.quantize == "int8" else graph.kept_inputs
     has_tiles = run.has_tiles(is_recomputed)
     is_mlp_tiled = has_tiles and shape.has_dense_mlp
     norms = _norm_bytes(run, graph, is_recomputed)
-    attention = _attention_bytes(run, graph, kept_inputs)
-    mlp = 0.0 if is_mlp_tiled else _mlp_bytes(run, graph, kept_inputs)
-    mlp_input = width * shape.hidden * (is_mlp_tiled or "mlp" in kept_inputs)
+    attention = _attention_bytes(run, graph, graph.kept_inputs)
+    mlp = 0.0 if is_mlp_tiled else _mlp_bytes(run, graph, graph.kept_inputs)
+    mlp_input = width * shape.hidden * (is_mlp_tiled or "mlp" in graph.kept_inputs)
     # Three moments: the backward pass of the MLP, of the norm before it, of attention.
     hidden, inner = width * shape.hidden, width * shape.intermediate
     # Gate, activation and up exist beside their gradients; the product of them is free by then.
-    in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * (3 - ("down" in kept_inputs))
+    in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * (3 - ("down" in graph.kept_inputs))
     in_norm = 2 * hidden - mlp - mlp_input + (0 if has_tiles else NORM_GRADIENTS * shape.hidden)
     wide, narrow = width * shape.heads * shape.head_dim, width * shape.kv_heads * shape.head_dim
     # The gradient of attention's output, or, where processes exchange it, four copies: as it comes, by receiver, by
@@ -910,10 +1021,8 @@ def _outside_bytes(run: PlanInputs) -> float:
 
 
 def _last_norm_gradients(run: PlanInputs) -> float:
-    """Return what the backward pass of the last norm makes, beyond the inputs of the head, which are free by then."""
-    if run.has_tiles(any(run.recomputed)):
-        return 0
-    return run.workload.tokens * (NORM_GRADIENTS - run.width) * run.shape.hidden
+    """Return what the backward pass of the last norm makes; in tiles little."""
+    return 0 if run.has_tiles(any(run.recomputed)) else run.workload.tokens * NORM_GRADIENTS * run.shape.hidden
 
 
 # In formulas: T tokens, L of them in a row, D width of a head, H width, A heads times head width, K key-value heads times
@@ -944,28 +1053,28 @@ def _layer_formula(run: PlanInputs) -> str:
 
 # fmt: off
 LAYER_ROWS = (
-    Row("inputs of the layers", "inputs", KEPT,
+    Row("inputs of the layers", "inputs", "activation", KEPT,
         lambda run: _checkpointed_inputs(run) * run.width * run.shape.hidden * run.workload.tokens,
         "w T H per layer", CHECKPOINT),
-    Row("one recomputed layer", "gpu", LAYER,
+    Row("one recomputed layer", "gpu", "activation", LAYER,
         lambda run: max((one.kept for one in _sizes(run, True)), default=0) * run.workload.tokens, _layer_formula, PAPER),
-    Row("activations of the layers", "gpu", KEPT,
+    Row("activations of the layers", "gpu", "activation", KEPT,
         lambda run: sum(one.kept for one in _sizes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
-    Row("embedding and last norm", "gpu", HEAD, _outside_bytes,
+    Row("embedding and last norm", "gpu", "activation", ("scores", "last norm"), _outside_bytes,
         lambda run: "T (8 + w H)" if run.has_tiles(any(run.recomputed)) else "T (8 + 4 H + w H)",
         "transformers models/llama/modeling_llama.py"),
-    Row("gradients of the last norm", "gpu", HEAD, _last_norm_gradients, "T (20 H - w H)", NORMS),
-    Row("rotary angles", "gpu", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
+    Row("gradients of the last norm", "gpu", "activation", ("last norm", "last norm"), _last_norm_gradients, "20 T H", NORMS),
+    Row("rotary angles", "gpu", "activation", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
         "2 w L D", "Su et al., arXiv 2104.09864, eq. 34"),
-    Row("gradients inside a layer", "gpu", LAYER,
+    Row("gradients inside a layer", "gpu", "activation", LAYER,
         lambda run: max((one.gradients for one in run.layer_sizes), default=0) * run.workload.tokens,
         _gradient_formula, "largest set of gradients of the MLP, a norm, or attention, less what is free by then"),
-    Row("norm of a weight with DoRA", "gpu", LAYER, _dora_bytes,
+    Row("norm of a weight with DoRA", "gpu", "activation", LAYER, _dora_bytes,
         "w (in^2 + 3 in out) of the largest weight, less the gradients inside a layer",
         "peft/tuners/lora/dora.py, get_lora_weight and get_weight_norm"),
-    Row("one tile of a layer", "gpu", LAYER, _tile_bytes,
+    Row("one tile of a layer", "gpu", "activation", LAYER, _tile_bytes,
         "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
-    Row("one dequantized weight", "gpu", LAYER, lambda run: run.largest_quantized * run.width,
+    Row("one dequantized weight", "gpu", "activation", LAYER, lambda run: run.largest_quantized * run.width,
         "w x largest quantized weight", "bitsandbytes autograd/_functions.py"),
 )
 # fmt: on
@@ -1029,48 +1138,66 @@ def _projector_bytes(run: PlanInputs) -> int:
 ENCODERS = "transformers models/clip/modeling_clip.py and models/qwen2_5_vl/modeling_qwen2_5_vl.py"
 # fmt: off
 IMAGE_ROWS = (
-    Row("pixels", "gpu", KEPT, _pixel_bytes, "4 V S; trained in 16 bits 6 V S", ENCODERS),
-    Row("one layer of the frozen encoder", "gpu", LAYER,
-        lambda run: 0 if "vision" in run.trained_parts else _encoder_layer_bytes(run),
-        "w S (8 H + 3 I), nothing is kept", ENCODERS),
-    Row("inputs of the encoder's layers", "inputs", KEPT,
+    Row("pixels", "gpu", "activation", ("encoder", "embedding"), _pixel_bytes, "4 V S; trained in 16 bits 6 V S", ENCODERS),
+    Row("one layer of the encoder", "gpu", "activation",
+        lambda run: EMBEDDING if "vision" in run.trained_parts else ("encoder", "encoder"),
+        lambda run: 0 if "vision" in run.trained_parts and not _recomputed_encoder_layers(run) else _encoder_layer_bytes(run),
+        "w S (8 H + 3 I), in the forward pass of a frozen one, recomputed in a trained one", ENCODERS),
+    Row("inputs of the encoder's layers", "inputs", "activation", ("scores", "embedding"),
         lambda run: run.width * run.positions * run.vision.hidden * _recomputed_encoder_layers(run) if run.vision else 0,
         "w S H per layer", ENCODERS),
-    Row("activations of the vision encoder", "gpu", KEPT, _encoder_activations,
+    Row("activations of the vision encoder", "gpu", "activation", ("scores", "embedding"), _encoder_activations,
         "S (w (8 H + 3 I) + 4 heads + 16) per layer; Qwen2.5-VL: S (w (11 H + 4 I) + 8 H + 4 heads + 8)", ENCODERS),
-    Row("activations of the projector", "gpu", KEPT, _projector_bytes,
+    Row("activations of the projector", "gpu", "activation", ("scores", "embedding"), _projector_bytes,
         "w S' (H + 2 H'); Qwen2.5-VL: S (4 H + 4 w H + 4)", ENCODERS),
 )
 # fmt: on
 
-HEADS = "dstrain/models/heads.py"
-
 
 def _logit_bytes(run: PlanInputs) -> int:
-    """Return three blocks of logits in fp32, and the logits of a slice of the targets whose errors are not kept."""
-    targets, vocab = run.workload.targets, run.shape.vocab
-    block = min(targets * vocab * 4, run.chunk * BLOCK_SHARE[run.device])
-    slices = min(max(targets - run.kept_targets, 0) * vocab * run.width, run.chunk * SLICE_SHARE)
-    return round(3 * block + slices) if run.has_head else 0
+    """Return the bytes of a block of logits in fp32 and of its probabilities."""
+    block = min(run.workload.targets * run.shape.vocab * 4, run.chunk * BLOCK_SHARE[run.device])
+    return round(2 * block) if run.has_head else 0
+
+
+def _has_recomputed_errors(run: PlanInputs) -> bool:
+    return 0 < run.kept_targets < run.workload.targets
+
+
+def _recomputed_logit_bytes(run: PlanInputs) -> int:
+    """Return what logits of a block take in the backward pass of the head, beyond the gradient that follows them."""
+    if not _has_recomputed_errors(run):
+        return 0
+    return max(0, _logit_bytes(run) - run.width * run.head_numel)
+
+
+def _slice_bytes(run: PlanInputs) -> int:
+    """Return the bytes of the logits of a slice of the targets whose errors are not kept."""
+    others = max(run.workload.targets - run.kept_targets, 0)
+    return round(min(others * run.shape.vocab * run.width, run.chunk * SLICE_SHARE)) if run.has_head else 0
 
 
 # In formulas: N targets, H width, V vocabulary.
 # fmt: off
 HEAD_ROWS = (
-    Row("inputs of the head", "gpu", HEAD,
+    Row("inputs of the head", "gpu", "activation", HEAD,
         lambda run: (2 * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
         "2 w N H", f"{HEADS}, _LinearScores"),
-    Row("errors of the head", "gpu", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,
+    Row("errors of the head", "gpu", "activation", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,
         lambda run: f"w V min(N, {KEPT_SHARE:g} x {run.chunk >> 20} MiB / (w V))", f"{HEADS}, KEPT_SHARE"),
-    Row("logits of a slice", "gpu", HEAD, _logit_bytes,
-        "3 fp32 blocks and a slice", f"{HEADS}, SLICE_SHARE and BLOCK_SHARE"),
-    # The gradient itself is counted with the gradients, or as the gradient of one tensor.
-    Row("fp32 sum of the head's gradient", "gpu", HEAD,
-        lambda run: 4 * run.shape.vocab * run.shape.hidden * (0 < run.kept_targets < run.workload.targets),
+    Row("logits of a block", "gpu", "activation",
+        ("scores", "scores"), _logit_bytes,
+        "2 fp32 blocks", f"{HEADS}, BLOCK_SHARE"),
+    Row("logits of a slice", "gpu", "activation", ("scores", "scores"), _slice_bytes,
+        "w V x targets of a slice", f"{HEADS}, SLICE_SHARE"),
+    Row("recomputed logits of a block", "gpu", "activation", ("head", "head"), _recomputed_logit_bytes,
+        "2 fp32 blocks, less the gradient of the head, which comes after them", f"{HEADS}, _parameter_gradient"),
+    Row("fp32 sum of the head's gradient", "gpu", "activation", ("head", "head"),
+        lambda run: 4 * run.shape.vocab * run.shape.hidden * _has_recomputed_errors(run),
         "4 V H where errors are recomputed", f"{HEADS}, _parameter_gradient"),
 )
 FROZEN_MODEL_ROWS = tuple(
-    Row(name, "weights", STATE, size, lambda run: "w P / N" if run.stage == 3 and run.world_size > 1 else "w P", source)
+    Row(name, "weights", "state", ALWAYS, size, lambda run: "w P / N" if run.stage == 3 and run.world_size > 1 else "w P", source)
     for name, size, source in (
         ("reference model",
          lambda run: run.reference_params * run.width / (run.world_size if run.stage == 3 else 1),
@@ -1081,16 +1208,19 @@ FROZEN_MODEL_ROWS = tuple(
     )
 )
 HOST_ROWS = (
-    Row("batches loaded in advance", "host", BUFFER,
+    Row("batches loaded in advance", "host", "buffer", ALWAYS,
         lambda run: run.prefetch * run.accumulate
         * (32 * run.workload.tokens + (4 * run.vision.patch_values * run.positions if run.vision else 0)),
         "data.prefetch x passes x (32 T + 4 V S)", "dstrain/data/loading/loader.py"),
-    Row("copy for background saves", "host", BUFFER,
+    Row("copy for background saves", "host", "buffer", ALWAYS,
         lambda run: (4 + OPTIMIZERS[run.optimizer].per_param) * run.trained / run.world_size * run.saves_in_background,
         "(4 + bytes of the states) T / N", "dstrain/training/saver.py"),
 )
 # fmt: on
 
+WORKSPACE_BYTES = {True: 32 * 2**20, False: 8320 * 2**10}
+"""Whether a GPU has bf16 -> torch's workspace of cuBLAS for a thread: 32 MiB is that of compute capability 9.0 and later,
+16 MiB less on 8.x, which a plan cannot tell from it (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize)."""
 CUDA_CONTEXT_BYTES = 500 * 2**20
 """Of the driver and of cuBLAS, which torch's allocator does not count."""
 COMMUNICATOR_BYTES = 700 * 2**20
@@ -1102,20 +1232,25 @@ FRAGMENTATION = {True: 0.04, False: 0.15}
 PROCESS_BYTES = {"cuda": 1200 * 2**20, "cpu": 480 * 2**20}
 """Device -> resident memory of Python, torch, DeepSpeed and transformers without tensors, with the libraries of CUDA."""
 # fmt: off
+WORKSPACE_ROWS = (
+    Row("workspaces of cuBLAS", "gpu", "buffer", ALWAYS, lambda run: 2 * WORKSPACE_BYTES[run.has_bf16] * (run.device == "cuda"),
+        "one for the forward and one for the backward pass, each with a thread of its own",
+        "torch aten/src/ATen/cuda/CublasHandlePool.cpp"),
+)
 CUDA_RESERVE_ROWS = (
-    Row("CUDA context, cuBLAS", "gpu", RESERVE, lambda run: CUDA_CONTEXT_BYTES,
+    Row("CUDA context, cuBLAS", "gpu", "reserve", ALWAYS, lambda run: CUDA_CONTEXT_BYTES,
         "0.5 GiB", "driver memory outside torch's allocator"),
-    Row("NCCL", "gpu", RESERVE, lambda run: run.nccl_bytes,
+    Row("NCCL", "gpu", "reserve", ALWAYS, lambda run: run.nccl_bytes,
         "0.7 GiB for each communicator, 3 GiB for an all-to-all", "github NVIDIA/nccl, issues 964 and 1685"),
-    Row("fragmentation", "gpu", RESERVE, lambda run: FRAGMENTATION[run.expandable_segments] * run.tensor_bytes,
+    Row("fragmentation", "gpu", "reserve", ALWAYS, lambda run: FRAGMENTATION[run.expandable_segments] * run.tensor_bytes,
         lambda run: f"{FRAGMENTATION[run.expandable_segments]:.0%} of all tensors".replace("%", " %"),
         lambda run: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if run.expandable_segments
         else "PYTORCH_ALLOC_CONF is set without expandable_segments:True; torchtune issue 1185"),
-    Row("interpreter and libraries", "host", RESERVE, lambda run: PROCESS_BYTES["cuda"],
+    Row("interpreter and libraries", "host", "reserve", ALWAYS, lambda run: PROCESS_BYTES["cuda"],
         "1.2 GiB", "resident memory before a model is built"),
 )
 CPU_RESERVE_ROWS = (
-    Row("interpreter and libraries", "gpu", RESERVE, lambda run: PROCESS_BYTES["cpu"],
+    Row("interpreter and libraries", "gpu", "reserve", ALWAYS, lambda run: PROCESS_BYTES["cpu"],
         "0.47 GiB", "resident memory before a model is built"),
 )
 # fmt: on
@@ -1128,7 +1263,7 @@ def plan_lines(run: PlanInputs, rows: Iterable[Row]) -> list[MemoryLine]:
 
 def all_lines(run: PlanInputs) -> tuple[MemoryLine, ...]:
     """Return all lines of one process, with what a process needs besides its tensors."""
-    rows = (*state_rows(run), *FROZEN_MODEL_ROWS, *LAYER_ROWS, *IMAGE_ROWS, *HEAD_ROWS, *HOST_ROWS)
+    rows = (*state_rows(run), *FROZEN_MODEL_ROWS, *LAYER_ROWS, *IMAGE_ROWS, *HEAD_ROWS, *WORKSPACE_ROWS, *HOST_ROWS)
     lines = plan_lines(run, rows)
     run = replace(run, tensor_bytes=sum_bytes(lines, "gpu"))
     return (*lines, *plan_lines(run, CPU_RESERVE_ROWS if run.device == "cpu" else CUDA_RESERVE_ROWS))

@@ -11,7 +11,7 @@ from dstrain.config import BatchPlan, RunConfig, resolve_batch
 from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
-from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Place, PlanInputs, When, all_lines, sum_bytes
+from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Moment, Place, PlanInputs, all_lines, sum_bytes
 from dstrain.planner.shapes import ModelShape, read_base_shape, read_shape, reference_shape, with_score_head
 from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_workload
 from dstrain.preset import Device, Preset
@@ -29,9 +29,9 @@ class MemoryPlan:
     shape: ModelShape
     lines: tuple[MemoryLine, ...]
 
-    def total(self, place: Place, *when: When) -> int:
-        """Return the bytes of one process at a place, of lines at these times (none: at the peak)."""
-        return sum_bytes(self.lines, place, *when)
+    def total(self, place: Place, moment: Moment | None = None) -> int:
+        """Return the bytes of one process at a place and a moment (None: at the peak)."""
+        return sum_bytes(self.lines, place, moment)
 
     @property
     def gpu_bytes(self) -> int:
@@ -77,7 +77,7 @@ class MemoryPlan:
             "gpu_bytes": self.gpu_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "nvme_bytes_per_node": self.nvme_bytes_per_node,
-            "lines": [asdict(line) for line in self.lines],
+            "lines": [{**asdict(line), "when": line.when} for line in self.lines],
         }
 
 
@@ -128,6 +128,7 @@ def make_run(
         reward_params=sum(with_score_head(reward).count() for reward in rewards if reward is not None),
         prefetch=config.data.prefetch,
         saves_in_background=config.save.background,
+        has_bf16=cluster.bf16,
         expandable_segments=has_expandable_segments(os.environ),
     )
 

@@ -211,7 +211,9 @@ def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[t
     """Return (name, place, bytes) of the lines that this rank holds between the backward pass and the step."""
     run = planned_run(task, config, ranks)
     held = [
-        (line.name, line.place, line.num_bytes) for line in plan_lines(run, state_rows(run)) if line.when == "always"
+        (line.name, line.place, line.num_bytes)
+        for line in plan_lines(run, state_rows(run))
+        if {"embedding", "clipping"} <= {*line.moments}
     ]
     # The plan's line is that of the process with most.
     own = gradient_overlaps(run).get(ranks.rank, 0) * run.width
@@ -221,8 +223,7 @@ def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[t
 def predicted_step(task: Task, config: dict[str, Any], ranks: World, sub_group: int) -> int:
     """Return the bytes that a step makes, with the largest sub-group of this run instead of the largest that can be."""
     run = planned_run(task, config, ranks)
-    sizes = {line.name: line.num_bytes for line in plan_lines(run, state_rows(run)) if line.when == "step"}
-    sizes.pop("bucket of the last gradients", None)  # of the passes before
+    sizes = {line.name: line.num_bytes for line in plan_lines(run, state_rows(run)) if line.first == "update"}
     if planned := sizes.pop("gradients of a sub-group", 0):
         assert sub_group * run.master_bytes <= planned
         sizes["gradients of a sub-group"] = sub_group * run.master_bytes
@@ -293,9 +294,7 @@ def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[s
         keys=keys / ids.numel(),
     )  # fmt: skip
     run = PlanInputs(shape=shape, workload=workload, precision="bf16" if width == 2 else "fp32")
-    lines = [
-        line for line in plan_lines(run, LAYER_ROWS) if line.when == "pass" or line.name == "embedding and last norm"
-    ]
+    lines = [line for line in plan_lines(run, LAYER_ROWS) if line.first == "scores"]
     parts = {line.name: float(line.num_bytes) for line in lines}
     if workload.checkpointed:
         # Arguments of the recomputed layers, which a closure keeps and no hook sees.

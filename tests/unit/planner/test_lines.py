@@ -70,7 +70,7 @@ def predicted_bytes(shape: ModelShape, images: int, dtype: torch.dtype, checkpoi
     """Return the lines of what autograd keeps: pixels in fp32 are the batch's, which it does not."""
     workload = Workload(rows=1, tokens=1, targets=1, images=images, checkpointed=float(checkpointed))
     run = PlanInputs(shape=shape, workload=workload, precision="bf16" if dtype.itemsize == 2 else "fp32")
-    lines = {line.name: line for line in plan_lines(run, IMAGE_ROWS) if line.when == "pass"}
+    lines = {line.name: line for line in plan_lines(run, IMAGE_ROWS) if "head" in line.moments}
     assert shape.vision is not None
     in_batch = 4 * shape.vision.patch_values * shape.vision.patches * images
     is_trained = not {"activations of the vision encoder", "inputs of the encoder's layers"}.isdisjoint(lines)

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.common import SHAPES, commit, write_table
 from benchmarks.planner import make_config, make_preset
 from dstrain.config.schema import RunConfig
-from dstrain.planner.lines import MOMENTS
+from dstrain.planner.lines import CUDA_CONTEXT_BYTES, MOMENTS
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS, Cluster
@@ -175,6 +175,9 @@ def measure(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 
     torch.cuda.set_device(rank)
+    if "card_bytes" in case:
+        share = (case["card_bytes"] - CUDA_CONTEXT_BYTES) / torch.cuda.get_device_properties(rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), rank)
     world = TorchWorld.join(torch.device("cuda", rank), timedelta(minutes=10))
     config, preset = make_recipe(case, folder), make_preset(case)
     world.share_sequences(config.parallel.sequence)

@@ -1,55 +1,62 @@
-"""The planned peak against the measured one, and caps that stand for cards of 8, 12, 16 and 24 GB."""
+"""The planned peak against that of the allocator, also on a card of exactly the planned size."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.common import ROOT
+from benchmarks.planner_allocator import plan_case, read_cases
+from tests.allocator import check_plan, measuring_arguments, read_rows
 from tests.gpu.memory import place
-from tests.gpu.plan_cases import RUNS, apart, predict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-ERROR = 0.10
-CAPS = (8, 12, 16, 24)
-GIB = 2**30
+NAMES = (
+    "sft 100m 4 x 1024 zero2",
+    "sft 100m 8 x 512 zero3",
+    "sft 100m 4 x 1024 zero1, gradient_checkpointing: false",
+    "sft qwen2.5-0.5b 4 x 1024 zero2, gradient_checkpointing: false",
+    "sft qwen2.5-1.5b 2 x 1024 zero2, accumulate: 4",
+    "sft qwen2.5-1.5b 8 x 2048 zero2, lora: {\"rank\": 16}, gradient_checkpointing: false",
+    "sft llama-3.1-8b 1 x 1024 zero2, lora: {\"rank\": 16}",
+    "sft llama-3.1-8b 4 x 2048 zero2, lora: {\"rank\": 16}, quantize: nf4",
+    "rm 1b 2 x 1024 zero2",
+    "prm 1b 2 x 1024 zero3",
+    "dpo qwen2.5-0.5b 2 x 1024 zero2",
+    "kto qwen2.5-0.5b 4 x 1024 zero2",
+)  # fmt: skip
 
 
-def label(run: dict[str, Any]) -> str:
-    words = [run["shape"], run["preset"], f"{run['micro']}x{run['length']}"]
-    return "-".join([*words, *(name for name in ("checkpointing", "lora") if run[name])])
+def measure(names: tuple[str, ...], rows: Path, *more: str) -> dict[str, dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, *measuring_arguments(names, rows, *more)], cwd=ROOT, env=dict(os.environ), capture_output=True,
+        text=True, timeout=590, check=False,
+    )  # fmt: skip
+    return read_rows(rows, done.stderr)
 
 
-def test_the_compared_runs_are_many_and_distinct() -> None:
-    assert len(RUNS) >= 12
-    assert len({label(run) for run in RUNS}) == len(RUNS)
+def test_the_peaks_are_planned(only_gpu: None) -> None:
+    rows = place("plan.jsonl")
+    measured = measure(NAMES, rows)
+    assert measured.keys() == {*NAMES}
+    for row in measured.values():
+        check_plan(row)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=label)
-def test_the_peak_is_predicted(run: dict[str, Any], only_gpu: None) -> None:
-    plan, found = predict(run), apart(cap=None, **run)
-    error = plan.tensor_bytes / found["peak"] - 1
-    row = {
-        "run": label(run),
-        "measured_gib": found["peak"] / GIB,
-        "predicted_gib": plan.tensor_bytes / GIB,
-        "error": error,
-    }
-    with place("plan.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    print(row)
-    assert abs(error) <= ERROR, plan.as_json()
-
-
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("run", [run for run in RUNS if run["shape"] == "1b"], ids=label)
-def test_what_the_plan_says_of_a_card_is_true(run: dict[str, Any], cap: int, only_gpu: None) -> None:
-    needed = predict(run).gpu_bytes / (cap * GIB)
-    if 1 < needed <= 1 + ERROR:
-        pytest.skip(f"the plan needs {needed:.0%} of the cap, within its error")
-    found = apart(cap=float(cap), **run)
-    assert found["fits"] == (needed <= 1), (
-        f"planned {needed:.0%} of {cap} GiB, and it {'fits' if found['fits'] else 'does not fit'}"
-    )
+def test_a_card_of_the_planned_size_is_enough(only_gpu: None, tmp_path: Path) -> None:
+    cases = []
+    for case in read_cases():
+        if case["name"] in NAMES[:6]:
+            cases.append({**case, "card_bytes": plan_case(case).gpu_bytes})
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps({"defaults": {}, "cases": cases}))
+    measured = measure(NAMES[:6], tmp_path / "rows.jsonl", "--cases", str(file))
+    assert len(measured) == 6
+    for row in measured.values():
+        assert "fault" not in row, row

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -94,6 +95,24 @@ def test_gradients_reach_the_input_and_not_the_weights() -> None:
     model(inputs_embeds=embedded).logits.sum().backward()
     assert embedded.grad is not None
     assert embedded.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_product_keeps_no_input_and_has_the_gradient_of_its_values(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+    quantize_model(model, kind)
+    leaf = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    inputs = leaf * 2
+    storage = StorageWeakRef(inputs.untyped_storage())
+    product = model(inputs)
+    del inputs
+    assert storage.expired(), "gradient checkpointing recomputes what autograd saves, and nothing else"
+    gradient = torch.randn_like(product)
+    product.backward(gradient)
+    weight = model(torch.eye(64, dtype=torch.bfloat16)) - model(torch.zeros(1, 64, dtype=torch.bfloat16))  # (64, 32)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.float(), 2 * gradient.float() @ weight.float().t(), rtol=0.05, atol=0.05)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -340,12 +341,16 @@ def make_table(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
     totals = [plan.gpu_bytes / get_total(row) for plan, row in zip(plans, rows, strict=True)]
     inside = sum(LOW <= ratio <= HIGH for ratio in ratios)
     devices, dates, commits = ({str(row.get(key, "unknown")) for row in rows} for key in ("device", "date", "commit"))
-    lines = [
-        f"{', '.join(sorted(devices))}; measured {', '.join(sorted(dates))} at {', '.join(sorted(commits))}, planned at {commit()}.",
-        "",
+    record = f"{', '.join(sorted(devices))}; measured {', '.join(sorted(dates))} at {', '.join(sorted(commits))}, planned at {commit()}."
+    summary = (
         f"{len(rows)} cases: {inside} of them ({inside / len(rows):.0%}) within {LOW:.2f} to {HIGH:.2f}, median "
         f"{median(ratios):.3f}, least {min(ratios):.3f}, most {max(ratios):.3f}. Planned total to reserved and context: "
-        f"median {median(totals):.3f}, least {min(totals):.3f}, most {max(totals):.3f}.",
+        f"median {median(totals):.3f}, least {min(totals):.3f}, most {max(totals):.3f}."
+    )
+    lines = [
+        _wrap(record),
+        "",
+        _wrap(summary),
         "",
         "| case | planned tensors, GiB | allocated, GiB | ratio | planned total, GiB | reserved and context, GiB | ratio |",
         "|---|---|---|---|---|---|---|",
@@ -355,10 +360,14 @@ def make_table(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
             f"| {row['case']['name']} | {plan.tensor_bytes / GIB:.2f} | {row['allocated'] / GIB:.2f} | {ratio:.3f} "
             f"| {plan.gpu_bytes / GIB:.2f} | {get_total(row) / GIB:.2f} | {total:.3f} |"
         )
-    outside = [describe(row) for row, ratio in zip(rows, ratios, strict=True) if not LOW <= ratio <= HIGH]
-    lines += ["", *(f"- {line}" for line in outside)] * bool(outside)
-    lines += [f"- not measured: {name}" for name in missing]
+    notes = [describe(row) for row, ratio in zip(rows, ratios, strict=True) if not LOW <= ratio <= HIGH]
+    notes += [f"not measured: {name}" for name in missing]
+    lines += ["", *(_wrap(f"- {note}") for note in notes)] if notes else []
     return "\n".join([*lines, "", *_compare_segments(rows)])
+
+
+def _wrap(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 120, subsequent_indent="  " * paragraph.startswith("- "), break_on_hyphens=False)
 
 
 def get_total(row: dict[str, Any]) -> int:

@@ -31,7 +31,9 @@ def test_the_peaks_are_planned(emulated_run: Callable[..., object], tmp_path: Pa
     known = {case["name"] for case in read_cases()}
     assert known >= {*NAMES}
     rows = tmp_path / "rows.jsonl"
-    done = emulated_run(measuring_arguments(NAMES, rows), timeout=550, EMU_VALUES="2", EMU_GPUS="2", EMU_GB_MB="400000")
+    done = emulated_run(
+        measuring_arguments(NAMES, rows), timeout=550, EMU_VALUES="2", EMU_GPUS="2", EMU_MEMORY_MB="400000"
+    )
     measured = read_rows(rows, done.stdout)  # type: ignore[attr-defined]
     assert measured.keys() == {*NAMES}
     for row in measured.values():

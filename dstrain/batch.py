@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from dstrain.distributed.world import SequenceGroup
@@ -154,3 +155,11 @@ def to_floats(values: Sequence[torch.Tensor | float]) -> list[float]:
     # In one copy: each would wait for the device anew.
     copied = iter(torch.stack([one.detach().double() for one in tensors]).tolist() if tensors else ())
     return [next(copied) if isinstance(value, torch.Tensor) else float(value) for value in values]
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array on the device, copied from page-locked memory: the host does not wait for earlier work."""
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from dstrain.batch import to_floats
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog
 from dstrain.patching import check_version, replaced
 
@@ -240,18 +242,163 @@ def block_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def find_overflow_by_norm(optimizer: Any) -> None:
-    """Patch an optimizer of ZeRO stages 1 and 2: it finds inf and nan by the norm of the gradients alone.
+    """Patch an optimizer of stages 0 to 2: it finds inf and nan by the norm of the gradients alone.
 
-    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device; then
-    it computes the norm and checks that in the same way, with the same consequence (`step` in
-    deepspeed/runtime/zero/stage_1_and_2.py). Other optimizers are left alone, and those that offload: their check
-    reads a value that the backward pass has noted.
+    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device, at
+    stage 0 in bf16 once for each parameter; then it computes the norm and checks that in the same way, with the same
+    consequence (`step` in deepspeed/runtime/zero/stage_1_and_2.py and fp16/unfused_optimizer.py). Other optimizers are
+    left alone, and those that offload: their check reads a value that the backward pass has noted.
     """
+    if hasattr(optimizer, "overflow_checker"):  # of stage 0 in bf16
+        check_version("deepspeed", *TESTED_DEEPSPEED)
+        optimizer.overflow_checker.check = lambda *_args, **_kwargs: False
     if not getattr(optimizer, "compute_grad_norm", False) or not hasattr(optimizer, "check_grad_overflow"):
         return
     if optimizer.check_grad_overflow and not optimizer.cpu_offload:
         check_version("deepspeed", *TESTED_DEEPSPEED)
         optimizer.has_overflow = lambda *_args, **_kwargs: False
+
+
+def read_norm_once() -> None:
+    """Let DeepSpeed's optimizers copy the norm of the gradients to the host once in a step.
+
+    DeepSpeed copies a -1 to the device for each group of parameters, from memory that is not pinned, and reads the
+    norm again for each decision: is it finite, is the gradient clipped. Each makes the host wait for the device. Here
+    the norms of the groups stay on the device until they are combined, and the host decides with one copy of the
+    result. The values are the same to the bit. Call it before `deepspeed.initialize`.
+    """
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.fp16 import unfused_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    if utils.mask_nan_or_inf_with_val_inplace is _mask_non_finite:
+        return
+    for module in (utils, stage_1_and_2, stage3):
+        module.mask_nan_or_inf_with_val_inplace = _mask_non_finite
+    for module in (stage_1_and_2, stage3):
+        module.combine_grad_norm_groups = _on_host(utils.combine_grad_norm_groups)
+    bf16_optimizer.get_global_norm_of_tensors = _on_host(utils.get_global_norm_of_tensors)
+    unfused_optimizer.get_weight_norm = _sum_squared_norms
+    unfused_optimizer.get_global_norm = _read_global_norm
+    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    optimizer.get_grad_norm_direct = _fill_constants(optimizer.get_grad_norm_direct)
+
+
+def _mask_non_finite(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Write -1 where the values are not finite, without a copy to the device."""
+    input.masked_fill_(~input.isfinite(), val)
+
+
+def _on_host(compute_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the function with its result copied to the host, which waits for the device."""
+
+    @wraps(compute_norm)
+    def compute(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return compute_norm(*args, **kwargs).cpu()
+
+    return compute
+
+
+def _sum_squared_norms(parameters: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> Any:
+    """Return the sum of the squared norms of tensors, a scalar on their device; 0.0 without a tensor."""
+    total: Any = 0.0
+    for parameter in parameters:
+        total += parameter.data.float().norm(norm_type) ** norm_type
+    return total
+
+
+def _read_global_norm(norm_list: Sequence[Any]) -> float:
+    """Return the norm of all groups, inf if it is not finite; `norm_list` has their `_sum_squared_norms`."""
+    norms = [square**0.5 for square in to_floats(norm_list)]
+    return math.sqrt(sum(norm**2.0 for norm in norms)) if all(map(math.isfinite, norms)) else math.inf
+
+
+def _fill_constants(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the function, in which `torch.tensor` of a number is filled on its device instead of copied to it."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class FillConstants(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.tensor:
+                return torch.full((), *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with FillConstants():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def queue_waits_for_reduction(optimizer: Any) -> None:
+    """Patch a ZeRO optimizer on a GPU: the next kernels wait for the reduction of gradients instead of the host.
+
+    After each backward pass DeepSpeed's host waits, at stage 3 for the stream of the reduction, at stages 1 and 2 with
+    `overlap_comm` for the whole device (`independent_gradient_partition_epilogue`), and the GPU has nothing to do until
+    the next kernels are launched. Optimizers that offload are left alone: their host reads the gradients.
+    """
+    offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param"))
+    stream = getattr(optimizer, "reduction_stream", getattr(optimizer, "reduce_and_partition_stream", None))
+    if offloads or stream is None:
+        return
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    class QueuedStream(torch.cuda.Stream):
+        def synchronize(self) -> None:
+            torch.cuda.current_stream(self.device).wait_stream(self)
+
+    place = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+    queued = QueuedStream(**place)
+    if hasattr(optimizer, "reduce_and_partition_stream"):
+        optimizer.reduce_and_partition_stream = queued
+        return
+    finish = optimizer.independent_gradient_partition_epilogue
+
+    def finish_queued() -> None:
+        with replaced(get_accelerator(), "synchronize", queued.synchronize):
+            finish()
+
+    optimizer.independent_gradient_partition_epilogue = finish_queued
+
+
+def skip_waits_for_local_weights() -> None:
+    """Let stage 3's host not wait for weights that one process holds whole, on the device.
+
+    DeepSpeed waits for the stream of its gathers before each layer (`NoGatherHandle` and `NoGatherCoalescedHandle` in
+    deepspeed/runtime/zero/partition_parameters.py), though the kernels of the layer wait for that stream themselves
+    (`fetch_sub_module` in partitioned_param_coordinator.py). Weights that come from the host are waited for as before.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    for handle, attribute in (
+        (partition_parameters.NoGatherHandle, "_NoGatherHandle__param"),
+        (partition_parameters.NoGatherCoalescedHandle, "_NoGatherCoalescedHandle__params"),
+    ):
+        handle.wait = _wait_for_the_host_only(handle.wait, attribute)
+
+
+def _wait_for_the_host_only(wait: Callable[..., None], attribute: str) -> Callable[..., None]:
+    from deepspeed.accelerator import get_accelerator
+
+    wait_always = inspect.unwrap(wait)
+
+    @wraps(wait_always)
+    def wait_if_offloaded(handle: Any, **kwargs: Any) -> None:
+        accelerator, parameters = get_accelerator(), getattr(handle, attribute)
+        partitions = [one.ds_tensor for one in (parameters if isinstance(parameters, list) else [parameters])]
+        if not all(map(accelerator.on_accelerator, partitions)):
+            return wait_always(handle, **kwargs)
+        with replaced(accelerator, "resolves_data_dependency", lambda: True):
+            return wait_always(handle, **kwargs)
+
+    return wait_if_offloaded
 
 
 def flatten_gradients_in_fp32(optimizer: Any) -> None:

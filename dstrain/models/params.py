@@ -16,6 +16,7 @@ from dstrain.distributed.patches import (
     reuse_hpz_group,
     save_inputs_of_trained_weights,
     skip_shm_comm_build,
+    skip_waits_for_local_weights,
 )
 from dstrain.errors import Fault, RecipeError
 
@@ -226,6 +227,7 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
         reuse_hpz_group()
     init_deepspeed()  # without it zero.Init assumes one process, and rejects the batch of several
     save_inputs_of_trained_weights()
+    skip_waits_for_local_weights()
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     token = _ZERO3_CONFIG.set(told)
     try:

@@ -103,6 +103,11 @@ def complete_preset(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
     if settings.uses_muon and preset.stage == 3:
         # true is DeepSpeed's default, and an error with Muon
         block[ZERO_BLOCK]["reduce_scatter"] = False
+    # DeepSpeed's timer makes the host wait for the device twice in each micro-batch, and nothing reads it.
+    block["timers"] = {**block.get("timers", {}), "throughput": {"enabled": False}}
+    if settings.world_size == 1 and preset.stage in (1, 2):
+        # There is no communication to overlap, only a second buffer and a wait for its stream.
+        block[ZERO_BLOCK]["overlap_comm"] = False
     block.setdefault("steps_per_print", STEPS_PER_PRINT)
     block.setdefault("wall_clock_breakdown", False)
     for name in ("offload_optimizer", "offload_param"):

@@ -223,18 +223,21 @@ def first_error_sums(predicted: torch.Tensor, labels: torch.Tensor, solutions: t
     """
     import torch
 
-    count, steps = int(solutions.max()) + 1, torch.arange(len(labels), device=labels.device)
+    # As many places as steps, of which there are at least as many as solutions: the host would wait for the number.
+    steps = torch.arange(len(labels), device=labels.device)
+    is_solution = torch.zeros_like(labels, dtype=torch.bool).scatter_(0, solutions, True)  # (S,)
 
     def first_zero(values: torch.Tensor) -> torch.Tensor:
-        found = torch.full((count,), len(values), device=values.device)  # (solutions,)
+        found = torch.full_like(steps, len(values))
         places = torch.where(values == 0, steps, len(values))
         return found.scatter_reduce(0, solutions, places, "amin")
 
     wanted = first_zero(labels)
     is_found, is_wrong = first_zero(predicted) == wanted, wanted < len(labels)
+    is_right = is_solution & ~is_wrong
     return {
         "first_error_accuracy": ((is_found & is_wrong).sum(), is_wrong.sum()),
-        "no_error_accuracy": ((is_found & ~is_wrong).sum(), (~is_wrong).sum()),
+        "no_error_accuracy": ((is_found & is_right).sum(), is_right.sum()),
     }
 
 

@@ -14,7 +14,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset, of_one_sequence
 from dstrain.data.formats.preferences import Response
-from dstrain.data.loading.loader import eval_micro_batches, iter_batches, make_batch
+from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_cost_function, make_limits
 from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.models.params import unwrap_peft
@@ -54,10 +54,12 @@ class Evaluation:
         tells every rank the same, called after each forward pass; where it is true, the result is empty.
         """
         meter = Meter(engine.world, self.task.finish_metrics)
-        shares = self._micro_batches(engine.world)
-        for result in iter_eval_results(
-            engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares, engine.world.sequence)
-        ):
+        shares, pin_memory = self._micro_batches(engine.world), _pins(self.task, engine.world)
+
+        def load_batches() -> Iterator[Batch]:
+            return iter_batches(self.examples, self.task.collate, shares, engine.world.sequence, pin_memory)
+
+        for result in iter_eval_results(engine, self.task, load_batches):
             meter.add(result)
             # A long evaluation must not look like a stalled run, nor outlast the time between SIGTERM and SIGKILL.
             engine.world.log.record_progress()
@@ -145,6 +147,11 @@ class Evaluation:
         return {name: total / count for name, (total, count) in means.items() if count}
 
 
+def _pins(task: Task, world: World) -> bool:
+    """Return True where the task's batches are to be in page-locked memory (data.pin)."""
+    return task.recipe.data.pin and world.device.type == "cuda"
+
+
 def compute_rewards(
     engine: EvalEngine, judge: Judge, examples: Sequence[Mapping[str, Any] | None], micro_batch_size: int
 ) -> list[float | None]:
@@ -159,8 +166,9 @@ def compute_rewards(
         costs = costs_of(of_one_sequence(lambda ids: lengths[ids]), judge.scores.packing)
         world, limits = engine.world, make_limits(judge.scores.recipe.batch, micro_batch_size, costs)
         mine: dict[int, float] = {}
-        for ids in eval_micro_batches(len(known), limits, world.size, world.rank, costs):
-            batch = make_batch(known, judge.scores.collate, ids, 0)
+        shares = eval_micro_batches(len(known), limits, world.size, world.rank, costs)
+        batches = iter_batches(known, judge.scores.collate, shares, pin_memory=_pins(judge.scores, world))
+        for ids, batch in zip(shares, batches, strict=True):
             values = engine.unwrapped.judge(batch.to(world.device))["score"]
             mine |= dict(zip(ids, values.double().tolist(), strict=False))  # a filler has no ids
             world.log.record_progress()

@@ -211,7 +211,8 @@ def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _
         for chunk in eval_micro_batches(len(rows), limits, size, rank, costs and (lambda places: costs(rows[places])))
     ]
     outputs: dict[str, list[Any]] = {}
-    for batch in iter_batches(store, job.task.collate, mine, job.world.sequence):
+    pin_memory = job.task.recipe.data.pin and job.world.device.type == "cuda"
+    for batch in iter_batches(store, job.task.collate, mine, job.world.sequence, pin_memory):
         for name, column in engine.get()(batch).items():
             outputs.setdefault(name, []).extend([] if batch.is_filler else _values_of_samples(column, batch))
     shares = job.world.gather(([row for chunk in mine for row in chunk], outputs))

@@ -20,6 +20,7 @@ from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, World, data_parallel_rank
 from dstrain.models.params import ParamGroup, gathered
+from dstrain.patching import replaced
 from dstrain.preset import read_preset
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.optimizers import make_optimizer
@@ -215,15 +216,16 @@ def host_memory(folder: str, shape: str, preset: str) -> dict[str, int]:
 
 
 def waits(task: str, preset: str) -> list[str]:
-    """Return where dstrain's own code makes the host wait for the GPU, from a pinned batch to the last `engine.step()`.
+    """Return where the host waits for the GPU, from a pinned batch to the last `engine.step()`.
 
-    The waits of torch, transformers and DeepSpeed are not counted: each is attributed to the innermost line that is
-    not of torch.
+    Each wait is attributed to the innermost line that is not of torch. Waits for one value are those of dstrain's own
+    code; waits for the whole device, which torch's debug mode does not see, are anyone's, and of the whole step.
     """
     found, made_task = [], tiny_task(task, {"optim": {"name": "sgd", "lr": 1.0, "clip": 0.0}})
     engine = made(preset, made_task, 2, "bf16")
     batches = [batch.pin_memory() for batch in batches_of(made_task, 0, world(), 2)]
-    engine.step(batches, 0.0)  # buffers that are made once
+    for _ in range(3):  # buffers that are made once, and timers of DeepSpeed that start at the third step
+        engine.step(batches, 0.0)
     update = engine.engine.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -237,8 +239,12 @@ def waits(task: str, preset: str) -> list[str]:
         if "synchroniz" in str(message) and frames and "/dstrain/" in frames[-1].filename:
             found.append(f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}")
 
+    def wait_for_device(*args: Any, **kwargs: Any) -> None:
+        frames = [one for one in traceback.extract_stack()[:-1] if "/torch/" not in one.filename]
+        found.append(f"torch.cuda.synchronize <- {' <- '.join(f'{one.filename}:{one.lineno}' for one in frames[-3:])}")
+
     engine.engine.step = step
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), replaced(torch.cuda, "synchronize", wait_for_device):
         warnings.simplefilter("always")
         warnings.showwarning = note  # catch_warnings restores it
         torch.cuda.set_sync_debug_mode("warn")

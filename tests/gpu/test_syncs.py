@@ -9,10 +9,10 @@ from tests.gpu.workers import GpuWorkers
 pytestmark = pytest.mark.gpu
 
 WAITS = {"rm": 0, "dpo": 0, "sft": 0, "kto": 1}
-"""Task -> waits of dstrain itself from the batch on the host to the last `engine.step()`: KTO's mean over a step."""
+"""Task -> waits for a value by dstrain itself before the last `engine.step()`: KTO's mean over a step."""
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("task", WAITS)
 def test_the_host_runs_ahead_of_the_gpu(task: str, preset: str, gpus: GpuWorkers, only_gpu: None) -> None:
     for waits in gpus("tests.gpu.cases:waits", task=task, preset=preset):

@@ -322,12 +322,20 @@ def eval_micro_batches(
 
 
 def iter_batches(
-    examples: Samples, collate: Collate, micro_batches: Sequence[list[int]], sequence: SequenceGroup | None = None
+    examples: Samples,
+    collate: Collate,
+    micro_batches: Sequence[list[int]],
+    sequence: SequenceGroup | None = None,
+    pin_memory: bool = False,
 ) -> Iterator[Batch]:
-    """Yield the batches of `eval_micro_batches`, fillers included, as `sequence` computes them."""
+    """Yield the batches of `eval_micro_batches`, fillers included, as `sequence` computes them.
+
+    `pin_memory`: in page-locked memory, where there is a GPU.
+    """
     for ids in micro_batches:
         # Any sample serves as filler; the first one always exists.
-        yield make_batch(examples, collate, ids, 0, sequence=sequence)
+        batch = make_batch(examples, collate, ids, 0, sequence=sequence)
+        yield batch.pin_memory() if pin_memory and _has_gpu() else batch
 
 
 def _has_gpu() -> bool:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from dstrain.batch import copy_to_device
+
 if TYPE_CHECKING:
     import torch
 
@@ -116,7 +118,7 @@ class PackedLayout:
             np.repeat([getattr(segment, name) for segment in self.segments], lengths) for name in ("group", "branch")
         )
         positions = np.concatenate([np.arange(one.prefix, one.prefix + one.length) for one in self.segments])
-        first, second, third = (_to_device(one.astype(np.int32), device) for one in (groups, branches, positions))
+        first, second, third = (copy_to_device(one.astype(np.int32), device) for one in (groups, branches, positions))
         return first, second, third
 
     def sequence_counts(self, device: torch.device) -> torch.Tensor:
@@ -125,7 +127,7 @@ class PackedLayout:
 
     def _sequence_counts(self, device: torch.device) -> torch.Tensor:
         counts = [1 if one.branch else len(self.groups[one.group].branches) for one in self.segments]
-        return _to_device(np.repeat(counts, [one.length for one in self.segments]).astype(np.int32), device)
+        return copy_to_device(np.repeat(counts, [one.length for one in self.segments]).astype(np.int32), device)
 
     def varlen_tensors(self, device: torch.device) -> VarlenTensors:
         """Return the index tensors of a varlen kernel, for keys that are gathered as [prefix; branch]."""
@@ -136,17 +138,11 @@ class PackedLayout:
         index = None
         if queries != keys:
             ranges = [np.arange(*both) for segment in self.segments for both in _key_ranges(segment)]
-            index = _to_device(np.concatenate(ranges), device)
-        cu_queries, cu_keys = (_to_device(np.cumsum([0, *sizes]).astype(np.int32), device) for sizes in (queries, keys))
+            index = copy_to_device(np.concatenate(ranges), device)
+        cu_queries, cu_keys = (
+            copy_to_device(np.cumsum([0, *sizes]).astype(np.int32), device) for sizes in (queries, keys)
+        )
         return VarlenTensors(index, cu_queries, cu_keys, max(queries), max(keys))
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array on the device, copied from page-locked memory: the host does not wait for earlier work."""
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _key_ranges(segment: Segment) -> tuple[tuple[int, int], tuple[int, int]]:

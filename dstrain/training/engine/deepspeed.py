@@ -16,6 +16,8 @@ from dstrain.distributed.patches import (
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
+    queue_waits_for_reduction,
+    read_norm_once,
     replay_bias_correction,
     unite_partial_offload,
 )
@@ -70,6 +72,7 @@ class DeepSpeedEngine(Engine):
             offload_activation_checkpoints(train_module.model, pin_memory=world.device.type == "cuda")
         if zero["stage"] == 3:
             use_leaf_modules(train_module)
+        read_norm_once()
         # DeepSpeed's own clipping fails there on a gradient that is None.
         config = {**ds_config, "gradient_clipping": 0.0} if self._max_grad_norm else dict(ds_config)
         self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=config)
@@ -82,6 +85,7 @@ class DeepSpeedEngine(Engine):
             keep_unaligned_gradients(swapper)
         unite_partial_offload(self.engine.optimizer)
         find_overflow_by_norm(self.engine.optimizer)
+        queue_waits_for_reduction(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
         if zero["stage"] and world.device.type == "cpu":
             compute_norm_in_blocks(self.engine.optimizer)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dstrain.batch import Batch, StepResult, to_floats
+from dstrain.batch import Batch, StepResult, copy_to_device, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters import use_reference
@@ -89,7 +89,7 @@ def _sequence_lengths(batch: Batch) -> torch.Tensor:
     for group in batch.groups:
         lengths += [group.prefix + branch for branch in (max(group.branches), *group.branches)]
         counts += [group.prefix, *group.branches]
-    return torch.from_numpy(np.repeat(lengths, counts)).float()[None].to(ids.device, non_blocking=True)
+    return copy_to_device(np.repeat(lengths, counts).astype(np.float32), ids.device)[None]
 
 
 class TrainModule(torch.nn.Module):
@@ -288,11 +288,10 @@ def compute_step_stats(
         sums.add_metrics(totals)
     # By sorted name: the ranks add by position.
     global_sums = world.sum(to_floats([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))
-    means = torch.tensor(
-        # Weight 0: no rank had anything to average.
-        [total / (weight or 1) for total, weight in zip(global_sums[::2], global_sums[1::2], strict=True)]
-    )
-    named_means = dict(zip(sorted(sums.metrics), means.to(world.device, non_blocking=True), strict=True))
+    # Weight 0: no rank had anything to average.
+    means = [total / (weight or 1) for total, weight in zip(global_sums[::2], global_sums[1::2], strict=True)]
+    on_device = copy_to_device(np.array(means, dtype=np.float32), world.device)
+    named_means = dict(zip(sorted(sums.metrics), on_device, strict=True))
     return [{**answers, **named_means} for answers in outputs]
 
 

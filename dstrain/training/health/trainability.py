@@ -44,7 +44,7 @@ class TrainabilityCheck:
                 self._trainable_names.append(name)
                 # A hook, since ZeRO partitions and frees gradients before the step returns.
                 self._hooks.append(parameter.register_hook(self._make_grad_hook(name)))
-        self._initial_checksums = dict(_iter_checksums(self._engine.state_slices()))
+        self._initial_checksums = _compute_checksums(self._engine.state_slices())
 
     def check_step(self, result: StepResult, lr: float) -> None:
         """Count a step, and run the check after the last of `CHECKED_STEPS`; that call is collective.
@@ -83,8 +83,8 @@ class TrainabilityCheck:
         world = self._engine.world
         moved = {
             name
-            for (name, start), found in _iter_checksums(self._engine.state_slices())
-            if found != self._initial_checksums[name, start]
+            for (name, start), sums in _compute_checksums(self._engine.state_slices()).items()
+            if sums != self._initial_checksums[name, start]
         }
         # Each rank holds a part of the state, and a rank's micro-batches may not reach every parameter.
         moved = set().union(*world.gather(moved))
@@ -124,23 +124,27 @@ def _uneven_gradients(names: Sequence[str]) -> RunError:
     )
 
 
-def _iter_checksums(slices: Iterable[Sequence[StateSlice]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:
-    """Yield ((parameter, first element), checksums) of the trainable ranges on this rank.
+def _compute_checksums(slices: Iterable[Sequence[StateSlice]]) -> dict[tuple[str, int], tuple[int, float]]:
+    """Return (parameter, first element) -> checksums of the trainable ranges on this rank.
 
-    The sum of the bits finds a change that the sum of the values rounds away.
+    The sum of the bits finds a change that the sum of the values rounds away. The host reads all sums in two copies.
     """
+    places, bit_sums, value_sums = [], list[torch.Tensor](), list[torch.Tensor]()
     for parts in slices:
         for part in parts:
             if part.optimizer is None:
                 continue
             flat = part.tensor.detach().view(-1)
             for place in part.ranges:
-                bits, total = 0, 0.0
-                for piece in flat.narrow(0, place.offset, place.numel).split(CHUNK_NUMEL):
-                    words = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16)
-                    bits += int(words.sum(dtype=torch.int64))
-                    total += float(piece.double().sum())
-                yield (place.name, place.start), (bits, total)
+                pieces = flat.narrow(0, place.offset, place.numel).split(CHUNK_NUMEL)
+                words = torch.int32 if flat.element_size() == 4 else torch.int16
+                places.append((place.name, place.start))
+                bit_sums.append(sum(piece.view(words).sum(dtype=torch.int64) for piece in pieces))
+                value_sums.append(sum(piece.double().sum() for piece in pieces))
+    if not places:
+        return {}
+    sums = zip(torch.stack(bit_sums).tolist(), torch.stack(value_sums).tolist(), strict=True)
+    return dict(zip(places, sums, strict=True))
 
 
 MAX_NONFINITE_STEPS = 3

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +37,8 @@ from dstrain.distributed.patches import (
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
+    queue_waits_for_reduction,
+    read_norm_once,
     replay_bias_correction,
     reuse_hpz_group,
     save_inputs_of_trained_weights,
@@ -302,6 +305,52 @@ def test_overflow_is_found_by_the_norm_where_deepspeed_checks_it(attributes: dic
     optimizer = SimpleNamespace(has_overflow=lambda partition_gradients=True: True, **attributes)
     find_overflow_by_norm(optimizer)
     assert optimizer.has_overflow(partition_gradients=True) is not is_patched
+
+
+def test_overflow_of_stage_0_is_found_by_the_norm() -> None:
+    """Without a read of each gradient; an invalid norm skips the update as an overflow does."""
+    source = (
+        Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/fp16/unfused_optimizer.py"
+    ).read_text()  # type: ignore[union-attr,arg-type]
+    assert (
+        "if is_invalid_grad_norm(self._global_grad_norm):\n            return self._skip_invalid_grad_norm()" in source
+    )
+    optimizer = SimpleNamespace(overflow_checker=SimpleNamespace(check=lambda: True))
+    find_overflow_by_norm(optimizer)
+    assert optimizer.overflow_checker.check() is False
+
+
+@pytest.mark.parametrize("value", [0.5, 0.0, float("nan"), float("inf")])
+def test_the_norm_is_read_once_and_is_that_of_deepspeed_to_the_bit(value: float) -> None:
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.fp16 import unfused_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    draw = torch.Generator().manual_seed(0)
+    groups = [[torch.randn(7, 3, generator=draw), torch.full((2,), value)], [torch.randn(5, generator=draw)], []]
+    expected = utils.get_global_norm([utils.get_weight_norm(group) for group in groups])
+    read_norm_once()
+    norms = [unfused_optimizer.get_weight_norm(group) for group in groups]
+    assert isinstance(norms[0], torch.Tensor), "still on the device"
+    assert unfused_optimizer.get_global_norm(norms) == expected
+    scalars = [torch.tensor(3.0), torch.tensor(value)]
+    for module in (stage_1_and_2, stage3):
+        torch.testing.assert_close(
+            module.combine_grad_norm_groups(scalars), utils.combine_grad_norm_groups(scalars), rtol=0, atol=0
+        )
+    norm = torch.tensor(value)
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace(norm)
+    assert norm == (value if math.isfinite(value) else -1.0)
+
+
+def test_optimizers_that_offload_or_have_no_stream_wait_as_before() -> None:
+    for attributes in (
+        {"offload_optimizer": True, "reduce_and_partition_stream": object()},
+        {"reduction_stream": None},
+    ):
+        optimizer = SimpleNamespace(**attributes)
+        queue_waits_for_reduction(optimizer)
+        assert vars(optimizer) == attributes
 
 
 def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:

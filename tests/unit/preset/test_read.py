@@ -153,6 +153,18 @@ def test_completing_says_everything_and_changes_no_preset() -> None:
         assert full["zero_optimization"][name]["nvme_path"] == "/tmp/nvme"
 
 
+@pytest.mark.parametrize(
+    ("name", "world_size", "overlaps"),
+    [("zero1", 1, False), ("zero2", 1, False), ("zero2", 2, True), ("zero3", 1, True)],
+)
+def test_completing_lets_no_timer_and_no_overlap_of_nothing_wait_for_the_device(
+    name: str, world_size: int, overlaps: bool
+) -> None:
+    full = complete_preset(read_preset(name), settings=RunSettings(**{**SETTINGS, "world_size": world_size}))
+    assert full["timers"]["throughput"] == {"enabled": False}
+    assert full["zero_optimization"]["overlap_comm"] is overlaps
+
+
 def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
     block = {
         "fp16": {"enabled": True, "loss_scale": 128},

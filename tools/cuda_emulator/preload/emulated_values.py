@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
+new_empty, new_empty_strided = torch.empty, torch.empty_strided
+"""Of torch itself: inside `zero.Init` DeepSpeed replaces the functions by those of the device."""
 
 SHAPE_FROM_DATA = {
     aten.nonzero.default,
@@ -94,10 +96,10 @@ def as_host_tensor(tensor: Tensor) -> Tensor:
         return tensor
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0 or storage.data_ptr() == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return new_empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     buffer = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     bytes_of_storage = torch.frombuffer(buffer, dtype=torch.uint8)
-    result = torch.empty(0, dtype=tensor.dtype)
+    result = new_empty(0, dtype=tensor.dtype)
     result.set_(bytes_of_storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return result.conj() if tensor.is_conj() else result
 

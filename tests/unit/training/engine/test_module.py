@@ -111,12 +111,11 @@ OWN = {
     "docqa": [],
     "protein": [],
     "temporal": [],
-    # The mean over a step, which all ranks need before its losses.
-    "kto": ["torch.tensor dstrain/training/engine/module.py:compute_step_stats"],
+    "kto": [],  # on a GPU it waits for the mean over a step, which all ranks need before its losses
 }
 """Task -> waits of dstrain's own code before the norm of the gradient is read."""
 ON_A_CPU = {
-    "torch.tensor dstrain/models/attention/layout.py:_to_device",  # on a GPU from pinned memory, without a wait
+    "torch.tensor dstrain/batch.py:copy_to_device",  # on a GPU from pinned memory, without a wait
     "nonzero dstrain/models/heads.py:is_argmax",  # on a GPU an argmax
 }
 """Operators of dstrain's own code that it calls on a CPU only."""

@@ -74,7 +74,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 5e-2
-"""Largest relative difference between the losses of the device and those of the CPU."""
+INT8_TOLERANCE = 1e-3
+"""Largest relative difference between the losses of the device and those of the CPU. For int8 bitsandbytes multiplies
+integers on a device, and dequantized weights on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,8 @@ def judge(cell: Cell, row: Mapping[str, Any], losses: Mapping[str, Sequence[floa
         return "losses that are not finite, or none"
     difference = max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
     tolerance = FP32_TOLERANCE if cell.precision == "fp32" else BF16_TOLERANCE
+    if cell.method == "int8":
+        tolerance = max(tolerance, INT8_TOLERANCE)
     return "equal" if difference <= tolerance else f"losses differ by {difference:.1e}"
 
 
@@ -308,7 +312,8 @@ def write_table(rows: Sequence[Mapping[str, Any]], path: Path, command: str) -> 
     lines = ["# Runs on an emulated CUDA device", ""]
     lines += [
         "Each row is a run of three steps on an emulated CUDA device (tools/cuda_emulator) and the same run on a CPU.",
-        f"`equal`: the losses differ by at most {FP32_TOLERANCE} of the loss in fp32, {BF16_TOLERANCE} in bf16.",
+        f"`equal`: the losses differ by at most {FP32_TOLERANCE} of the loss in fp32, {INT8_TOLERANCE} with int8,",
+        f"{BF16_TOLERANCE} in bf16.",
         "`refused`: the command ends with exit code 2 on both, for the recipe cannot be run.",
         "",
         f"Command: `{command}`  ",

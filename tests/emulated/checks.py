@@ -46,6 +46,7 @@ def values() -> None:
     equal_on_both(lambda a: F.conv2d(a.view(1, 1, 6, 8), torch.ones(1, 1, 3, 3, device=a.device)), x)
     with CUDA:
         assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
+    assert "2., 2.5" in repr(torch.tensor([2, 2.5], device=CUDA).add(0)).replace("0", "")
     device = x.to(CUDA)
     device[2].mul_(3).add_(1)
     torch.testing.assert_close(device.cpu()[2], x[2] * 3 + 1)

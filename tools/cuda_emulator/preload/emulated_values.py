@@ -85,9 +85,21 @@ def install() -> None:
     if values == "1":
         flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
         flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+        _print_host_values()
         Values().__enter__()
     elif values == "2":
         FiniteValues().__enter__()
+
+
+def _print_host_values() -> None:
+    """Let torch print tensors by their values on the host: it leaves all modes while it formats them."""
+    module = importlib.import_module("torch._tensor_str")
+    format_tensor = module._tensor_str
+
+    def format_on_host(tensor: Tensor, indent: int) -> str:
+        return format_tensor(as_host_tensor(tensor), indent)
+
+    module._tensor_str = format_on_host
 
 
 def as_host_tensor(tensor: Tensor) -> Tensor:
@@ -154,7 +166,8 @@ def _sdpa_bias(named: dict[str, Any]) -> Tensor | None:
 
 
 def _sdpa(named: dict[str, Any]) -> Sequence[Tensor]:
-    return attend(named["query"], named["key"], named["value"], _sdpa_bias(named), named["scale"])
+    """Only the outputs: the backward pass here needs no sums, whose shapes differ between kernels."""
+    return attend(named["query"], named["key"], named["value"], _sdpa_bias(named), named["scale"])[:1]
 
 
 def _sdpa_backward(named: dict[str, Any]) -> Sequence[Tensor]:

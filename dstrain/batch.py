@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from dstrain.distributed.world import SequenceGroup
@@ -145,21 +144,3 @@ class StepResult:
     """Ids of the samples with a non-finite loss in a skipped step; of all its samples if no loss was non-finite."""
     loss_is_finite: bool = True
     """False if a loss itself was not finite, not only a gradient (fp16 finds its loss scale that way)."""
-
-
-def to_floats(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the values as floats; copies all tensors at once, which waits for their device."""
-    import torch
-
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    # In one copy: each would wait for the device anew.
-    copied = iter(torch.stack([one.detach().double() for one in tensors]).tolist() if tensors else ())
-    return [next(copied) if isinstance(value, torch.Tensor) else float(value) for value in values]
-
-
-def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array on the device, copied from page-locked memory: the host does not wait for earlier work."""
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors",),
-    ("files", "patching", "units", "resources", "process_setup"),
+    ("files", "patching", "units", "resources", "process_setup", "device_copies"),
     ("distributed", "source_map", "host_memory"),
     ("batch", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "launch"),

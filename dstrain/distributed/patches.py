@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from dstrain.batch import to_floats
+from dstrain.device_copies import to_floats
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog
 from dstrain.patching import check_version, replaced
 

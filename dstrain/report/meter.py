@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dstrain.batch import StepResult, to_floats
+from dstrain.batch import StepResult
+from dstrain.device_copies import to_floats
 from dstrain.distributed.world import World
 
 FinishMetrics = Callable[[Mapping[str, tuple[float, float]]], Mapping[str, float]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.batch import Batch, PackedGroup, Progress, to_floats
+from dstrain.batch import Batch, PackedGroup, Progress
+from dstrain.device_copies import to_floats
 
 
 def make(**more: object) -> Batch:

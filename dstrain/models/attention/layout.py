@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from dstrain.batch import copy_to_device
+from dstrain.device_copies import copy_to_device
 
 if TYPE_CHECKING:
     import torch

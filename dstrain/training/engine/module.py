@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dstrain.batch import Batch, StepResult, copy_to_device, to_floats
+from dstrain.batch import Batch, StepResult
+from dstrain.device_copies import copy_to_device, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters import use_reference

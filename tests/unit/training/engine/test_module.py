@@ -115,7 +115,7 @@ OWN = {
 }
 """Task -> waits of dstrain's own code before the norm of the gradient is read."""
 ON_A_CPU = {
-    "torch.tensor dstrain/batch.py:copy_to_device",  # on a GPU from pinned memory, without a wait
+    "torch.tensor dstrain/device_copies.py:copy_to_device",  # on a GPU from pinned memory, without a wait
     "nonzero dstrain/models/heads.py:is_argmax",  # on a GPU an argmax
 }
 """Operators of dstrain's own code that it calls on a CPU only."""

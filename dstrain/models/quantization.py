@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.config.schema import RunConfig
@@ -47,7 +48,29 @@ def import_bitsandbytes(key: str) -> Any:
     except Exception as error:  # a build for another CUDA version fails with many errors
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise RecipeError(Fault(key, f"bitsandbytes cannot be imported ({reason})", "install it again")) from error
+    functional = bitsandbytes.functional
+    if not hasattr(functional.dequantize_4bit, "__wrapped__"):
+        functional.dequantize_4bit = _in_one_row(functional.dequantize_4bit)
     return bitsandbytes
+
+
+def _in_one_row(dequantize_4bit: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return bitsandbytes' function, which on a CPU dequantizes a weight as one row.
+
+    bitsandbytes quantizes a weight as one sequence of blocks. Its CPU kernel (backends/cpu/ops.py of 0.50) begins a new
+    block with each row: where a row is no multiple of a block, values get the scales of other blocks.
+    """
+
+    @wraps(dequantize_4bit)
+    def dequantize(codes: torch.Tensor, quant_state: Any = None, *rest: Any, **options: Any) -> torch.Tensor:
+        if quant_state is None or codes.device.type != "cpu" or quant_state.shape[-1] % quant_state.blocksize == 0:
+            return dequantize_4bit(codes, quant_state, *rest, **options)
+        shape = quant_state.shape
+        row = copy(quant_state)
+        row.shape = type(shape)([1, shape.numel()])
+        return dequantize_4bit(codes, row, *rest, **options).view(shape)
+
+    return dequantize
 
 
 def check_bitsandbytes(key: str) -> None:
@@ -278,8 +301,12 @@ def _nf4_class(bnb: Any) -> Any:
         def forward(ctx: Any, inputs: torch.Tensor, layer: Any) -> torch.Tensor:
             ctx.layer = layer
             bias = None if layer.bias is None else layer.bias.to(inputs.dtype)
+            state = layer.weight.quant_state
             with torch.no_grad():
-                product: torch.Tensor = bnb.matmul_4bit(inputs, layer.codes, layer.weight.quant_state, bias=bias)
+                if inputs.device.type == "cpu":  # see `_in_one_row`
+                    weight = bnb.functional.dequantize_4bit(layer.codes, state)
+                    return torch.nn.functional.linear(inputs, weight.to(inputs.dtype), bias)
+                product: torch.Tensor = bnb.matmul_4bit(inputs, layer.codes, state, bias=bias)
             return product
 
         @staticmethod

@@ -16,7 +16,7 @@ from transformers import (
 
 from dstrain.errors import RecipeError
 from dstrain.models.params import full_numel
-from dstrain.models.quantization import dequantized_weights, quantize_model
+from dstrain.models.quantization import dequantized_weights, import_bitsandbytes, quantize_model
 from tests.vision_recipes import llava
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
@@ -64,6 +64,17 @@ def test_a_quantized_layer_computes_with_the_nearest_values_of_its_blocks() -> N
     found = model(torch.eye(64)).T
     # Double quantization rounds the scales to 8 bits: within 1 % of the largest.
     assert (found - nearest).abs().max() <= 0.01 * scales.max()
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 40), (3, 64), (5, 7), (4, 96)])
+def test_values_have_the_scales_of_their_blocks_on_a_cpu(shape: tuple[int, int]) -> None:
+    bnb = import_bitsandbytes("model.quantize")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, state = bnb.functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+    pairs = codes.flatten()
+    values = state.code[torch.stack([pairs >> 4, pairs & 15], 1).flatten().long()][: weight.numel()]
+    scales = state.absmax.repeat_interleave(64)[: weight.numel()]
+    assert torch.equal(bnb.functional.dequantize_4bit(codes, state), (values * scales).view(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

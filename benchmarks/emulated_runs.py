@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -341,8 +342,16 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()] if arguments.rows.exists() else []
     done = {row["name"] for row in rows}
     cells = [cell for cell in make_cells() if arguments.only in cell.name and cell.name not in done]
+    if cells:
+        run_cells(cells, rows, arguments.rows)
+    if arguments.to:
+        write_table(rows, arguments.to, shlex.join(["python", "-m", "benchmarks.emulated_runs", *sys.argv[1:]]))
+
+
+def run_cells(cells: Sequence[Cell], rows: list[dict[str, Any]], path: Path) -> None:
+    """Run the cells and append their rows to the list and the file."""
     device, host = Server({}), Server(None)
-    with arguments.rows.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         for number, cell in enumerate(cells, 1):
             row = run_cell(cell, device, host)
             file.write(json.dumps(row) + "\n")
@@ -353,8 +362,6 @@ def main() -> None:
                 print("    ", *row["device"]["last"], *row["cpu"]["last"], sep="\n     ", flush=True)
     device.close()
     host.close()
-    if arguments.to:
-        write_table(rows, arguments.to, "python -m benchmarks.emulated_runs " + " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -306,7 +305,10 @@ def judge(cell: Cell, row: Mapping[str, Any], losses: Mapping[str, Sequence[floa
 # ---- the table
 
 
-def write_table(rows: Sequence[Mapping[str, Any]], path: Path, command: str) -> None:
+COMMAND = ".venv-cuda/bin/python -m benchmarks.emulated_runs --to docs/measurements/gpu-runs.md"
+
+
+def write_table(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the page of all rows."""
     results = [row["result"] for row in rows]
     wrong = [row for row in rows if row["result"] not in ("equal", "refused")]
@@ -317,10 +319,11 @@ def write_table(rows: Sequence[Mapping[str, Any]], path: Path, command: str) -> 
         f"{BF16_TOLERANCE} in bf16.",
         "`refused`: the command ends with exit code 2 on both, for the recipe cannot be run.",
         "",
-        f"Command: `{command}`  ",
-        f"{hardware()}, {date.today()}, commit {commit()}",
+        f"- command: `{COMMAND}`",
+        f"- hardware: an emulated H200 on {hardware().removeprefix('CPU: ')}; {date.today()}, commit {commit()}",
         "",
-        f"{results.count('equal')} equal, {results.count('refused')} refused, {len(wrong)} otherwise, of {len(rows)}.",
+        f"{results.count('equal')} equal, {results.count('refused')} refused, {len(wrong)} otherwise, of {len(rows)};",
+        f"the grid has {len(make_cells())} cells.",
         "",
         "| task | preset | method | precision | devices | result |",
         "|---|---|---|---|---|---|",
@@ -345,7 +348,7 @@ def main() -> None:
     if cells:
         run_cells(cells, rows, arguments.rows)
     if arguments.to:
-        write_table(rows, arguments.to, shlex.join(["python", "-m", "benchmarks.emulated_runs", *sys.argv[1:]]))
+        write_table(rows, arguments.to)
 
 
 def run_cells(cells: Sequence[Cell], rows: list[dict[str, Any]], path: Path) -> None:

@@ -203,6 +203,7 @@ def _run_ranks(request: Mapping[str, Any], port: int) -> list[int]:
 
 def _run_rank(request: Mapping[str, Any], rank: int, port: int) -> None:
     """Run the command as torchrun would start it, and end this fork."""
+    os.environ.update(request.get("env", {}))
     import dstrain.cli
 
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)

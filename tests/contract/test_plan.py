@@ -39,7 +39,8 @@ def test_every_preset_is_planned_with_every_line(big: str) -> None:
     found = plan_json(big, "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB")
     assert [row["preset"] for row in found["presets"]] == preset_names()
     for row in found["presets"]:
-        assert {"name", "num_bytes", "place", "kind", "formula", "source", "when"} == row["lines"][0].keys()
+        keys = {"name", "num_bytes", "place", "kind", "formula", "source", "when", "first", "last"}
+        assert keys == row["lines"][0].keys()
         assert row["gpu_bytes"] > 0
     assert found["choice"]["preset"] == "zero3"
     assert {row["preset"]: row["fits"]["80.0 GiB"] for row in found["presets"]}["zero2"] is False

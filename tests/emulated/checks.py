@@ -152,6 +152,13 @@ def visible() -> None:
     print("buses", [device.pci_bus_id for device in properties])
 
 
+def sorting() -> None:
+    """Kernels that are chosen by the capability that they were compiled for run."""
+    x = torch.zeros(4, 2, device=CUDA)
+    x.index_put_((torch.tensor([1, 1, 3], device=CUDA),), torch.ones(3, 2, device=CUDA), accumulate=True)
+    assert x.sum(1).tolist() == [0, 4, 0, 2]
+
+
 def sticky() -> None:
     """Once a launch has failed, every call fails."""
     for _ in range(2):
@@ -207,6 +214,7 @@ if __name__ == "__main__":
             "memory": memory,
             "counts": counts,
             "visible": visible,
+            "sorting": sorting,
             "sticky": sticky,
             "collectives": collectives,
         }[name]()

@@ -32,6 +32,14 @@ def test_a_card_holds_what_it_has(emulated_run: EmulatedRun, allocator: str) -> 
 
 
 @pytest.mark.cuda_emulated
+@pytest.mark.parametrize(("capability", "code"), [("70", 1), ("89", 0), ("120", 0)])
+def test_cards_run_what_was_compiled_for_them(emulated_run: EmulatedRun, capability: str, code: int) -> None:
+    done = emulated_run([*CHECKS, "sorting"], EMU_CC=capability)
+    assert done.returncode == code, done.stdout
+    assert ("no kernel image is available" in done.stdout) == (code == 1)
+
+
+@pytest.mark.cuda_emulated
 def test_an_error_of_a_card_stays(emulated_run: EmulatedRun) -> None:
     done = emulated_run([*CHECKS, "sticky"], EMU_FAIL_AT="1")
     assert done.returncode == 0, done.stdout

@@ -187,6 +187,14 @@ EXPORT int emu_capability() {
   return capability;
 }
 
+// The capability that torch's kernels were compiled for: the highest that the card can run. 0: it can run none.
+static int code_capability() {
+  static const int compiled[] = {120, 100, 90, 86, 80, 75};
+  for (int capability : compiled)
+    if (capability <= emu_capability()) return capability;
+  return 0;
+}
+
 EXPORT size_t emu_total_memory() {
   static size_t total = static_cast<size_t>(emu_setting("EMU_MEMORY_MB", 81920)) * MIB;
   return total;
@@ -247,6 +255,7 @@ EXPORT int emu_launched(const void* kernel) {
     std::lock_guard<std::mutex> guard(mutex);
     launches_by_kernel()[kernel]++;
   }
+  if (!code_capability()) return answer(cudaErrorNoKernelImageForDevice);
   return emu_sticky_error();
 }
 
@@ -715,6 +724,8 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
       return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
     case cudaErrorECCUncorrectable:
       return "uncorrectable ECC error encountered";
     case cudaErrorIllegalAddress:
@@ -753,7 +764,7 @@ EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, s
 
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
-  attributes->binaryVersion = attributes->ptxVersion = emu_capability();
+  attributes->binaryVersion = attributes->ptxVersion = code_capability();
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
   attributes->maxDynamicSharedSizeBytes = 49152;

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import certificate, join_alone, table, write_table
+from benchmarks.forks import fork
 from tools.cuda_emulator.counts import read_counts
 
 STEPS, FIRST_COUNTED = 10, 5
@@ -58,35 +58,19 @@ def count_run(run: CountedRun) -> dict[str, Counts]:
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-counts-") as name:
         result = Path(name) / "counts.json"
-        if process := os.fork():
-            _, status = os.waitpid(process, 0)
-            if status or not result.is_file():
-                log = (Path(name) / "log").read_text(errors="replace")
-                raise RuntimeError(f"{run.name} at {run.preset} failed:\n{log[-3000:]}")
-            return dict(json.loads(result.read_text()))
-        _count_and_exit(run, Path(name), result)
-    raise AssertionError("the fork has ended")
+        _, status = os.waitpid(fork(lambda: _write_counts(run, Path(name), result), Path(name) / "log"), 0)
+        if status or not result.is_file():
+            log = (Path(name) / "log").read_text(errors="replace")
+            raise RuntimeError(f"{run.name} at {run.preset} failed:\n{log[-3000:]}")
+        return dict(json.loads(result.read_text()))
 
 
-def _count_and_exit(run: CountedRun, folder: Path, result: Path) -> None:
-    """Write the counts of a run from a fork, and end it without the clean-up of the process it came from."""
-    code = 1
-    try:
-        log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        import torch
+def _write_counts(run: CountedRun, folder: Path, result: Path) -> None:
+    import torch
 
-        torch.cuda._is_in_bad_fork = lambda: False  # an emulated device has no state that a fork would break
-        counts = _count_plain(run, folder) if run.is_plain else _count_training(run, folder)
-        result.write_text(json.dumps(counts))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    torch.cuda._is_in_bad_fork = lambda: False  # an emulated device has no state that a fork would break
+    counts = _count_plain(run, folder) if run.is_plain else _count_training(run, folder)
+    result.write_text(json.dumps(counts))
 
 
 def _make_recipe(run: CountedRun, folder: Path) -> dict[str, Any]:
@@ -183,8 +167,8 @@ def _difference(before: Counts, after: Counts) -> Counts:
     return {name: after[name] - before[name] for name in after}
 
 
-def _sum(one: Counts, other: Counts) -> Counts:
-    return {name: one[name] + other[name] for name in one}
+def _sum(first: Counts, second: Counts) -> Counts:
+    return {name: first[name] + second[name] for name in first}
 
 
 def _largest(counts: Sequence[Counts]) -> Counts:

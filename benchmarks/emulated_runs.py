@@ -23,12 +23,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.common import commit, hardware
+from benchmarks.forks import fork
 from tools.cuda_emulator.environment import emulated_environment
 
 ROOT = Path(__file__).parent.parent
@@ -183,10 +185,7 @@ def _run_ranks(request: Mapping[str, Any], port: int) -> list[int]:
     ranks = request["ranks"]
     left = {}
     for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(request, rank, port)
-        left[pid] = rank
+        left[fork(partial(_run_rank, request, rank, port), Path(request["log"]))] = rank
     codes = [-signal.SIGKILL] * ranks
     deadline = time.monotonic() + request["timeout"]
     while left and time.monotonic() < deadline:
@@ -202,31 +201,15 @@ def _run_ranks(request: Mapping[str, Any], port: int) -> list[int]:
 
 
 def _run_rank(request: Mapping[str, Any], rank: int, port: int) -> None:
-    """Run the command as torchrun would start it, and end this fork."""
-    os.environ.update(request.get("env", {}))
+    """Run the command as torchrun would start it."""
     import dstrain.cli
 
-    log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     ranks = request["ranks"]
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     sys.argv = ["dstrain", *request["arguments"]]
-    code: Any = 0
-    try:
-        dstrain.cli.main()
-    except SystemExit as error:
-        code = error.code
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        code = 99
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    dstrain.cli.main()
 
 
 # ---- a cell: the same recipe on both

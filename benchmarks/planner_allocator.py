@@ -23,15 +23,16 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.common import SHAPES, commit, write_table
+from benchmarks.forks import fork
 from benchmarks.planner import make_config, make_preset
 from dstrain.config.schema import RunConfig
 from dstrain.planner.lines import CUDA_CONTEXT_BYTES, MOMENTS
@@ -229,7 +230,9 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     try:
         write_records(case, folder)
         port = free_port()
-        pids = [_fork(case, folder, rank, port) for rank in range(case["gpus"])]
+        pids = []
+        for rank in range(case["gpus"]):
+            pids.append(fork(partial(_measure_rank, case, folder, rank, port), folder / "log.txt"))
         fault = _wait(pids, time.monotonic() + seconds)
         files = [folder / f"{rank}.json" for rank in range(case["gpus"])]
         if fault or not all(file.is_file() for file in files):
@@ -241,29 +244,15 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork(case: dict[str, Any], folder: Path, rank: int, port: int) -> int:
-    """Return the process ID of a fork that measures a case and writes RANK.json into the folder."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case["gpus"], "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_PORT=str(port))
-        os.environ.update({"DSTRAIN_CACHE": str(folder / "cache"), ALLOCATOR_ENV_VARS[0]: SEGMENTS[case["segments"]]})
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore")
-        figures = measure(case, folder, rank)
-        (folder / f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _measure_rank(case: dict[str, Any], folder: Path, rank: int, port: int) -> None:
+    """Measure a case as one of its processes, and write RANK.json into the folder."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case["gpus"], "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_PORT=str(port))
+    os.environ.update({"DSTRAIN_CACHE": str(folder / "cache"), ALLOCATOR_ENV_VARS[0]: SEGMENTS[case["segments"]]})
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    figures = measure(case, folder, rank)
+    (folder / f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
 def _wait(pids: Sequence[int], until: float) -> str:

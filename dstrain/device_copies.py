@@ -14,9 +14,10 @@ def to_floats(values: Sequence[torch.Tensor | float]) -> list[float]:
     """Return the values as floats; copies all tensors at once, which waits for their device."""
     import torch
 
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    # In one copy: each would wait for the device anew.
-    copied = iter(torch.stack([one.detach().double() for one in tensors]).tolist() if tensors else ())
+    tensors = [value.detach().double() for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    copied = iter(torch.stack(tensors).tolist())  # in one copy: each would wait for the device anew
     return [next(copied) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 

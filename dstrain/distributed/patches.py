@@ -392,8 +392,9 @@ def _wait_for_the_host_only(wait: Callable[..., None], attribute: str) -> Callab
     @wraps(wait_always)
     def wait_if_offloaded(handle: Any, **kwargs: Any) -> None:
         accelerator, parameters = get_accelerator(), getattr(handle, attribute)
-        partitions = [one.ds_tensor for one in (parameters if isinstance(parameters, list) else [parameters])]
-        if not all(map(accelerator.on_accelerator, partitions)):
+        if not isinstance(parameters, list):
+            parameters = [parameters]
+        if not all(accelerator.on_accelerator(parameter.ds_tensor) for parameter in parameters):
             return wait_always(handle, **kwargs)
         with replaced(accelerator, "resolves_data_dependency", lambda: True):
             return wait_always(handle, **kwargs)

@@ -11,7 +11,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "emulator.h"
@@ -40,21 +39,6 @@ thread_local cudaError_t last_error = cudaSuccess;
 std::map<uintptr_t, Block>& blocks() {
   static auto* all = new std::map<uintptr_t, Block>;
   return *all;
-}
-
-std::unordered_map<const void*, std::string>& kernel_names() {
-  static auto* all = new std::unordered_map<const void*, std::string>;
-  return *all;
-}
-
-std::unordered_map<const void*, unsigned long long>& launches_by_kernel() {
-  static auto* all = new std::unordered_map<const void*, unsigned long long>;
-  return *all;
-}
-
-bool count_by_kernel() {
-  static bool wanted = emu_setting("EMU_HIST", 0);
-  return wanted;
 }
 
 size_t copy_limit() {
@@ -249,27 +233,10 @@ EXPORT int emu_sticky_error() {
   return code;
 }
 
-EXPORT int emu_launched(const void* kernel) {
+EXPORT int emu_launched(const void*) {
   emu_counts[LAUNCH]++;
-  if (count_by_kernel()) {
-    std::lock_guard<std::mutex> guard(mutex);
-    launches_by_kernel()[kernel]++;
-  }
   if (!code_capability()) return answer(cudaErrorNoKernelImageForDevice);
   return emu_sticky_error();
-}
-
-// Write the launches of each kernel since the last call, as lines "COUNT NAME".
-EXPORT void emu_write_launches(const char* path) {
-  std::lock_guard<std::mutex> guard(mutex);
-  FILE* file = fopen(path, "w");
-  if (!file) return;
-  for (auto& [kernel, count] : launches_by_kernel()) {
-    auto name = kernel_names().find(kernel);
-    fprintf(file, "%llu %s\n", count, name == kernel_names().end() ? "?" : name->second.c_str());
-  }
-  fclose(file);
-  launches_by_kernel().clear();
 }
 
 EXPORT int emu_attribute(int attribute, int device) {
@@ -771,9 +738,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaFuncGetName(const char** name, const void* kernel) {
-  auto place = kernel_names().find(kernel);
-  *name = place == kernel_names().end() ? "?" : place->second.c_str();
+EXPORT cudaError_t cudaFuncGetName(const char** name, const void*) {
+  *name = "emulated kernel";
   return cudaSuccess;
 }
 
@@ -843,13 +809,6 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
 EXPORT void** __cudaRegisterFatBinary(void*) {
   static void* binary[2];
   return binary;
-}
-
-EXPORT void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, uint3*, uint3*, dim3*,
-                                   dim3*, int*) {
-  if (!count_by_kernel()) return;
-  std::lock_guard<std::mutex> guard(mutex);
-  kernel_names()[kernel] = name;
 }
 
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* handle, const void* kernel) {

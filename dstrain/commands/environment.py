@@ -22,7 +22,7 @@ from dstrain.errors import UsageError, one_line
 from dstrain.host_memory import get_available_memory
 from dstrain.launch.command import check_loopback, free_port
 from dstrain.launch.multihost.probe import find_route_interface
-from dstrain.launch.topology import gpus_support_bf16, visible_gpus
+from dstrain.launch.topology import gpus_support_bf16, list_gpu_capabilities, visible_gpus
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.process_setup import count_available_cores
 from dstrain.resources import TRITON_FIX, find_c_compiler, get_extensions_dir, list_missing_for_triton
@@ -92,6 +92,11 @@ def _cuda(gpus: int) -> EnvironmentLine:
     warning = ""
     if gpus and not built:
         warning = "there are GPUs, but this torch cannot use them; install torch for CUDA (docs/quickstart.md)"
+    capabilities = list_gpu_capabilities() if gpus else []
+    if built and int(built.split(".")[0]) >= 13 and capabilities and min(capabilities) < (7, 5):
+        major, minor = min(capabilities)
+        problem = f"a GPU has compute capability {major}.{minor}, and CUDA {built} has no kernels below 7.5"
+        warning = f"{problem}; install torch for CUDA 12.6 (docs/gpu-hosts.md)"
     return EnvironmentLine("CUDA", value, warning)
 
 

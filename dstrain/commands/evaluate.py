@@ -63,6 +63,7 @@ class EvaluateJob(Job):
         quiet_libraries()
         found = self._find_model()
         found.check_loadable()
+        found.check_forward(found.task, device)
         examples = load_split(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")

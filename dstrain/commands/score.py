@@ -82,6 +82,7 @@ class ScoreJob(Job):
         quiet_libraries()
         found, task = self._find_task()
         found.check_loadable()
+        found.check_forward(task, device)
         answers = task.examples("eval")
         if not answers:
             raise DataError(f"{self.data}: holds no answer to score")

@@ -145,6 +145,16 @@ class SavedModel:
         if isinstance(self.task, TextTask) and self.task.reads_text:
             check_tokenizer_terminates(self.task.tokenizer, self.folder)
 
+    def check_forward(self, task: Task, device: Device) -> None:
+        """Raise RecipeError where this GPU needs kernels for batches of `task` that cannot be compiled here."""
+        import torch
+
+        from dstrain.training.build_model import check_attention_compiler
+
+        if device.kind == "cuda":
+            capability = torch.cuda.get_device_capability()
+            check_attention_compiler(task, self.task.recipe.model.dtype, capability, os.environ)
+
     def _check_inputs(self, checkpoint: CheckpointInfo) -> None:
         """Raise UsageError if the run folder's tokenizer, or the model's config, is not what the checkpoint records."""
         from dstrain.models.weights import config_fingerprint

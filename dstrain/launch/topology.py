@@ -252,9 +252,15 @@ def count_gpus() -> int:
 
 def gpus_support_bf16() -> bool | None:
     """Return True if every GPU of this host supports bf16 (compute capability 8.0 and up); None if unknown."""
+    capabilities = list_gpu_capabilities()
+    return min(capabilities) >= (8, 0) if capabilities else None
+
+
+def list_gpu_capabilities() -> list[tuple[int, int]]:
+    """Return the compute capabilities of this host's GPUs, as (7, 5); empty where they are not known."""
     listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
-    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
-    return all(int(major) >= 8 for major, _ in found) if found else None
+    rows = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
+    return [(int(major), int(minor)) for major, minor in rows]
 
 
 def _run_nvidia_smi(*arguments: str) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dstrain.config import RunConfig
-from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import add_adapters, add_reference_adapter, continue_adapter
 from dstrain.models.attention.packed import compiles_attention
@@ -128,17 +127,17 @@ def resolve_model_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunC
 
 
 def check_attention_compiler(
-    task: Task, ds_config: Mapping[str, Any], capability: tuple[int, int], environment: Mapping[str, str]
+    task: Task, dtype_name: str | None, capability: tuple[int, int], environment: Mapping[str, str]
 ) -> None:
     """Raise RecipeError where packed batches need kernels that Triton cannot compile on this machine.
 
-    `capability`: compute capability of the GPU.
+    `dtype_name`: dtype of the forward pass, as in `model.dtype`; None: float32. `capability`: compute capability of
+    the GPU.
     """
     missing = list_missing_for_triton(environment)
     if not missing or not isinstance(task, TextTask) or not task.loss_inputs.packing().is_packed:
         return
-    name = with_training_dtype(task.recipe.model_copy(update={"model": ModelConfig()}), ds_config).model.dtype
-    dtype = getattr(torch, name or "float32")
+    dtype = getattr(torch, dtype_name or "float32")
     config, wanted = task.model_source.config, task.recipe.model
     if not compiles_attention(config, wanted.attn_implementation, dtype, capability) or is_triton_ready():
         return
@@ -160,10 +159,15 @@ def is_triton_ready() -> bool:
         return False
 
 
+def get_training_dtype(ds_config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that DeepSpeed casts weights to, as in `model.dtype`; None: float32."""
+    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+    return {"bf16": "bfloat16", "fp16": "float16"}[enabled[0]] if enabled else None
+
+
 def with_training_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
     """Return the recipe with weights loaded in the precision that DeepSpeed would cast them to."""
-    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
-    if not enabled:
+    dtype = get_training_dtype(ds_config)
+    if dtype is None:
         return config
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[enabled[0]]
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})

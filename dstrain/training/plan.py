@@ -38,7 +38,7 @@ from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.judge import check_generation_data
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
-from dstrain.training.build_model import check_attention_compiler, resolve_model_dtype
+from dstrain.training.build_model import check_attention_compiler, get_training_dtype, resolve_model_dtype
 from dstrain.training.copies import RunCopy, describe_error
 from dstrain.training.input_digests import (
     check_fingerprints,
@@ -236,7 +236,8 @@ def _prepare_datasets(
     check_sequence_parallel(task)
     task.checks.device()
     if device.type == "cuda":
-        check_attention_compiler(task, ds_config, torch.cuda.get_device_capability(device), os.environ)
+        capability = torch.cuda.get_device_capability(device)
+        check_attention_compiler(task, get_training_dtype(ds_config), capability, os.environ)
     for key in iter_bitsandbytes_keys(task.recipe):
         check_bitsandbytes(key)
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages

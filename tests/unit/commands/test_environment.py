@@ -67,6 +67,15 @@ def test_the_cuda_version_is_read_without_torch(tmp_path: Path, monkeypatch: pyt
     assert environment._torch_cuda_version() is None
 
 
+def test_a_card_that_cuda_13_has_no_kernels_for_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda env: 2)
+    monkeypatch.setattr(environment, "list_gpu_capabilities", lambda: [(8, 0), (7, 0)])
+    monkeypatch.setattr(environment, "_torch_cuda_version", lambda: "12.6")
+    assert not line("CUDA").warning
+    monkeypatch.setattr(environment, "_torch_cuda_version", lambda: "13.0")
+    assert "compute capability 7.0, and CUDA 13.0 has no kernels below 7.5" in line("CUDA").warning
+
+
 def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment, "visible_gpus", lambda env: 1)

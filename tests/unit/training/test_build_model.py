@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from dstrain.commands.trained_model import SavedModel
 from dstrain.config import RunConfig
 from dstrain.errors import RecipeError
+from dstrain.preset import Device
 from dstrain.tasks import make_task
 from dstrain.tasks.sft import SFT
 from dstrain.training import build_model
@@ -24,27 +26,23 @@ def test_batch_normalization_is_warned_of() -> None:
     assert "(a and more)" in batch_norm_warnings(two)[0]
 
 
-FP32: dict[str, Any] = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-FP16 = FP32 | {"fp16": {"enabled": True}}
 NO_COMPILER = {"CC": "/nonexistent/gcc"}
 
 
-def check_compiler(
-    folder: Path, width: int, ds_config: dict[str, Any], capability: tuple[int, int], **batch: Any
-) -> None:
+def check_compiler(folder: Path, width: int, dtype_name: str | None, capability: tuple[int, int], **batch: Any) -> None:
     values = SFT.tiny(folder)
     model = values["model"] | {"config": values["model"]["config"] | {"head_dim": width}}
     config = RunConfig.model_validate(values | {"model": model, "batch": values["batch"] | batch})
-    check_attention_compiler(make_task(config), ds_config, capability, NO_COMPILER)
+    check_attention_compiler(make_task(config), dtype_name, capability, NO_COMPILER)
 
 
-@pytest.mark.parametrize(("ds_config", "capability"), [(FP32, (9, 0)), (FP16, (7, 5))])
+@pytest.mark.parametrize(("dtype_name", "capability"), [(None, (9, 0)), ("float16", (7, 5))])
 def test_a_run_that_compiles_attention_needs_a_compiler(
-    ds_config: dict[str, Any], capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype_name: str | None, capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
     with pytest.raises(RecipeError) as caught:
-        check_compiler(tmp_path, 32, ds_config, capability)
+        check_compiler(tmp_path, 32, dtype_name, capability)
     text = str(caught.value)
     assert "batch.packing: attention of packed batches in float" in text
     assert "the compiler that CC names (/nonexistent/gcc)" in text
@@ -53,10 +51,23 @@ def test_a_run_that_compiles_attention_needs_a_compiler(
 
 def test_a_run_that_compiles_nothing_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
-    check_compiler(tmp_path, 8, FP32, (9, 0))  # too narrow for FlexAttention
-    check_compiler(tmp_path, 32, FP32, (9, 0), packing=False)
+    check_compiler(tmp_path, 8, None, (9, 0))  # too narrow for FlexAttention
+    check_compiler(tmp_path, 32, None, (9, 0), packing=False)
 
 
 def test_what_was_compiled_before_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_model, "is_triton_ready", lambda: True)
-    check_compiler(tmp_path, 32, FP32, (9, 0))
+    check_compiler(tmp_path, 32, None, (9, 0))
+
+
+def test_evaluation_of_packed_batches_needs_a_compiler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setenv("CC", NO_COMPILER["CC"])
+    values = SFT.tiny(tmp_path)
+    model = values["model"] | {"config": values["model"]["config"] | {"head_dim": 32}}
+    task = make_task(RunConfig.model_validate(values | {"model": model}))
+    saved = SavedModel(tmp_path, task)
+    saved.check_forward(task, Device("cpu", True))
+    with pytest.raises(RecipeError, match="compiled by Triton"):
+        saved.check_forward(task, Device("cuda", False))

@@ -25,6 +25,13 @@ def test_values_and_counts_are_those_of_a_cpu(emulated_run: EmulatedRun) -> None
 
 
 @pytest.mark.cuda_emulated
+def test_a_program_that_looks_for_torch_before_it_imports_it_has_values(emulated_run: EmulatedRun) -> None:
+    look = "import importlib.util; importlib.util.find_spec('torch')"
+    done = emulated_run(["-c", f"{look}; import torch; print((2 * torch.ones(2, device='cuda')).tolist())"])
+    assert done.stdout.endswith("[2.0, 2.0]\n"), done.stdout
+
+
+@pytest.mark.cuda_emulated
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "expandable_segments:False"])
 def test_a_card_holds_what_it_has(emulated_run: EmulatedRun, allocator: str) -> None:
     done = emulated_run([*CHECKS, "memory"], EMU_MEMORY_MB="2048", EMU_VALUES="0", PYTORCH_CUDA_ALLOC_CONF=allocator)

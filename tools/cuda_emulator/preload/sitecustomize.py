@@ -24,11 +24,13 @@ class PrepareTorch(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # who asks for the spec may not import it
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_install(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             execute(module)
             import emulated_values
 

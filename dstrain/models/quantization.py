@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import copy
@@ -141,13 +141,18 @@ def dequantized_weights() -> Iterator[None]:
         _DEQUANTIZE.reset(token)
 
 
-def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> QuantizationSummary:
+def quantize_model(
+    model: torch.nn.Module, kind: QuantizationKind, modules_to_save: Sequence[str] = ()
+) -> QuantizationSummary:
     """Replace the linear layers of the model's body by quantized ones, in place, one at a time.
+
+    `modules_to_save`: names of modules that are trained in full beside adapters, whose layers keep their dtype.
 
     nf4: NormalFloat4 with blocks of 64 and double quantization (Dettmers et al., arXiv 2305.14314, section 3); the
     matrix product runs in the dtype of its input. int8: LLM.int8 (Dettmers et al., arXiv 2208.07339). Embeddings,
-    norms, heads, the vision tower and the projector keep their dtype. Layers are quantized on the
-    process's device, and stay there. Raises RecipeError without bitsandbytes and without a linear layer.
+    norms, heads, the vision tower, the projector and what the model's class names in `modules_to_not_convert` (the
+    name of transformers' quantizers) keep their dtype. Layers are quantized on the process's device, and stay there.
+    Raises RecipeError without bitsandbytes and without a linear layer.
 
     Under ZeRO-3, where the model is one of `built_on_rank_0`, each layer is sharded once it is quantized, and the other
     parameters at the end. Collective there.
@@ -156,7 +161,7 @@ def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> Quantizati
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         problem = "the task builds its model in shards of ZeRO stage 3, and only whole layers can be quantized"
         raise RecipeError(Fault(QUANTIZE_KEY, problem, "load it with ModelSource.load, or use ds_config: zero2"))
-    found = list(_find_linear_layers(model))
+    found = list(_find_linear_layers(model, modules_to_save))
     if not found:
         fix = "leave model.quantize out; layers of other classes are not quantized"
         raise RecipeError(Fault(QUANTIZE_KEY, "the model has no linear layer that could be quantized", fix))
@@ -206,16 +211,22 @@ def _process_device() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
 
 
-def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear]]:
+def _find_linear_layers(
+    model: Any, modules_to_save: Sequence[str]
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear]]:
     """Yield (parent, name in it, layer) of the linear layers in the model's body, without vision and projector."""
     import torch
 
     core = unwrap_peft(model)
     body, components = getattr(core, "base_model", core), components_by_id(model)
     head = core.get_output_embeddings() if hasattr(core, "get_output_embeddings") else None
+    kept, names = {id(head)}, {*modules_to_save, *getattr(core, "modules_to_not_convert", ())}
+    for name, module in core.named_modules():
+        if name.rpartition(".")[2] in names:
+            kept.update(id(part) for part in module.modules())
     for parent in body.modules():
         for name, layer in parent.named_children():
-            is_linear = type(layer) is torch.nn.Linear and layer is not head
+            is_linear = type(layer) is torch.nn.Linear and id(layer) not in kept
             if is_linear and components.get(id(layer.weight)) not in ("vision", "projector"):
                 yield parent, name, layer
 

@@ -220,6 +220,8 @@ class TemporalForConditionalGeneration(TemporalPreTrainedModel, GenerationMixin)
     """
 
     base_model_prefix = ""
+    modules_to_not_convert = ("encoder", "projector")
+    """Modules whose layers `model.quantize` leaves as they are: only the language model is quantized."""
 
     def __init__(self, config: TemporalConfig) -> None:
         super().__init__(config)

@@ -43,7 +43,7 @@ def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
             log_stdout(str(report))  # stdout of each rank is its log file; rank 0's is on the terminal too
     if wanted.quantize is not None:
         # After `init`, whose values replace those of the layers; before the adapters, whose class follows the layer's.
-        summary = quantize_model(model, wanted.quantize)
+        summary = quantize_model(model, wanted.quantize, task.export.modules_to_save)
         if run_log is not None:
             run_log.log_event("quantized", **asdict(summary))
             log_stdout(str(summary))

@@ -152,7 +152,7 @@ class ModelSource:
 
         base, quantize = self.load(self.recipe.model), self.recipe.model.quantize
         if quantize is not None:
-            quantize_model(base, quantize)
+            quantize_model(base, quantize, self.task.export.modules_to_save)
         return load_adapters(base, folder)
 
     def save_processor(self, folder: Path) -> None:

@@ -141,7 +141,7 @@ class FrozenReferenceTask(TextTask):
         if wanted.init is not None:
             load_init(model, wanted.init)
         if wanted.quantize is not None:
-            quantize_model(model, wanted.quantize)
+            quantize_model(model, wanted.quantize, self.export.modules_to_save)
         adapter = None if wanted.lora is None else read_adapter(wanted.path)
         if adapter is not None:  # the policy's, before its training
             model = continue_adapter(model, adapter, (), 0.0, self.recipe.seed).get_base_model()

@@ -49,6 +49,14 @@ def test_the_body_is_quantized_and_the_head_is_not(auto: Any, kind: Any, name: s
     assert not any(p.requires_grad for p in model.model.layers.parameters() if not p.is_floating_point())
 
 
+def test_layers_that_are_trained_in_full_are_not_quantized() -> None:
+    model = llama()
+    assert quantize_model(model, "nf4", ["k_proj", "mlp"]).num_layers == 6
+    assert {name.rpartition(".")[2] for name, kind in kinds(model).items() if kind == "Linear4bit"} == {
+        "q_proj", "v_proj", "o_proj"
+    }  # fmt: skip
+
+
 def test_a_quantized_layer_computes_with_the_nearest_values_of_its_blocks() -> None:
     """NF4 by hand: 16 levels (QLoRA, appendix E) times the largest magnitude of each 64 values, which itself is rounded."""
     levels = torch.tensor([

@@ -54,6 +54,15 @@ def test_adapters_leave_the_encoder_alone_and_train_the_projector(tmp_path: Path
     assert not any(".encoder." in name for name in names)
 
 
+def test_the_language_model_alone_is_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
+    values = find_task("temporal").tiny(tmp_path)
+    model = build_model(make(tmp_path, model={**values["model"], "lora": {"rank": 2}, "quantize": "nf4"}))
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+    assert len(names) == 14
+    assert all(".language_model." in name for name in names)
+
+
 def test_encoders_alone_need_no_language_model(tmp_path: Path) -> None:
     task = make(tmp_path, {"stage": "masked"}, model={})
     task.checks.required_keys()

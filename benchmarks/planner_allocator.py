@@ -77,8 +77,25 @@ def make_recipe(case: dict[str, Any], folder: Path) -> RunConfig:
     """Return the recipe of a case, with data and a small tokenizer in `folder`."""
     values = make_config(case, MODELS).model_dump()
     values["data"]["train"] = str(folder / "train.jsonl")
-    values["model"]["tokenizer"] = {"train": "bpe", "vocab_size": 320}
+    if values["model"]["config"]["model_type"] == "qwen2_5_vl":
+        values["model"]["processor"] = str(write_qwen_processor(folder / "processor"))
+    else:
+        values["model"]["tokenizer"] = {"train": "bpe", "vocab_size": 320}
     return RunConfig.model_validate(values)
+
+
+def write_qwen_processor(folder: Path) -> Path:
+    """Write a processor of Qwen2.5-VL with its own sizes of patches, and a small tokenizer. Needs torchvision."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    from dstrain.data.encoding.tokenization import train_tokenizer
+
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 4, 300)
+    names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer.add_tokens([*names], special_tokens=True)
+    processor = Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+    processor.save_pretrained(folder)
+    return folder
 
 
 def plan_case(case: dict[str, Any]) -> MemoryPlan:

@@ -251,10 +251,17 @@ class PlanInputs:
 
     @property
     def offloaded_share(self) -> float:
-        """Share of the offloaded optimizer's subgroups that is off the GPU, rounded as `offload_optimizer.ratio` is."""
+        """Share of the offloaded optimizer's values that is off the GPU, by `offload_optimizer.ratio`.
+
+        Whole subgroups stay on the GPU, the first ones, and all but the last are full: DeepSpeed rounds their number
+        down (`DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions`, 0.19).
+        """
         ratio = float((self.zero.get("offload_optimizer") or {}).get("ratio", 1.0))
-        subgroups = max(1, ceil(self.sharded / max(self.sub_group, 1))) if self.stage == 3 else 1
-        return 1 - int((1 - ratio) * subgroups) / subgroups if self.device == "cuda" else 1.0
+        if self.device != "cuda" or self.stage != 3 or not self.sharded:
+            return 1.0
+        size = max(1, self.setting("sub_group_size", 1e9))
+        kept = int((1 - ratio) * ceil(self.sharded / size)) * size
+        return 1 - min(1.0, kept / self.sharded)
 
     @property
     def weights_device(self) -> str | None:

@@ -54,6 +54,8 @@ INDEXING = {
     aten._index_put_impl_.default,
 }
 """Operations that look for the places of truth values first, if an index is made of them."""
+EXACT = {torch.int32, torch.int64, torch.bool}
+"""Types of tensors that decide the shapes of others."""
 WITHOUT_VALUES = {
     "empty",
     "empty_like",
@@ -345,17 +347,24 @@ class Values(TorchDispatchMode):
             print(f"cuda emulator: no values of {func}: {reason}", file=sys.stderr, flush=True)
 
 
-class FiniteValues(TorchDispatchMode):
-    """Computes nothing; what the host reads from a device is finite: 1 for numbers, False for truth values."""
+class FiniteValues(Values):
+    """Computes small tensors of integers and truth values alone, which decide shapes, windows and positions.
 
-    supports_higher_order_operators = True
+    What the host reads of other tensors is finite: 1 for numbers, False for truth values.
+    """
+
+    LARGEST = 1 << 22
+    """Values of the largest tensor that is computed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is aten._is_all_true.default and args[0].is_cuda:
             return torch.ones((), dtype=torch.bool)  # models ask it of masks
-        output = func(*args, **(kwargs or {}))
+        if self._is_small_and_exact(args, kwargs):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        output = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].is_cuda:
             if isinstance(output, bool):
                 return False
@@ -364,3 +373,10 @@ class FiniteValues(TorchDispatchMode):
         if to_host and output.is_floating_point() and output.numel() < 10_000:
             output.fill_(1.0)
         return output
+
+    def _is_small_and_exact(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if not tensors:
+            dtypes = {kwargs.get("dtype")}
+        return dtypes <= EXACT and all(tensor.numel() <= self.LARGEST for tensor in tensors)

@@ -72,6 +72,9 @@ class Batch:
 
     other_groups: Mapping[str, tuple[PackedGroup, ...]] = field(default_factory=dict)
     """Groups of further packed rows in `tensors`, by the prefix of the tensors' names."""
+    has_padding: bool | None = None
+    """Whether `attention_mask` hides a token; `to` sets it where the mask is still on the host. None: unknown, or there
+    is no mask."""
     sequence: SequenceGroup | None = None
     """The processes that compute the batch together, of which each has this batch, with its own part of the weight,
     the targets and the number of tokens; None: this process computes all of it."""
@@ -91,7 +94,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on the device, copied asynchronously if pinned."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        mask, has_padding = self.tensors.get("attention_mask"), self.has_padding
+        if mask is not None and mask.device.type == "cpu":
+            has_padding = not bool(mask.all())
+        return replace(self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True)), has_padding=has_padding)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory."""

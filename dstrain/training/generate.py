@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
 from dstrain.errors import TaskError
 from dstrain.models.attention.model_types import needs_equal_prompt_lengths
+from dstrain.models.patches import features_placed_without_waits, padding_known
 from dstrain.models.router_loss import router_logits_disabled
 from dstrain.tasks.common.forward import vision_inputs
 from dstrain.training.engine.base import EvalEngine, seed_step
@@ -179,16 +180,22 @@ def _generate_batch(
     engine: EvalEngine | GenerationModel, batch: Batch, stop_ids: set[int], max_new_tokens: int, streamer: Any = None
 ) -> list[list[int]]:
     """Return up to `max_new_tokens` ids for each row of the batch. Collective under ZeRO-3."""
-    here = batch.to(engine.world.device)
-    written = engine.unwrapped.generate(
-        **{name: here.tensors[name] for name in ("input_ids", "attention_mask")},
-        **vision_inputs(engine.unwrapped, here),
-        max_new_tokens=max_new_tokens,
-        # Until all ranks are done: a rank's forward pass needs the shards of the others.
-        synced_gpus=engine.is_sharded,
-        streamer=streamer,
-        stopping_criteria=[_IgnoreDummyRows(batch.dummy_rows), _RecordProgress(engine.world)],
-    )
+    model, device = engine.unwrapped, engine.world.device
+    here = (batch.pin_memory() if device.type == "cuda" else batch).to(device)
+    inputs = {name: here.tensors[name] for name in ("input_ids", "attention_mask")}
+    with ExitStack() as patches:
+        patches.enter_context(padding_known(inputs["attention_mask"].shape, here.has_padding))
+        if here.vision:
+            patches.enter_context(features_placed_without_waits(model))
+        written = model.generate(
+            **inputs,
+            **vision_inputs(model, here),
+            max_new_tokens=max_new_tokens,
+            # Until all ranks are done: a rank's forward pass needs the shards of the others.
+            synced_gpus=engine.is_sharded,
+            streamer=streamer,
+            stopping_criteria=[_IgnoreDummyRows(batch.dummy_rows), _RecordProgress(engine.world)],
+        )
     rows = written[: len(written) - batch.dummy_rows, here.tensors["input_ids"].shape[1] :]
     return [_truncate_at_stop(row, stop_ids) for row in rows.tolist()]
 

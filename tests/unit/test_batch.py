@@ -32,6 +32,14 @@ def test_all_tensors_move_those_of_images_too() -> None:
     assert set(moved.tensors) == {"a", "b"}
 
 
+@pytest.mark.parametrize(("mask", "has_padding"), [([[1, 1], [1, 0]], True), ([[1, 1], [1, 1]], False)])
+def test_the_host_knows_of_padding_before_the_mask_moves(mask: list[list[int]], has_padding: bool) -> None:
+    moved = make().with_tensors({"attention_mask": torch.tensor(mask)}).to(torch.device("meta"))
+    assert moved.has_padding is has_padding
+    assert moved.to(torch.device("meta")).has_padding is has_padding, "a second copy does not ask the device"
+    assert make().to(torch.device("meta")).has_padding is None
+
+
 def test_every_tensor_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)  # there is no GPU to pin for
     pinned = make(vision={"pixel_values": torch.zeros(1)}).pin_memory()

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,16 @@ IMAGE_GRIDS = "image_grid_thw"
 """(N, 3), rows of patches of N images along time, height and width, in families that count positions by them."""
 BLANK_IMAGE_SIZE = 56
 """Width and height of the blank image in pixels; the processor scales it as any other."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """What a processor makes of the images of a batch."""
+
+    tensors: dict[str, torch.Tensor]
+    """The model's inputs, by parameter name."""
+    num_tokens: int
+    """Image tokens that these images take."""
 
 
 class VisionProcessor:
@@ -163,8 +173,8 @@ class VisionProcessor:
         return self._tokenize(self.blank_image_text)
 
     @cached_property
-    def blank_image_inputs(self) -> dict[str, torch.Tensor]:
-        """The model's inputs for the blank image."""
+    def blank_image_inputs(self) -> ImageInputs:
+        """What the processor makes of the blank image."""
         return self._process_images([_make_blank_image()], **self._blank_image_kwargs)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -172,13 +182,17 @@ class VisionProcessor:
 
     def image_inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
         """Return the model's inputs for the images of a batch in order, by parameter name."""
+        return self._inputs_of(images).tensors
+
+    def _inputs_of(self, images: Sequence[Image]) -> ImageInputs:
         return self._process_images(images) if images else self.blank_image_inputs
 
-    def _process_images(self, images: Sequence[Image], **kwargs: Any) -> dict[str, torch.Tensor]:
+    def _process_images(self, images: Sequence[Image], **kwargs: Any) -> ImageInputs:
         outputs = self._get_thread_processor()(
             text=[self.image_token * len(images)], images=[*images], return_tensors="pt", **kwargs
         )
-        return {name: value for name, value in outputs.items() if name not in TEXT_INPUTS}
+        tensors = {name: value for name, value in outputs.items() if name not in TEXT_INPUTS}
+        return ImageInputs(tensors, int(self.token_type_ids(outputs["input_ids"]).sum()))
 
     def token_type_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return (B, L) int64, 1 for image tokens, of ids (B, L)."""
@@ -191,14 +205,37 @@ class VisionProcessor:
 
         A packed batch gets a dummy group in place of the row.
         The vision tower thus runs on every rank for every batch: with ZeRO all ranks must gather the
-        same weights and reduce the same gradients in the same order.
+        same weights and reduce the same gradients in the same order. Raises DataError where the rows have another
+        number of image tokens than their images take.
         """
         if not images:
             batch = self._append_blank_group(batch) if batch.is_packed else self._append_blank_row(batch)
-        vision = self.image_inputs(images)
+        made, kinds = self._inputs_of(images), self.token_type_ids(batch.tensors["input_ids"])
+        if int(kinds.sum()) != made.num_tokens:
+            raise DataError(self._describe_mismatch(batch, kinds, images))
+        vision = made.tensors
         if batch.is_packed and IMAGE_GRIDS in vision:
             batch = batch.with_tensors({"position_ids": self._rope_positions(batch, vision[IMAGE_GRIDS])})
-        return replace(batch, vision={**vision, MM_TOKEN_TYPE_IDS: self.token_type_ids(batch.tensors["input_ids"])})
+        return replace(batch, vision={**vision, MM_TOKEN_TYPE_IDS: kinds})
+
+    def _describe_mismatch(self, batch: Batch, kinds: torch.Tensor, images: Sequence[Image]) -> str:
+        """Return which row has another number of image tokens than its images take; `kinds`: (B, L), 1 for such tokens."""
+        lengths = [group.tokens for group in batch.groups]
+        rows = kinds[0].split(lengths) if batch.is_packed else kinds
+        needs = [self._count_image_tokens(image.size) for image in images]
+        row, places, needed, first = 0, 0, 0, 0
+        for row, is_image in enumerate(rows):  # noqa: B007  read after the loop
+            places, needed = int(is_image.sum()), 0
+            while needed < places and first < len(needs):
+                needed += needs[first]
+                first += 1
+            if needed != places:
+                break
+        sample = f" (sample {batch.samples[row % len(batch.samples)]})" if batch.samples else ""
+        return (
+            f"row {row} of a batch{sample} has {places} image tokens, and its images take {needed}: "
+            "an image has another size than where the record was encoded; a change of images must keep their size"
+        )
 
     def attach_no_images(self, batch: Batch) -> Batch:
         """Return a batch of data without any images: the vision tower runs on no rank."""
@@ -242,6 +279,10 @@ class VisionProcessor:
         sizes = [(time, height // merged, width // merged) for time, height, width in grids.tolist()]
         is_image = self.token_type_ids(batch.tensors["input_ids"])[0].numpy() > 0
         return torch.from_numpy(packed_rope_positions(is_image, batch.groups, sizes))[:, None]
+
+    def _count_image_tokens(self, size: tuple[int, int]) -> int:
+        ids = self._tokenize(self.get_image_text(size))
+        return sum(token in self.image_token_ids for token in ids)
 
     def downscale(self, image: Image) -> Image | None:
         """Return a smaller image with the same processor output; None if there is none."""

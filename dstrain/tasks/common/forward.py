@@ -20,7 +20,7 @@ from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, attends_bo
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.attention.sequence import sum_over_sequence
 from dstrain.models.heads import ChunkFunction, HeadInput, ScoreFields, TokenScores, capture_head_input
-from dstrain.models.patches import rows_of_one_sequence
+from dstrain.models.patches import features_placed_without_waits, padding_known, rows_of_one_sequence
 from dstrain.models.router_loss import router_logits_disabled
 
 # Shapes: B rows, L tokens, K targets, V vocabulary. A model is one of transformers, out of peft's wrapper (`unwrap_peft`).
@@ -171,14 +171,20 @@ def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) ->
 def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
     """Run the model on the batch's rows and dummy rows, all padded on the right or packed. Returns its output."""
     assert not hasattr(model, "get_base_model"), "peft's wrapper hides the family: give the model inside, `unwrap_peft`"
-    if batch.is_packed:
-        _check_packed_attention(model)
-        kwargs = packed_model_kwargs(batch)
-        with router_logits_disabled(model):
-            return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
-    mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(model) else {}
-    with contextlib.nullcontext() if mask else rows_of_one_sequence():
-        return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
+    inputs = {"input_ids": batch.tensors["input_ids"], **vision_inputs(model, batch), **model_kwargs}
+    with contextlib.ExitStack() as patches:
+        if batch.vision:
+            patches.enter_context(features_placed_without_waits(model))
+        if batch.is_packed:
+            _check_packed_attention(model)
+            inputs |= packed_model_kwargs(batch)
+            patches.enter_context(router_logits_disabled(model))
+        elif needs_attention_mask(model):
+            mask = inputs["attention_mask"] = batch.tensors["attention_mask"]
+            patches.enter_context(padding_known(mask.shape, batch.has_padding))
+        else:
+            patches.enter_context(rows_of_one_sequence())
+        return model(**inputs)
 
 
 def _check_packed_attention(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dstrain.data.formats.preferences import Preference
 from dstrain.data.loading.rows import pack_rows
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor, packed_rope_positions
+from dstrain.errors import DataError
 from dstrain.models.load import read_config
 from dstrain.models.processors import build_processor, count_special_tokens, sync_config_with_processor
 from dstrain.tasks.common.forward import forward_logits
@@ -199,6 +201,24 @@ def test_images_in_some_rows_of_a_batch_reach_their_rows_alone(family: tuple[Any
     )
     alone = sight.attach_images(text_batch(sight, with_image), [image])
     assert torch.allclose(forward_logits(model, batch)[1], forward_logits(model, alone)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_row_whose_images_take_other_tokens_is_named(family: tuple[Any, VisionProcessor], is_packed: bool) -> None:
+    """The model would find it on the device, where each pass would wait for it."""
+    _, sight = family
+    image = picture(3)
+    place = sight.get_image_text(image.size)
+    batch = replace(text_batch(sight, f"{place} a fox", f"{place} {place} a dog", "what?"), samples=(5, 8, 9))
+    if is_packed:
+        ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
+        rows = pack_rows([row[: int(length)].numpy() for row, length in zip(ids, mask.sum(1), strict=True)])
+        batch = replace(batch, tensors=rows.input_tensors(), groups=rows.groups)
+    tokens = int(sight.token_type_ids(batch.tensors["input_ids"]).sum()) // 3
+    fault = rf"row 1 of a batch \(sample 8\) has {2 * tokens} image tokens, and its images take {tokens}"
+    with pytest.raises(DataError, match=fault):
+        sight.attach_images(batch, [image, image])
+    assert sight.attach_images(batch, [image] * 3).vision
 
 
 def test_a_processor_is_known_by_what_it_does() -> None:

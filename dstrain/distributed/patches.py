@@ -333,6 +333,32 @@ def _fill_constants(function: Callable[..., torch.Tensor]) -> Callable[..., torc
     return call
 
 
+def _offloads(optimizer: Any) -> bool:
+    """Return whether a ZeRO optimizer keeps weights or states outside the device."""
+    return any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param"))
+
+
+def queue_waits_for_persistent_weights(optimizer: Any) -> None:
+    """Patch a stage-3 optimizer: after an update the host does not wait for the weights that stay whole.
+
+    DeepSpeed gathers them and then waits for the whole device, though the handle of each gather already makes the next
+    kernels wait for it (`_post_step` in stage3.py, `_allgather_params_coalesced` in partition_parameters.py of
+    deepspeed/runtime/zero). Optimizers that offload are left alone.
+    """
+    finish = getattr(optimizer, "_post_step", None)
+    if _offloads(optimizer) or finish is None:
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    def finish_queued(*args: Any, **kwargs: Any) -> None:
+        with replaced(get_accelerator(), "synchronize", lambda *_: None):
+            finish(*args, **kwargs)
+
+    optimizer._post_step = finish_queued
+
+
 def queue_waits_for_reduction(optimizer: Any) -> None:
     """Patch a ZeRO optimizer on a GPU: the next kernels wait for the reduction of gradients instead of the host.
 
@@ -340,9 +366,8 @@ def queue_waits_for_reduction(optimizer: Any) -> None:
     `overlap_comm` for the whole device (`independent_gradient_partition_epilogue`), and the GPU has nothing to do until
     the next kernels are launched. Optimizers that offload are left alone: their host reads the gradients.
     """
-    offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param"))
     stream = getattr(optimizer, "reduction_stream", getattr(optimizer, "reduce_and_partition_stream", None))
-    if offloads or stream is None:
+    if _offloads(optimizer) or stream is None:
         return
     import torch
     from deepspeed.accelerator import get_accelerator

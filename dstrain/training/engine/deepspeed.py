@@ -16,6 +16,7 @@ from dstrain.distributed.patches import (
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
+    queue_waits_for_persistent_weights,
     queue_waits_for_reduction,
     read_norm_once,
     replay_bias_correction,
@@ -86,6 +87,7 @@ class DeepSpeedEngine(Engine):
         unite_partial_offload(self.engine.optimizer)
         find_overflow_by_norm(self.engine.optimizer)
         queue_waits_for_reduction(self.engine.optimizer)
+        queue_waits_for_persistent_weights(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
         if zero["stage"] and world.device.type == "cpu":
             compute_norm_in_blocks(self.engine.optimizer)

@@ -37,6 +37,7 @@ from dstrain.distributed.patches import (
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
+    queue_waits_for_persistent_weights,
     queue_waits_for_reduction,
     read_norm_once,
     replay_bias_correction,
@@ -351,6 +352,30 @@ def test_optimizers_that_offload_or_have_no_stream_wait_as_before() -> None:
         optimizer = SimpleNamespace(**attributes)
         queue_waits_for_reduction(optimizer)
         assert vars(optimizer) == attributes
+
+
+@pytest.mark.parametrize(("offload", "waits"), [(False, 0), (True, 1)])
+def test_the_host_does_not_wait_for_persistent_weights(
+    offload: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update of stage 3; DeepSpeed waits for the device there, in `_allgather_params_coalesced`."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    assert "get_accelerator().synchronize()" in inspect.getsource(Init._allgather_params_coalesced)
+    calls: list[str] = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda: calls.append("wait"), raising=False)
+
+    def finish(timer_names: Any) -> None:
+        calls.append("gather")
+        get_accelerator().synchronize()
+
+    optimizer = SimpleNamespace(_post_step=finish, offload_optimizer=offload)
+    queue_waits_for_persistent_weights(optimizer)
+    optimizer._post_step([])
+    assert calls == ["gather", *["wait"] * waits]
+    get_accelerator().synchronize()
+    assert len(calls) == 2 + waits, "it waits again behind the step"
 
 
 def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:

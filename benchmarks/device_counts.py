@@ -1,20 +1,24 @@
-"""Count launches, waits and copies of training on an emulated CUDA device, beside a plain DeepSpeed loop.
+"""Count launches, waits and copies of training on emulated CUDA devices, beside a plain DeepSpeed loop and TRL.
 
-    python -m tools.cuda_emulator python -m benchmarks.device_counts --to docs/measurements/gpu-waits.md [--tasks sft,rm]
+    EMU_GPUS=2 python -m tools.cuda_emulator python -m benchmarks.device_counts --to docs/measurements/gpu-waits.md
 
-Tiny models, one process, bf16. A step has 4 samples in one micro-batch; the further micro-batches are those of a step
-with the same samples in four. Each run is a fork of this process, which has imported torch but used no device.
+Tiny models, bf16, one or two processes. A step has 4 samples of each process in one micro-batch; the further
+micro-batches are those of a step with the same samples in four. Each process of a run is a fork of this one, which has
+imported torch but used no device. TRL is counted where it can be imported (`pip install trl==1.16.0`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,11 +30,14 @@ from tools.cuda_emulator.counts import read_counts
 STEPS, FIRST_COUNTED = 10, 5
 """Steps of a run, and the first of those that are counted: buffers are made and the updates are checked before."""
 LOG_EVERY = 4
+RECIPE = "recipe.yaml"
 SAMPLES = 4
 WAITS = ("device_syncs", "stream_syncs", "event_syncs", "copies_to_host", "copies_from_paged")
 SHOWN = ("kernels", "products", *WAITS, "copies_from_pinned")
 
 Counts = dict[str, int]
+DSTRAIN, PLAIN, TRL = "dstrain", "plain DeepSpeed", "TRL"
+"""Programs that are counted: PLAIN is the loop of benchmarks/speed, TRL the trainer of the task without ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -40,61 +47,96 @@ class CountedRun:
     task: str
     preset: str = "zero2"
     micro_batches: int = 1
-    is_plain: bool = False
-    """True for the loop on DeepSpeed of benchmarks/speed instead of dstrain."""
+    program: str = DSTRAIN
+    processes: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Overrides sections of the recipe."""
 
     @property
     def name(self) -> str:
         """The row of the table."""
-        return f"{'plain DeepSpeed' if self.is_plain else 'dstrain'} {self.task}"
+        return f"{self.program} {self.task}"
 
 
 def count_run(run: CountedRun) -> dict[str, Counts]:
-    """Return the counts of `step`, `log row` and `evaluation`, each the largest of those counted, in a new process.
+    """Return the counts of `step`, `log row` and `evaluation`, each the largest of those counted, in new processes.
 
-    Of a plain loop `step` alone. Raises RuntimeError where the run fails.
+    Of several ranks the largest. Of other programs than dstrain `step` alone. Raises RuntimeError where the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-counts-") as name:
-        result = Path(name) / "counts.json"
-        _, status = os.waitpid(fork(lambda: _write_counts(run, Path(name), result), Path(name) / "log"), 0)
-        if status or not result.is_file():
-            log = (Path(name) / "log").read_text(errors="replace")
-            raise RuntimeError(f"{run.name} at {run.preset} failed:\n{log[-3000:]}")
-        return dict(json.loads(result.read_text()))
+        folder, port = Path(name), _free_port()
+        _write_recipe(run, folder)
+        ranks = range(run.processes)
+        processes = [
+            fork(lambda rank=rank: _write_counts(run, folder, rank, port), folder / f"log-{rank}")  # type: ignore[misc]
+            for rank in ranks
+        ]
+        if not _wait_for_all(processes):
+            logs = [(folder / f"log-{rank}").read_text(errors="replace")[-3000:] for rank in ranks]
+            raise RuntimeError(f"{run.name} at {run.preset} failed:\n" + "\n".join(logs))
+        counts = [json.loads((folder / f"counts-{rank}.json").read_text()) for rank in ranks]
+        return {part: _largest([of_rank[part] for of_rank in counts]) for part in counts[0]}
 
 
-def _write_counts(run: CountedRun, folder: Path, result: Path) -> None:
+def _wait_for_all(processes: Sequence[int]) -> bool:
+    """Return whether all child processes exit with code 0; where one does not, the others are ended."""
+    left, is_ok = set(processes), True
+    while left:
+        process, status = os.wait()
+        left.discard(process)
+        if status and is_ok:
+            is_ok = False
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    return is_ok
+
+
+def _write_counts(run: CountedRun, folder: Path, rank: int, port: int) -> None:
     import torch
 
     torch.cuda._is_in_bad_fork = lambda: False  # an emulated device has no state that a fork would break
-    counts = _count_plain(run, folder) if run.is_plain else _count_training(run, folder)
-    result.write_text(json.dumps(counts))
+    if run.program == TRL:
+        torch.cuda.device_count = lambda: 1  # else its one process takes all of them
+    else:
+        size = {"WORLD_SIZE": str(run.processes), "LOCAL_WORLD_SIZE": str(run.processes)}
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update({**size, **place})
+    count = {DSTRAIN: _count_training, PLAIN: _count_plain, TRL: _count_trl}[run.program]
+    (folder / f"counts-{rank}.json").write_text(json.dumps(count(run, folder / RECIPE)))
 
 
-def _make_recipe(run: CountedRun, folder: Path) -> dict[str, Any]:
+def _write_recipe(run: CountedRun, folder: Path) -> None:
+    import yaml
+
     from dstrain.tasks import find_task
 
     recipe = find_task(run.task).tiny(folder)
+    total, micro = SAMPLES * run.processes, SAMPLES // run.micro_batches
     recipe |= {
         "steps": STEPS,
         "precision": "bf16",
-        "ds_config": run.preset,
-        "batch": {**recipe.get("batch", {}), "total": SAMPLES, "micro": SAMPLES // run.micro_batches},
+        "ds_config": "zero0" if run.program == TRL else run.preset,
+        "batch": {**recipe.get("batch", {}), "total": total, "micro": micro},
         "log": {"every": LOG_EVERY, "tensorboard": False},
         "eval": {**recipe.get("eval", {}), "every": LOG_EVERY},
         "save": {"every": 10 * STEPS},
     }
     for section, values in run.changes.items():
         recipe[section] = {**recipe.get(section, {}), **values}
-    return recipe
+    (folder / RECIPE).write_text(yaml.safe_dump(recipe))
 
 
-def _count_training(run: CountedRun, folder: Path) -> dict[str, Counts]:
-    """Train as a launcher's process does, and count between the beginnings of steps, without rows and evaluations."""
+def _make_task(recipe: Path) -> Any:
     import yaml
 
+    from dstrain.config.schema import RunConfig
+    from dstrain.tasks import make_task
+
+    return make_task(RunConfig.model_validate(yaml.safe_load(recipe.read_text())))
+
+
+def _count_training(run: CountedRun, recipe: Path) -> dict[str, Counts]:
+    """Train as a launcher's process does, and count between the beginnings of steps, without rows and evaluations."""
     from dstrain.cli import main
     from dstrain.training.run import Run
 
@@ -119,15 +161,11 @@ def _count_training(run: CountedRun, folder: Path) -> dict[str, Counts]:
         inside.append(dict.fromkeys(begun[-1], 0))
         return take_step(*args, **kwargs)
 
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(_make_recipe(run, folder)))
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({**rank, "MASTER_PORT": str(_free_port())})
     Run.take_step = begin_step  # type: ignore[method-assign]
     Run.log_train_metrics = counted("log row", Run.log_train_metrics)  # type: ignore[method-assign]
     Run.evaluate = counted("evaluation", Run.evaluate)  # type: ignore[method-assign]
     Run.save_checkpoint = counted("save", Run.save_checkpoint)  # type: ignore[method-assign]
-    sys.argv = ["dstrain", "train", str(path), "--run-dir", str(folder / "run")]
+    sys.argv = ["dstrain", "train", str(recipe), "--run-dir", str(recipe.parent / "run")]
     try:
         main()
     except SystemExit as end:
@@ -139,22 +177,53 @@ def _count_training(run: CountedRun, folder: Path) -> dict[str, Counts]:
     return counts | ({"evaluation": _largest(parts["evaluation"][1:])} if parts["evaluation"][1:] else {})
 
 
-def _count_plain(run: CountedRun, folder: Path) -> dict[str, Counts]:
+def _count_plain(run: CountedRun, recipe: Path) -> dict[str, Counts]:
     from benchmarks.speed.plain_deepspeed import PlainDeepSpeed
-    from dstrain.config.schema import RunConfig
-    from dstrain.tasks import make_task
 
     world = join_alone()
     assert world.device.type == "cuda"
-    task = make_task(RunConfig.model_validate(_make_recipe(run, folder)))
+    task = _make_task(recipe)
     samples = task.examples("train")
-    plain = PlainDeepSpeed(task, run.task, [samples[index] for index in range(len(samples))], "bf16")
+    of_rank = [samples[index] for index in range(world.rank, len(samples), world.size)]
+    plain = PlainDeepSpeed(task, run.task, of_rank, "bf16", stage=int(run.preset.removeprefix("zero")))
     steps = []
     for _ in range(STEPS):
         before = read_counts()
         plain()
         steps.append(_difference(before, read_counts()))
     return {"step": _largest(steps[FIRST_COUNTED - 1 :])}
+
+
+def _count_trl(run: CountedRun, recipe: Path) -> dict[str, Counts]:
+    """Train with TRL's trainer, and count between the beginnings of steps; it logs in none of them."""
+    from transformers import TrainerCallback
+
+    from benchmarks.trl_side import DPO, REWARD, SFT, made_side, ordered
+
+    begun: list[Counts] = []
+
+    class CountSteps(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.append(read_counts())
+
+    task = _make_task(recipe)
+    trainer = {"sft": SFT, "rm": REWARD, "dpo": DPO}[run.task]
+    side = made_side(trainer, task, ordered(task), use_cpu=False, bf16=True, logging_steps=10 * STEPS)
+    side.trainer.add_callback(CountSteps())
+    side.trainer.train()
+    steps = [_difference(first, second) for first, second in pairwise(begun)]
+    return {"step": _largest(steps[FIRST_COUNTED - 1 :])}
+
+
+def why_no_trl() -> str:
+    """Return why TRL cannot be counted; "" where it can."""
+    if importlib.util.find_spec("trl") is None:
+        return "not installed"
+    try:
+        import trl  # noqa: F401
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return ""
 
 
 def _free_port() -> int:
@@ -176,31 +245,39 @@ def _largest(counts: Sequence[Counts]) -> Counts:
 
 
 PRESETS = ("zero0", "zero1", "zero2", "zero3")
-PLAIN = ("sft", "rm", "dpo")
-TASKS = ("sft", "rm", "dpo", "kto", "prm", "vlm", "docqa", "temporal", "protein")
+COMPARED = ("sft", "rm", "dpo")
+"""Tasks that are also counted with other programs."""
+TASKS = (*COMPARED, "kto", "prm", "vlm", "docqa", "temporal", "protein")
 
 
-def all_runs() -> list[CountedRun]:
+def all_runs(with_trl: bool) -> list[CountedRun]:
     """Return the runs of the table."""
-    plain = [CountedRun(task, is_plain=True) for task in PLAIN]
-    stages = [CountedRun("sft", preset) for preset in PRESETS if preset != "zero2"]
-    lora = CountedRun("sft", changes={"model": {"lora": {"rank": 4, "alpha": 8}}})
-    return [*plain, *(CountedRun(task) for task in TASKS), *stages, lora]
+    runs = [CountedRun(task, "-", program=TRL) for task in COMPARED if with_trl]
+    runs += [CountedRun(task, program=PLAIN) for task in COMPARED]
+    runs += [CountedRun(task) for task in TASKS]
+    for preset in PRESETS:
+        if preset != "zero2":
+            runs += [CountedRun("sft", preset, program=program) for program in (PLAIN, DSTRAIN)]
+    runs.append(CountedRun("sft", changes={"model": {"lora": {"rank": 4, "alpha": 8}}}))
+    for preset in PRESETS:
+        runs += [CountedRun("sft", preset, program=program, processes=2) for program in (PLAIN, DSTRAIN)]
+    return runs
 
 
 def rows_of(run: CountedRun) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run: its step, of sft each further micro-batch, a log row and an evaluation."""
     counts = count_run(run)
     label = run.name + (", LoRA" if "model" in run.changes else "")
-    if run.task == "sft" and not run.is_plain:
-        many = CountedRun(run.task, run.preset, SAMPLES, changes=run.changes)
+    if run.task == "sft" and run.program == DSTRAIN:
+        many = replace(run, micro_batches=SAMPLES)
         further = count_run(many)["step"]
         counts["further micro-batch"] = {
             name: round((further[name] - counts["step"][name]) / (SAMPLES - 1), 1) for name in further
         }
     for part in ("step", "further micro-batch", "log row", "evaluation"):
         if part in counts:
-            yield {"run": label, "preset": run.preset, "of": part, **{name: counts[part][name] for name in SHOWN}}
+            counted = {name: counts[part][name] for name in SHOWN}
+            yield {"run": label, "processes": run.processes, "preset": run.preset, "of": part, **counted}
 
 
 def import_all() -> None:
@@ -221,12 +298,15 @@ def main() -> None:
     wanted = None if options.tasks is None else options.tasks.split(",")
     rows: list[dict[str, Any]] = []
     import_all()
-    for run in all_runs():
+    obstacle = why_no_trl()
+    for run in all_runs(with_trl=not obstacle):
         if wanted is None or run.task in wanted:
             rows += rows_of(run)
     about = certificate()
     about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    about["command"] = f"EMU_GPUS=2 python -m tools.cuda_emulator {about['command']}"
+    about["versions"] |= {"trl": obstacle or version("trl")}
+    about["versions"] = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     record = "\n".join(f"- {key}: {value}" for key, value in about.items())
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.device_counts", options.to)
 

@@ -13,7 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 class PlainDeepSpeed:
     """Takes steps with `deepspeed.initialize`, forward, backward, step."""
 
-    def __init__(self, task: Any, name: str, examples: Sequence[Mapping[str, Any]], precision: str) -> None:
+    def __init__(
+        self, task: Any, name: str, examples: Sequence[Mapping[str, Any]], precision: str, stage: int = 2
+    ) -> None:
         import deepspeed
 
         optim = task.recipe.optim
@@ -25,7 +27,7 @@ class PlainDeepSpeed:
             optimizer=torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay),
             config={
                 "train_micro_batch_size_per_gpu": task.recipe.batch.micro, "gradient_clipping": optim.clip,
-                "zero_optimization": {"stage": 2}, "bf16": {"enabled": precision == "bf16"},
+                "zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"},
             },
         )  # fmt: skip
         self._device = self._engine.device

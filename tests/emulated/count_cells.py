@@ -1,4 +1,4 @@
-"""Count the waits of runs on the emulator: `python -m tests.emulated.count_cells "sft zero2" "rm zero2"`."""
+"""Count the waits of runs on the emulator: `python -m tests.emulated.count_cells "sft zero2" "sft zero2 2"` (2 processes)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def main() -> None:
     counts = {}
     import_all()
     for name in sys.argv[1:]:
-        task, preset = name.split()
-        run = CountedRun(task, preset, SAMPLES if task == "sft" and preset != "zero0" else 1)
+        task, preset, *processes = name.split()
+        micro_batches = SAMPLES if task == "sft" and preset != "zero0" else 1
+        run = CountedRun(task, preset, micro_batches, processes=int(processes[0]) if processes else 1)
         counts[name] = {
             part: {wait: found[wait] for wait in WAITS if found[wait]} for part, found in count_run(run).items()
         }

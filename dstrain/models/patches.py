@@ -8,6 +8,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from dstrain.device_copies import copy_to_device
 from dstrain.patching import check_version, replaced
 
 if TYPE_CHECKING:
@@ -140,6 +141,38 @@ def _without_comparison(find_places: Callable[..., Any]) -> Callable[..., Any]:
             return find_places(*args, **kwargs)
 
     return find
+
+
+TOKEN_TENSORS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
+"""Attributes of a generation config that `generate` makes of its ids."""
+
+
+@contextmanager
+def special_tokens_prepared_on_host(model: Any) -> Iterator[None]:
+    """Let `generate` check the special tokens of its config on the host, and copy them from page-locked memory.
+
+    transformers copies each to the device and asks it whether an id is negative and whether the pad token ends an
+    answer (`_prepare_special_tokens` in generation/utils.py): four waits for each batch of prompts. A model without
+    that function has a `generate` of its own.
+    """
+    import torch
+
+    check_version("transformers", *TESTED_TRANSFORMERS)
+    prepare = getattr(model, "_prepare_special_tokens", None)
+    if prepare is None:
+        yield
+        return
+
+    def prepare_on_host(generation_config: Any, *args: Any, device: Any = None, **kwargs: Any) -> None:
+        target = model.device if device is None else torch.device(device)
+        prepare(generation_config, *args, device="cpu", **kwargs)
+        for name in TOKEN_TENSORS:
+            ids = getattr(generation_config, name, None)
+            if ids is not None:
+                setattr(generation_config, name, copy_to_device(ids.numpy(), target))
+
+    with replaced(type(model), "_prepare_special_tokens", staticmethod(prepare_on_host)):
+        yield
 
 
 @contextmanager

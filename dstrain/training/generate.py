@@ -21,7 +21,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
 from dstrain.errors import TaskError
 from dstrain.models.attention.model_types import needs_equal_prompt_lengths
-from dstrain.models.patches import features_placed_without_waits, padding_known
+from dstrain.models.patches import features_placed_without_waits, padding_known, special_tokens_prepared_on_host
 from dstrain.models.router_loss import router_logits_disabled
 from dstrain.tasks.common.forward import vision_inputs
 from dstrain.training.engine.base import EvalEngine, seed_step
@@ -184,6 +184,7 @@ def _generate_batch(
     here = (batch.pin_memory() if device.type == "cuda" else batch).to(device)
     inputs = {name: here.tensors[name] for name in ("input_ids", "attention_mask")}
     with ExitStack() as patches:
+        patches.enter_context(special_tokens_prepared_on_host(model))
         patches.enter_context(padding_known(inputs["attention_mask"].shape, here.has_padding))
         if here.vision:
             patches.enter_context(features_placed_without_waits(model))

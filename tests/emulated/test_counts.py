@@ -25,9 +25,9 @@ STEPS = {
     **{f"sft zero{stage} 2": ONCE for stage in range(4)},  # two processes
 }
 """Run -> waits and copies of a step that are not 0: the norm of the gradients, which decides whether to update."""
-OF_A_BATCH, OF_A_TOKEN = 6, 1
-"""Waits of a batch of generated answers, and of each of their tokens: transformers asks whether the prompts are padded
-and whether ids are negative, and whether all answers have ended; the answers are copied at once."""
+OF_A_BATCH, OF_A_TOKEN = 4, 1
+"""Waits of a batch of generated answers, and of each of their tokens: transformers asks whether ids of the prompts are
+negative, whether they are padded (twice), and whether all answers have ended; the answers are copied at once."""
 
 
 @pytest.mark.cuda_emulated

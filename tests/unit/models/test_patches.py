@@ -13,6 +13,7 @@ from dstrain.models.patches import (
     padding_known,
     parameters_on_meta,
     set_special_tokens,
+    special_tokens_prepared_on_host,
 )
 
 
@@ -156,3 +157,29 @@ def test_other_masks_are_those_of_torch() -> None:
     expected = values.masked_scatter(mask, source)
     with features_placed_without_waits(torch.nn.Linear(1, 1)):
         assert torch.equal(values.masked_scatter(mask, source), expected)
+
+
+def test_generate_checks_its_special_tokens_on_the_host() -> None:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    prepare = LlamaForCausalLM._prepare_special_tokens
+    settings = GenerationConfig(eos_token_id=[2, 3], pad_token_id=0)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):  # a device whose values cannot be read
+        model._prepare_special_tokens(settings, True, device="meta", batch_size=2)
+    with special_tokens_prepared_on_host(model):
+        model._prepare_special_tokens(settings, True, device="meta", batch_size=2)
+        moved = (settings._eos_token_tensor, settings._pad_token_tensor)
+        model._prepare_special_tokens(settings, True, device=torch.device("cpu"), batch_size=2)
+    assert [(ids.device.type, ids.shape) for ids in moved] == [("meta", (2,)), ("meta", ())]
+    assert settings._eos_token_tensor.tolist() == [2, 3]
+    assert settings._pad_token_tensor.tolist() == 0
+    assert LlamaForCausalLM._prepare_special_tokens is prepare

@@ -304,7 +304,8 @@ def main() -> None:
             rows += rows_of(run)
     about = certificate()
     about["hardware"] = f"emulated: {about['hardware']}"
-    about["command"] = f"EMU_GPUS=2 python -m tools.cuda_emulator {about['command']}"
+    chosen = "" if options.tasks is None else f" --tasks {options.tasks}"
+    about["command"] = f"EMU_GPUS=2 python -m tools.cuda_emulator python -m benchmarks.device_counts{chosen}"
     about["versions"] |= {"trl": obstacle or version("trl")}
     about["versions"] = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     record = "\n".join(f"- {key}: {value}" for key, value in about.items())

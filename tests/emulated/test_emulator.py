@@ -32,6 +32,14 @@ def test_a_program_that_looks_for_torch_before_it_imports_it_has_values(emulated
 
 
 @pytest.mark.cuda_emulated
+def test_integers_are_computed_without_other_values(emulated_run: EmulatedRun) -> None:
+    """Windows and positions of images follow from them, and so do shapes."""
+    grid = "grid = torch.tensor([[1, 4, 2], [1, 2, 2]]).cuda(); rows = grid.prod(-1).cumsum(0)"
+    done = emulated_run(["-c", f"import torch; {grid}; print(rows.tolist())"], EMU_VALUES="2")
+    assert done.stdout.endswith("[8, 12]\n"), done.stdout
+
+
+@pytest.mark.cuda_emulated
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "expandable_segments:False"])
 def test_a_card_holds_what_it_has(emulated_run: EmulatedRun, allocator: str) -> None:
     done = emulated_run([*CHECKS, "memory"], EMU_MEMORY_MB="2048", EMU_VALUES="0", PYTORCH_CUDA_ALLOC_CONF=allocator)

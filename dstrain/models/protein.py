@@ -275,7 +275,7 @@ class ProteinModel(nn.Module):
         `inputs`: `residues` and `positions`, (B, L); `coordinates`, (B, L, 4, 3) in Å; `visible`, (B, L) bool, where
         the coordinates may be read; `is_residue`, (B, L) bool, false for padding.
         """
-        dtype, visible, positions = self.type_head.weight.dtype, inputs["visible"], inputs["positions"]
+        dtype, visible, positions = self.norm.weight.dtype, inputs["visible"], inputs["positions"]
         # Hidden coordinates are removed here, so that no feature can read them.
         coordinates = torch.where(visible[..., None, None], inputs["coordinates"].float(), 0.0)
         offsets = offset_classes(positions)

@@ -89,7 +89,7 @@ class TemporalEncoder(nn.Module):
         series_positions (B, N, 3) int64: index of the patch in its channel, of the channel, and 1 (0 for padding).
         mask_token (B, N, H): added to the embedding of each patch.
         """
-        dtype, width = self.patch_projection.weight.dtype, self.config.hidden_size
+        dtype, width = self.norm.weight.dtype, self.config.hidden_size
         patches, stats = series.to(dtype).split([series.shape[-1] - NUM_STATS, NUM_STATS], dim=-1)
         patch, channel, is_real = series_positions.unbind(-1)  # (B, N) each
         hidden = self.patch_projection(patches) + self.stats_projection(STATS_SCALE * stats)

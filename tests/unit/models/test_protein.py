@@ -17,6 +17,7 @@ from dstrain.models.protein import (
     residue_frames,
     superposed_rmsd,
 )
+from dstrain.models.quantization import dequantized_weights, quantize_model
 
 
 def model(**values: object) -> ProteinModel:
@@ -51,6 +52,18 @@ def test_hidden_coordinates_are_not_read() -> None:
     other["coordinates"][0, 3] = 77.0
     for found, wanted in zip(model()(other), model()(given), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_quantized_model_computes_with_its_dequantized_weights() -> None:
+    """Features are cast to the dtype of the weights, which is that of codes in a quantized layer."""
+    pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
+    quantized, dequantized = model(hidden_dim=64), model(hidden_dim=64)
+    dequantized.load_state_dict(quantized.state_dict())
+    quantize_model(quantized, "nf4")
+    with dequantized_weights():
+        quantize_model(dequantized, "nf4")
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(inputs()), dequantized(inputs()))
 
 
 def test_padding_changes_nothing() -> None:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from dstrain.device_copies import to_floats
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog
 from dstrain.patching import check_version, replaced
 
@@ -204,26 +203,40 @@ def keep_unaligned_gradients(swapper: Any) -> None:
     swapper.swap_out_gradients = swap_out_aligned
 
 
-def compute_norm_in_blocks(optimizer: Any) -> None:
-    """Patch a ZeRO optimizer on a CPU: it computes the norm of a gradient from the norms of its blocks.
+def use_foreach_norms(optimizer: Any) -> None:
+    """Patch a ZeRO optimizer: the norm of a list of gradients is that of their norms, which are computed together.
 
-    DeepSpeed copies each gradient to fp64, and most of the time goes into pages for the copy. The copy of a block stays
-    in the processor's cache.
+    DeepSpeed copies each gradient to fp64 for its norm (`get_grad_norm_direct`): on a GPU two kernels for each tensor,
+    and on a CPU most of the time goes into pages for the copy.
     """
-    # The optimizer of stage 1 in bf16 has another norm, which makes no such copy.
+    # The optimizer of stage 1 in bf16 has another norm: read_norm_once.
     compute_norm = getattr(optimizer, "get_grad_norm_direct", None)
     if compute_norm is None:
         return
 
-    def norm_of_blocks(
+    def norm_of_norms(
         gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor], norm_type: float = 2
     ) -> torch.Tensor:
-        # DeepSpeed leaves out gradients with this mark, so they stay as they are.
-        blocks = [one if getattr(one, "_zero_padding", False) else block_norms(one) for one in gradients]
-        norm: torch.Tensor = compute_norm(blocks if norm_type == 2 else gradients, params, norm_type)
+        # DeepSpeed leaves out gradients with this mark.
+        counted = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        norm: torch.Tensor = compute_norm(
+            [compute_norms(counted)] if counted and norm_type == 2 else gradients, params, norm_type
+        )
         return norm
 
-    optimizer.get_grad_norm_direct = norm_of_blocks
+    optimizer.get_grad_norm_direct = norm_of_norms
+
+
+def compute_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return L2 norms of gradients on one device, or of their parts, which together have the norm of the gradients.
+
+    On a CPU in fp64, of rows. Elsewhere in fp32, one of each gradient, where a kernel takes hundreds of gradients.
+    """
+    import torch
+
+    if gradients[0].device.type == "cpu":
+        return torch.cat([block_norms(gradient) for gradient in gradients])
+    return torch.stack(torch._foreach_norm([gradient.detach() for gradient in gradients], 2, dtype=torch.float32))
 
 
 def block_norms(gradient: torch.Tensor) -> torch.Tensor:
@@ -242,16 +255,13 @@ def block_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def find_overflow_by_norm(optimizer: Any) -> None:
-    """Patch an optimizer of stages 0 to 2: it finds inf and nan by the norm of the gradients alone.
+    """Patch an optimizer of stages 1 and 2: it finds inf and nan by the norm of the gradients alone.
 
-    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device, at
-    stage 0 in bf16 once for each parameter; then it computes the norm and checks that in the same way, with the same
-    consequence (`step` in deepspeed/runtime/zero/stage_1_and_2.py and fp16/unfused_optimizer.py). Other optimizers are
-    left alone, and those that offload: their check reads a value that the backward pass has noted.
+    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device; then
+    it computes the norm and checks that in the same way, with the same consequence (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py). Other optimizers are left alone, and those that offload: their check reads
+    a value that the backward pass has noted.
     """
-    if hasattr(optimizer, "overflow_checker"):  # of stage 0 in bf16
-        check_version("deepspeed", *TESTED_DEEPSPEED)
-        optimizer.overflow_checker.check = lambda *_args, **_kwargs: False
     if not getattr(optimizer, "compute_grad_norm", False) or not hasattr(optimizer, "check_grad_overflow"):
         return
     if optimizer.check_grad_overflow and not optimizer.cpu_offload:
@@ -268,7 +278,6 @@ def read_norm_once() -> None:
     result. The values are the same to the bit. Call it before `deepspeed.initialize`.
     """
     from deepspeed.runtime import bf16_optimizer, utils
-    from deepspeed.runtime.fp16 import unfused_optimizer
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     check_version("deepspeed", *TESTED_DEEPSPEED)
@@ -278,9 +287,8 @@ def read_norm_once() -> None:
         module.mask_nan_or_inf_with_val_inplace = _mask_non_finite
     for module in (stage_1_and_2, stage3):
         module.combine_grad_norm_groups = _on_host(utils.combine_grad_norm_groups)
-    bf16_optimizer.get_global_norm_of_tensors = _on_host(utils.get_global_norm_of_tensors)
-    unfused_optimizer.get_weight_norm = _sum_squared_norms
-    unfused_optimizer.get_global_norm = _read_global_norm
+    bf16_optimizer.get_global_norm_of_tensors = _on_host(_take_norms(utils.get_global_norm_of_tensors))
+    bf16_optimizer.clip_tensors_by_global_norm = _clip_foreach
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
     optimizer.get_grad_norm_direct = _fill_constants(optimizer.get_grad_norm_direct)
 
@@ -300,18 +308,14 @@ def _on_host(compute_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return compute
 
 
-def _sum_squared_norms(parameters: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> Any:
-    """Return the sum of the squared norms of tensors, a scalar on their device; 0.0 without a tensor."""
-    total: Any = 0.0
-    for parameter in parameters:
-        total += parameter.data.float().norm(norm_type) ** norm_type
-    return total
+def _take_norms(compute_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return DeepSpeed's `get_global_norm_of_tensors`, called with one tensor: the norms of the tensors."""
 
+    @wraps(compute_norm)
+    def compute(input_tensors: Sequence[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        return compute_norm([compute_norms(input_tensors)], **kwargs)
 
-def _read_global_norm(norm_list: Sequence[Any]) -> float:
-    """Return the norm of all groups, inf if it is not finite; `norm_list` has their `_sum_squared_norms`."""
-    norms = [square**0.5 for square in to_floats(norm_list)]
-    return math.sqrt(sum(norm**2.0 for norm in norms)) if all(map(math.isfinite, norms)) else math.inf
+    return compute
 
 
 def _fill_constants(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -427,6 +431,116 @@ def _wait_for_the_host_only(wait: Callable[..., None], attribute: str) -> Callab
     return wait_if_offloaded
 
 
+def use_foreach_step(optimizer: Any) -> None:
+    """Patch DeepSpeed's optimizer of stage 0 in bf16: kernels of its step take many tensors each.
+
+    DeepSpeed takes `FP16_UnfusedOptimizer` for any optimizer but its own FusedAdam: for each weight a check of its
+    gradient, which the host waits for, a norm, two casts and a product. Here the norm decides alone, as at other stages.
+    Other optimizers are left alone.
+    """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    import torch
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    weights = [weight for group in optimizer.fp16_groups for weight in group]
+    masters = [master for group in optimizer.fp32_groups for master in group]
+
+    @torch.no_grad()
+    def step(closure: None = None) -> None:
+        trained = [(weight, master) for weight, master in zip(weights, masters, strict=True) if weight.grad is not None]
+        gradients = [weight.grad for weight, _ in trained]
+        norm = float(compute_norms(gradients).norm()) if gradients else 0.0
+        if not math.isfinite(norm):
+            optimizer._skip_invalid_grad_norm()
+            return
+        optimizer.overflow, optimizer._global_grad_norm = False, norm
+        for weight, master in zip(weights, masters, strict=True):
+            # A weight without a gradient decays.
+            master.grad = torch.zeros_like(master) if weight.grad is None else torch.empty_like(master)
+        torch._foreach_copy_([master.grad for _, master in trained], gradients)
+        excess = (norm + 1e-6) / optimizer.clip_grad if optimizer.clip_grad else 0.0
+        if excess > 1:
+            torch._foreach_mul_([master.grad for _, master in trained], 1 / excess)
+        optimizer.optimizer.step()
+        for master in masters:
+            master.grad = None
+        torch._foreach_copy_(weights, masters)
+
+    optimizer.step = step
+
+
+def accumulate_without_casts(optimizer: Any) -> None:
+    """Patch an optimizer that sums 16-bit gradients in fp32: a kernel adds a gradient as it is, or clips many.
+
+    DeepSpeed makes an fp32 copy of each gradient and adds that (`_update_hp_grad` in deepspeed/runtime/bf16_optimizer.py,
+    `_add_to_grad_partition_buffer` in zero/stage_1_and_2.py). The sums are the same to the bit.
+    """
+    if hasattr(optimizer, "_add_to_grad_partition_buffer"):  # of stages 1 and 2
+        check_version("deepspeed", *TESTED_DEEPSPEED)
+        optimizer._add_to_grad_partition_buffer = _add_to_partition
+    if not hasattr(optimizer, "_update_hp_grad"):
+        return
+    import torch
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    @torch.no_grad()
+    def update(weight: torch.Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
+        if weight.grad is None:
+            return
+        weight._hp_grad = optimizer.fp32_groups_gradients[group][index]
+        weight._hp_grad.add_(weight.grad.view_as(weight._hp_grad))
+        optimizer.fp32_groups_has_gradients[group][index] = True
+        if clear_lp_grads:
+            weight.grad.zero_()
+
+    optimizer._update_hp_grad = update
+
+
+def _add_to_partition(output: torch.Tensor | None, source: torch.Tensor) -> None:
+    """Add a gradient to its part of a sum; `output` is None where another process holds that part."""
+    if output is not None:
+        output.add_(source)
+
+
+def _clip_foreach(
+    input_tensors: Sequence[torch.Tensor], max_norm: float, global_norm: float, mpu: Any = None, eps: float = 1e-6
+) -> float:
+    """Multiply the tensors in place so that their norm, which is `global_norm`, is at most `max_norm`; return it."""
+    import torch
+
+    factor = max_norm / (float(global_norm) + eps)
+    if factor < 1:
+        torch._foreach_mul_(list(input_tensors), factor)
+    return global_norm
+
+
+def use_foreach_reduction(engine: Any, world_size: int) -> None:
+    """Patch a DeepSpeed engine: it copies the sums of gradients over the ranks back together; one process has none.
+
+    DeepSpeed concatenates the gradients, sums over one process too, and launches a copy for each of them
+    (`allreduce_and_copy` in deepspeed/runtime/engine.py). Stages 1 to 3 reduce in another way, and of them only stage 1
+    in bf16 with sums in fp32 comes here.
+    """
+    import torch
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    if engine.zero_optimization_stage() and not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    if world_size == 1:
+        engine.enable_backward_allreduce = False
+
+    def allreduce_and_copy(gradients: Sequence[torch.Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+        reduced = engine.allreduce_bucket(gradients, dp_group, dp_world_size)
+        torch._foreach_copy_(gradients, engine.unflatten(reduced, gradients))
+
+    engine.allreduce_and_copy = allreduce_and_copy
+
+
 def flatten_gradients_in_fp32(optimizer: Any) -> None:
     """Patch a ZeRO optimizer: it copies 16-bit gradients into a flat fp32 tensor at once.
 
@@ -459,11 +573,11 @@ def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Ten
     """Return the values of the tensors in a flat one of the size and type of `like`, with zeros at the end."""
     import torch
 
-    flat, start = torch.empty_like(like, requires_grad=False), 0
-    for tensor in tensors:
-        flat[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
-        start += tensor.numel()
-    flat[start:].zero_()
+    flat = torch.empty_like(like, requires_grad=False)
+    sizes = [tensor.numel() for tensor in tensors]
+    *parts, rest = flat.split([*sizes, flat.numel() - sum(sizes)])
+    torch._foreach_copy_([part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)], list(tensors))
+    rest.zero_()
     return flat
 
 

@@ -15,9 +15,7 @@ from dstrain.planner.workload import Workload
 
 Place = Literal["gpu", "host", "nvme"]
 Kind = Literal["state", "buffer", "activation", "reserve"]
-Moment = Literal[
-    "encoder", "scores", "head", "last norm", "layer", "reduction", "embedding", "all-reduce", "clipping", "update"
-]
+Moment = Literal["encoder", "scores", "head", "last norm", "layer", "reduction", "embedding", "all-reduce", "update"]
 MOMENTS: dict[Moment, str] = {
     "encoder": "a frozen encoder computes the features of the images",
     "scores": "the head computes the scores of the targets",
@@ -27,7 +25,6 @@ MOMENTS: dict[Moment, str] = {
     "reduction": "a bucket of gradients is reduced for the first time, in the backward pass of a layer",
     "embedding": "the end of the backward pass: the embedding, or a trained encoder",
     "all-reduce": "processes sum all gradients at once",
-    "clipping": "the norm of the gradients",
     "update": "the optimizer updates the weights",
 }
 """Moments of the last pass of a step at which most memory may be in use, in their order."""
@@ -473,7 +470,6 @@ LAYER: Span = ("layer", "reduction")
 BACKWARD: Span = ("layer", "embedding")
 EMBEDDING: Span = ("embedding", "embedding")
 ALL_REDUCE: Span = ("all-reduce", "all-reduce")
-CLIPPING: Span = ("clipping", "clipping")
 UPDATE: Span = ("update", "update")
 
 ZERO_PAPER = "Rajbhandari et al., arXiv 1910.02054, section 5"
@@ -488,7 +484,7 @@ ALLREDUCE_NUMEL = 500_000_000
 
 
 def _message(run: PlanInputs) -> int:
-    return min(run.trained, max(ALLREDUCE_NUMEL, run.largest_trained))
+    return min(run.trained, max(ALLREDUCE_NUMEL, run.largest_trained)) if run.world_size > 1 else 0
 
 
 def _stage_0_source(run: PlanInputs) -> str:
@@ -575,14 +571,6 @@ def _embedding_gradient(run: PlanInputs) -> float:
     return run.width * run.embedding_numel * (1 + run.shape.tied - is_counted)
 
 
-def _norm_bytes_of_gradients(run: PlanInputs) -> float:
-    """Return the fp64 copy of a process's largest gradient, of which DeepSpeed computes the norm."""
-    if run.device == "cpu" or run.optimizer_device:
-        return 0
-    share = run.trained / run.world_size
-    return 8 * (min(run.largest_trained, share) if run.stage < 3 else run.largest_trained / run.world_size)
-
-
 def _is_hidden(tensor: ParamTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.part not in ("embedding", "head")
 
@@ -641,10 +629,6 @@ BACKWARD_ROWS = (
         "torch/csrc/autograd/input_buffer.cpp"),
 )
 """Gradients on their way from autograd to DeepSpeed."""
-NORM_OF_GRADIENTS = Row(
-    "fp64 copy of a gradient", "gpu", "buffer", CLIPPING, _norm_bytes_of_gradients,
-    lambda run: f"8 x largest tensor{' / N' if run.stage == 3 else ''}", f"{STAGE_1_2} and stage3.py, get_grad_norm_direct",
-)
 STAGE_0_ROWS = (
     *WEIGHTS,
     Row("gradients", "gpu", "state", _span_of_gradients, lambda run: run.trained * run.width, "w T", _stage_0_source),
@@ -653,7 +637,7 @@ STAGE_0_ROWS = (
         lambda run: f"{_stage_0_source(run)}, step"),
     OPTIMIZER_STATES,
     Row("all-reduce message", "gpu", "buffer", ALL_REDUCE, lambda run: _message(run) * run.width,
-        "w min(T, 500 million)", f"{ENGINE}, allreduce_no_retain"),
+        "w min(T, 500 million), 0 with one process", f"{ENGINE}, allreduce_no_retain"),
 )
 MASTER_WEIGHTS = Row(
     "master weights", "optimizer", "state", ALWAYS, lambda run: run.trained / run.world_size * run.master_bytes,
@@ -665,8 +649,8 @@ BF16_OPTIMIZER_ROWS = (
     OPTIMIZER_STATES,
     Row("gradients", "gpu", "state", ALWAYS, lambda run: 6 * run.trained, "2 T, and 4 T for the fp32 sum", BF16_OPTIMIZER),
     # A flat gradient that fills a message of its own is sent without a copy.
-    Row("all-reduce message", "gpu", "buffer", ALL_REDUCE, lambda run: 4 * run.trained * (run.trained <= ALLREDUCE_NUMEL),
-        "4 T, up to 500 million", f"{ENGINE}, allreduce_no_retain"),
+    Row("all-reduce message", "gpu", "buffer", ALL_REDUCE, lambda run: 4 * run.trained * (run.trained <= ALLREDUCE_NUMEL and run.world_size > 1),
+        "4 T, up to 500 million; 0 with one process", f"{ENGINE}, allreduce_no_retain"),
 )
 """Of bf16 at stage 1 with sums in fp32, which DeepSpeed gives to an optimizer of its own."""
 OFFLOADED_GRADIENTS = (
@@ -753,11 +737,11 @@ STAGE_3_ROWS = (
 def state_rows(run: PlanInputs) -> tuple[Row, ...]:
     """Return the rows of weights, gradients, master weights, moments and ZeRO's buffers of the run's stage."""
     gradients = OFFLOADED_GRADIENTS if run.optimizer_device else GRADIENTS
-    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS, NORM_OF_GRADIENTS)
+    rows: tuple[Row, ...] = (*WEIGHTS, MASTER_WEIGHTS, OPTIMIZER_STATES, *gradients, *BUCKETS)
     if run.stage == 0:
         rows = STAGE_0_ROWS
     elif run.stage == 3:
-        rows = (*STAGE_3_ROWS, NORM_OF_GRADIENTS)
+        rows = STAGE_3_ROWS
     elif run.stage == 1 and run.precision == "bf16" and run.grad_bytes == 4:
         rows = BF16_OPTIMIZER_ROWS
     return (*rows, *BACKWARD_ROWS, OPTIMIZER_TEMPORARIES)

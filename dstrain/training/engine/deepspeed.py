@@ -11,7 +11,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.patches import (
-    compute_norm_in_blocks,
+    accumulate_without_casts,
     disable_muon_compile,
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
@@ -21,6 +21,9 @@ from dstrain.distributed.patches import (
     read_norm_once,
     replay_bias_correction,
     unite_partial_offload,
+    use_foreach_norms,
+    use_foreach_reduction,
+    use_foreach_step,
 )
 from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
@@ -89,8 +92,10 @@ class DeepSpeedEngine(Engine):
         queue_waits_for_reduction(self.engine.optimizer)
         queue_waits_for_persistent_weights(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
-        if zero["stage"] and world.device.type == "cpu":
-            compute_norm_in_blocks(self.engine.optimizer)
+        use_foreach_norms(self.engine.optimizer)
+        use_foreach_step(self.engine.optimizer)
+        accumulate_without_casts(self.engine.optimizer)
+        use_foreach_reduction(self.engine, world.size)
         if not zero["stage"]:
             # In bf16 DeepSpeed takes a step with zero gradients to allocate Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def make_optimizer(
     """
     params = [{"params": group.params, "weight_decay": group.weight_decay, "lr": 0.0} for group in param_groups]
     if optim.name == "sgd":
-        return torch.optim.SGD(params)
+        return torch.optim.SGD(params, fused=True)
     if optim.name == "lion":
         return Lion(params, optim.betas)
     if optim.name == "adafactor":
@@ -58,20 +58,40 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         assert closure is None, "gradients are computed before a step"
+        largest = max(parameter.numel() for group in self.param_groups for parameter in group["params"])
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                # Decoupled: the decay does not pass through the sign.
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                # The direction mixes with beta1 into a new tensor, the stored average with beta2 (algorithm 2).
-                parameter.add_(average.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
-                average.lerp_(parameter.grad, 1 - beta2)
+            for parameters in split_by_numel([p for p in group["params"] if p.grad is not None], largest):
+                self._update(parameters, group)
+
+    def _update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of a group; its temporaries are as large as they are."""
+        beta1, beta2 = group["betas"]
+        for parameter in parameters:
+            if "exp_avg" not in self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        # Decoupled: the decay does not pass through the sign.
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        # The direction mixes with beta1 into new tensors, the stored averages with beta2 (algorithm 2).
+        directions = torch._foreach_lerp(averages, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(averages, gradients, 1 - beta2)
+
+
+def split_by_numel(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of successive tensors with at most `limit` values each; a larger tensor is alone."""
+    chunk: list[torch.Tensor] = []
+    numel = 0
+    for tensor in tensors:
+        if chunk and numel + tensor.numel() > limit:
+            yield chunk
+            chunk, numel = [], 0
+        chunk.append(tensor)
+        numel += tensor.numel()
+    if chunk:
+        yield chunk
 
 
 def _make_adamw_8bit(params: Sequence[dict[str, Any]], optim: OptimConfig) -> Any:

@@ -15,7 +15,7 @@ from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import PresetError, RecipeError
 from dstrain.models.params import build_param_groups, muon_param_ids
 from dstrain.preset import Device, Precision, read_preset
-from dstrain.training.engine.optimizers import Lion, make_optimizer
+from dstrain.training.engine.optimizers import Lion, make_optimizer, split_by_numel
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -47,6 +47,32 @@ def test_lion_is_its_papers_algorithm_2() -> None:
     second = [w - 0.1 * (sign + 0.2 * w) for w, sign in zip(first, signs, strict=True)]
     assert weight.tolist() == pytest.approx(second, rel=1e-12)
     assert lion.state[weight]["exp_avg"].tolist() == pytest.approx([0.0277, 0.0001, -0.001], rel=1e-9)
+
+
+def test_lion_updates_many_tensors_as_each_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(7, 3), (50,), (2, 2), (30,), (1,), (9, 5)]
+    start = [torch.randn(size, generator=draw) for size in sizes]
+    gradients = [torch.randn(size, generator=draw) for size in sizes]
+
+    def update(groups: list[list[int]]) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+        for indices in groups:
+            lion = Lion([{"params": [weights[i] for i in indices], "lr": 0.1, "weight_decay": 0.2}], (0.9, 0.99))
+            for turn in range(2):
+                for index in indices:
+                    weights[index].grad = gradients[index] if turn == 0 else -(gradients[index] ** 2)
+                lion.step()
+        return [weight.detach() for weight in weights]
+
+    together, alone = update([[*range(len(sizes))]]), update([[index] for index in range(len(sizes))])
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
+def test_tensors_are_updated_in_lists_of_at_most_the_largest() -> None:
+    tensors = [torch.empty(numel) for numel in (4, 3, 10, 1, 6, 3, 12)]
+    assert [[len(one) for one in part] for part in split_by_numel(tensors, 10)] == [[4, 3], [10], [1, 6, 3], [12]]
+    assert list(split_by_numel([], 10)) == []
 
 
 def test_lion_leaves_a_weight_without_a_gradient_where_it_is() -> None:

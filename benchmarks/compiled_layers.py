@@ -1,9 +1,10 @@
 """Measure torch.compile on each decoder layer, with dynamic shapes, in a DeepSpeed engine: time, graph breaks, recompiles.
 
-    python -m benchmarks.compiled_layers [--preset zero3] [--backend aot_eager]
+    python -m benchmarks.compiled_layers [--preset zero3] [--backend aot_eager] [--attention outside]
 
-The recipe key `compile` is refused; this is the measurement behind it. Both engines take the same steps on micro-batches
-of different shapes, and their losses and gradient norms are compared.
+The recipe key `compile` is refused; this is the measurement behind it. Both engines take the same steps on packed rows of
+different lengths, and their losses and gradient norms are compared. `--attention outside` keeps the compiler from
+tracing the attention of packed rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ SIZES = (2, 3, 4, 1, 3)
 
 
 def measure(
-    *, preset: str = "zero0", shape: str = "tiny", length: int = 48, backend: str = "inductor", rounds: int = 4
+    *,
+    preset: str = "zero0",
+    shape: str = "tiny",
+    length: int = 48,
+    backend: str = "inductor",
+    attention: str = "inside",
+    rounds: int = 4,
 ) -> dict[str, Any]:
     """Compare losses and gradient norms of plain and compiled layers, then time steps that change no weight."""
     import torch._dynamo
 
+    from dstrain.models.attention.packed import PackedAttention
+
     world, counters = join_alone(), torch._dynamo.utils.counters
+    if attention == "outside":
+        PackedAttention.__call__ = torch.compiler.disable(PackedAttention.__call__)  # type: ignore[method-assign]
     sgd = {"optim": {"name": "sgd", "lr": 1e-3}, "model": {"gradient_checkpointing": False}}
     task = made_task(shape, length, 64, sgd)
     examples = task.examples("train")
@@ -51,7 +62,14 @@ def measure(
     assert worst <= 1e-5, f"losses or norms differ by {worst:.1e}"
     rows = [{"layers": name, "first_steps_s": first[name], **ratio(seconds, name, "plain")} for name in told]
     graphs = {"graph_breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
-    settings = {"preset": preset, "shape": shape, "length": length, "backend": backend, "rounds": rounds}
+    settings = {
+        "preset": preset,
+        "shape": shape,
+        "length": length,
+        "backend": backend,
+        "attention": attention,
+        "rounds": rounds,
+    }
     return {"settings": settings | graphs, "checked": f"losses and norms within {worst:.1e}", "rows": rows}
 
 

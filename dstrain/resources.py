@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sysconfig
@@ -53,5 +54,16 @@ def list_missing_for_triton(environment: Mapping[str, str]) -> list[str]:
     return missing
 
 
-TRITON_FIX = "install gcc and Python's headers (apt install gcc python3-dev), or set batch.packing: false"
+def is_triton_ready() -> bool:
+    """Return True where Triton has its launcher, or can compile it."""
+    try:
+        runtime = importlib.import_module("triton.runtime")  # installed with torch for CUDA alone
+        return runtime.driver.active.utils is not None
+    except Exception:  # without a compiler or Python.h, each in its own way
+        return False
+
+
+TRITON_PACKAGES = "install gcc and Python's headers (apt install gcc python3-dev)"
 """Fix for what `list_missing_for_triton` returns."""
+TRITON_FIX = f"{TRITON_PACKAGES}, or set batch.packing: false"
+"""The same for attention of packed batches."""

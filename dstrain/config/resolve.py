@@ -201,7 +201,7 @@ _MUTABLE_KEYS = (
 _MUTABLE_NESTED_KEYS = {
     "batch": ("micro", "accumulate", "tokens_per_micro", "packing", "prefix_sharing", "on_oom"),
     "data": ("eval", "workers", "prefetch", "pin", "on_error"),
-    "model": ("gradient_checkpointing", "attn_implementation", "tiled_mlp"),
+    "model": ("gradient_checkpointing", "attn_implementation", "tiled_mlp", "kernels"),
 }
 
 

@@ -186,6 +186,8 @@ class ModelConfig(Section):
     """dtype in which the weights are loaded. Empty: float32; DeepSpeed then casts them to `precision`."""
     attn_implementation: AttnImplementation = "auto"
     """Attention implementation: auto (chosen by transformers), sdpa, eager, flash_attention_2, flash_attention_3, flex_attention, or a kernel on the Hub such as kernels-community/flash-attn2."""
+    kernels: Literal["auto", "liger", "none"] = "auto"
+    """Fused kernels for norms, rotary embeddings, gated MLPs, and residuals added before a norm. liger: those of liger-kernel, on GPUs, with the extra [kernels], in every module whose values they reproduce; auto: liger where it is installed and can run; none: transformers' own operations."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None

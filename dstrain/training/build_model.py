@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,13 +13,14 @@ from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import add_adapters, add_reference_adapter, continue_adapter
 from dstrain.models.attention.packed import compiles_attention
 from dstrain.models.folder import read_adapter
+from dstrain.models.fused_kernels import find_fused_kernels
 from dstrain.models.gradient_checkpointing import require_input_grads
 from dstrain.models.init_weights import load_init
 from dstrain.models.params import freeze, full_numel, unwrap_peft
 from dstrain.models.quantization import quantize_model
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import RunLog
-from dstrain.resources import TRITON_FIX, list_missing_for_triton
+from dstrain.resources import TRITON_FIX, is_triton_ready, list_missing_for_triton
 from dstrain.tasks import Task
 from dstrain.tasks.common.forward import disable_dropout_in_model
 from dstrain.tasks.common.judge import make_judge
@@ -30,12 +30,16 @@ from dstrain.training.engine.module import FrozenModule, TrainModule
 
 
 def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
-    """Return the model of a new run; log which weights `model.init` matched, and what was quantized.
+    """Return the model of a new run; log its fused kernels, which weights `model.init` matched, and what was quantized.
 
     Collective under ZeRO-3.
     """
     model = task.build_model()
     wanted = task.recipe.model
+    kernels = find_fused_kernels(model)
+    if run_log is not None and kernels is not None:
+        run_log.log_event("kernels", **kernels.as_event())
+        log_stdout(str(kernels))
     if wanted.init is not None:
         report = load_init(model, wanted.init)
         if run_log is not None:
@@ -148,15 +152,6 @@ def check_attention_compiler(
     raise RecipeError(
         Fault("batch.packing", f"{problem} is compiled by Triton, which lacks {' and '.join(missing)}", TRITON_FIX)
     )
-
-
-def is_triton_ready() -> bool:
-    """Return True where Triton has its launcher, or can compile it."""
-    try:
-        runtime = importlib.import_module("triton.runtime")  # installed with torch for CUDA alone
-        return runtime.driver.active.utils is not None
-    except Exception:  # without a compiler or Python.h, each in its own way
-        return False
 
 
 def get_training_dtype(ds_config: Mapping[str, Any]) -> str | None:

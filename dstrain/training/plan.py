@@ -28,6 +28,7 @@ from dstrain.launch.command import free_port
 from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
+from dstrain.models.fused_kernels import check_kernels
 from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS, Cluster
 from dstrain.preset import Device, Preset
@@ -235,6 +236,7 @@ def _prepare_datasets(
     task.checks.run()
     check_sequence_parallel(task)
     task.checks.device()
+    check_kernels(task.recipe.model.kernels, device.type)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         check_attention_compiler(task, get_training_dtype(ds_config), capability, os.environ)

@@ -112,6 +112,7 @@ class ModelSource:
 
     def load(self, model: ModelConfig) -> torch.nn.Module:
         """Load or initialize the model that `model` describes. Collective under ZeRO-3."""
+        from dstrain.models.fused_kernels import fuse_kernels, takes_fused_kernels
         from dstrain.models.tiles import can_need_tiles, enable_tiles
         from dstrain.tasks.common.forward import disable_dropout_in_model
 
@@ -119,6 +120,8 @@ class ModelSource:
         # On the model, not in its config, which an export writes.
         if has_dropout_disabled(self.task):
             disable_dropout_in_model(loaded)
+        if takes_fused_kernels(model.kernels):
+            fuse_kernels(loaded)
         if model.gradient_checkpointing:
             enable_gradient_checkpointing(loaded, float(model.gradient_checkpointing))
         if can_need_tiles(model.tiled_mlp, most_tokens_of_pass(self.recipe, self.task.rows_per_sample)):

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.quantization import preload_bitsandbytes
 from dstrain.resources import TRITON_PACKAGES, is_triton_ready, list_missing_for_triton
 
 # Shapes: B rows, L tokens, H width, F width inside an MLP, A heads, D width of a head, R rotated part of D.
@@ -100,15 +101,15 @@ class Kind(NamedTuple):
     kernel: str
     is_candidate: Callable[[torch.nn.Module], bool]
     """True where a module looks as if it computed this."""
-    make_class: Callable[[torch.nn.Module], type | NotFused]
-    """Returns the class of the module with the kernel. It checks values."""
+    make_class: Callable[[torch.nn.Module], type | NotFused | None]
+    """Returns the class of the module with the kernel, None for a module of another kind. It checks values."""
 
 
 def fuse_kernels(model: torch.nn.Module) -> FusedKernels:
     """Let the modules of a model run with fused kernels where these compute the same. Call it before tiles are set."""
     report, modules = FusedKernels(), [*model.modules()]
     for kind in KINDS:
-        classes: dict[Hashable, type | NotFused] = {}
+        classes: dict[Hashable, type | NotFused | None] = {}
         for module in modules:
             if not kind.is_candidate(module):
                 continue
@@ -118,7 +119,7 @@ def fuse_kernels(model: torch.nn.Module) -> FusedKernels:
             fused_class = classes[key]
             if isinstance(fused_class, NotFused):
                 report.eager[label] = fused_class
-            else:
+            elif fused_class is not None:
                 module.__class__ = fused_class
                 report.fused[label] += 1
     vars(model)[_REPORT] = report
@@ -189,6 +190,7 @@ def _runs_fused(*tensors: torch.Tensor) -> bool:
 
 def _liger(name: str) -> Callable[..., Any]:
     """Return `apply` of one of liger's autograd functions, such as "rms_norm.LigerRMSNormFunction"."""
+    preload_bitsandbytes()  # liger imports peft
     module, _, function = name.partition(".")
     apply: Function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
     return apply
@@ -239,7 +241,11 @@ def _difference(eager: Function, fused: Function, *shapes: Sequence[int]) -> tup
             wanted = _values_and_gradients(eager, shapes, dtype)
         except Exception as error:  # of a family's code, which may need any other argument
             return float("inf"), f"its stand-in does not run: {type(error).__name__}"
-        difference = max(map(_share_apart, wanted, _values_and_gradients(fused, shapes, dtype)))
+        try:
+            computed = _values_and_gradients(fused, shapes, dtype)
+        except Exception as error:  # of liger, or of Triton's compiler
+            return float("inf"), f"its kernel does not run: {type(error).__name__}"
+        difference = max(map(_share_apart, wanted, computed))
         if not difference <= limit:
             return difference, OTHER
     return difference, None
@@ -371,8 +377,11 @@ def _linears(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def fused_mlp_class(module: torch.nn.Module) -> type | NotFused:
-    """Return the class of down(act(gate(x)) * up(x)); the projections stay modules, with their adapters and hooks."""
+def fused_mlp_class(module: torch.nn.Module) -> type | NotFused | None:
+    """Return the class of down(act(gate(x)) * up(x)); the projections stay modules, with their adapters and hooks.
+
+    None for a module that computes something of other shapes, such as attention.
+    """
     module_class, names = type(module), [*_linears(module)]
     reasons: list[NotFused] = []
     for roles in permutations(names):
@@ -393,7 +402,7 @@ def fused_mlp_class(module: torch.nn.Module) -> type | NotFused:
             if reason is None:
                 return _subclass(module_class, forward=forward)
             reasons.append(reason)
-    return _worst_reason(reasons)
+    return OTHER if OTHER in reasons else None
 
 
 class _Projection(SimpleNamespace):
@@ -612,7 +621,9 @@ def _roles_of(module: torch.nn.Module) -> LayerRoles | None:
 def is_layer(module: torch.nn.Module) -> bool:
     """Return True for a layer of attention and MLP whose second norm has a kernel that adds the residual."""
     roles = _roles_of(module)
-    return roles is not None and getattr(module._modules[roles.second_norm], "adds_residual", False)
+    if roles is None or not getattr(module._modules[roles.second_norm], "adds_residual", False):
+        return False
+    return all(isinstance(getattr(module._modules[name], "weight", None), torch.Tensor) for name in roles.norms())
 
 
 def fused_layer_class(module: torch.nn.Module) -> type | NotFused:

@@ -92,7 +92,7 @@ def values_and_gradients(module: torch.nn.Module, width: int, rows: int, dtype: 
     return [one.detach().float() for one in (output, hidden.grad, *(each.grad for each in copied.parameters()))]
 
 
-@pytest.mark.parametrize(("width", "rows"), [*SHAPES, SLOW((16, MANY_ROWS))])
+@pytest.mark.parametrize(("width", "rows"), [*SHAPES, SLOW(16, MANY_ROWS)])
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma3RMSNorm])
 def test_norms_are_equal_in_every_shape(norm: Any, width: int, rows: int) -> None:
     assert_equal_modules(norm(width), fused_kernels.fused_norm_class, width, rows)

@@ -332,7 +332,8 @@ def _norm_forward(module_class: type, eps_name: str, offset: float, casting: str
         weight = getattr(self, "weight", None)
         settings = getattr(self, eps_name), offset, casting, False  # False: the gradient may have other readers
         tensors = [one for one in (hidden_states, weight, residual) if one is not None]
-        if not _runs_fused(*tensors):
+        is_whole = weight is None or weight.shape == hidden_states.shape[-1:]  # not broadcast
+        if not is_whole or not _runs_fused(*tensors):
             summed = hidden_states if residual is None else residual + hidden_states
             normed = eager(self, summed)
             return normed if residual is None else (normed, summed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -21,7 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take th
 if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
     # On a CPU only bitsandbytes has functions compiled, which takes each process ten seconds, and dstrain none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    # Triton compiles for GPUs alone; a kernel that is defined while this is set runs in its interpreter.
+if importlib.metadata.version("torch").endswith("+cpu"):
+    # Triton compiles for GPUs alone. A kernel that is defined while this is set runs in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # The commands of this environment. DeepSpeed's kernels are compiled anew, for minutes, whenever another ninja is found.
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

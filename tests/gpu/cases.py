@@ -255,3 +255,38 @@ def waits(task: str, preset: str) -> list[str]:
     del engine.engine.step
     clean_up(engine)
     return found
+
+
+def fused_pass(family: str, precision: str) -> dict[str, Any]:
+    """Loss, gradients and launches of a pass of a tiny model, eager and with fused kernels."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dstrain.models.fused_kernels import fuse_kernels
+    from tests import model_families
+
+    values = model_families.family(family) | {"hidden_size": 64, "intermediate_size": 96}
+    values |= {"head_dim": 16} if "head_dim" in values else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, precision)).to(device()).train()
+    ids = torch.randint(0, 300, (2, 37), device=device())
+
+    def run() -> tuple[float, list[torch.Tensor], int]:
+        model.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        launches = sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+        grads = [one.grad.float().clone() for one in model.parameters() if one.grad is not None]
+        return float(loss.detach()), grads, launches
+
+    eager = run()
+    report = fuse_kernels(model)
+    run()  # compiles
+    fused = run()
+    apart = sum(float((one - other).square().sum()) for one, other in zip(eager[1], fused[1], strict=True))
+    size = sum(float(one.square().sum()) for one in eager[1])
+    return {
+        "fused": dict(report.fused), "losses": [eager[0], fused[0]], "launches": [eager[2], fused[2]],
+        "apart": (apart / size) ** 0.5,
+    }  # fmt: skip

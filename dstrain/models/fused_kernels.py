@@ -1,6 +1,6 @@
 """Fused Triton kernels of liger-kernel for norms, gated MLPs, rotary embeddings, and residuals added before a norm.
 
-A module is recognized by what it computes. A stand-in of it, with random weights, runs once through the module's own
+A module is recognized by what it computes. A stub of it, with random weights, runs once through the module's own
 forward pass and once through the fused one; the module takes the kernel where values and gradients are equal. It keeps
 its parameters, children and hooks: its class becomes a subclass that has another `forward`.
 """
@@ -32,41 +32,41 @@ EXTRA = 'pip install "dstrain[kernels]"'
 Kernels = Literal["auto", "liger", "none"]
 
 
-def takes_fused_kernels(wanted: Kernels) -> bool:
-    """Return True where models of this process run with fused kernels. `wanted`: the recipe's `model.kernels`.
+def takes_fused_kernels(kernels: Kernels) -> bool:
+    """Return True where models of this process run with fused kernels. `kernels`: the recipe's `model.kernels`.
 
     auto: on a GPU, with liger-kernel installed, and what Triton compiles with.
     """
-    if wanted == "auto":
+    if kernels == "auto":
         is_on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
-        return is_on_gpu and _find_obstacle() is None
-    return wanted == "liger"
+        return is_on_gpu and _find_missing_requirement() is None
+    return kernels == "liger"
 
 
-def check_kernels(wanted: Kernels, device_type: str) -> None:
+def check_kernels(kernels: Kernels, device_type: str) -> None:
     """Raise RecipeError where the recipe asks for fused kernels that cannot run here. `device_type`: of the run."""
-    if wanted != "liger":
+    if kernels != "liger":
         return
-    obstacle = _find_obstacle()
-    if obstacle is not None:
-        raise RecipeError(Fault(KERNELS_KEY, *obstacle))
-    if device_type != "cuda" and not is_interpreted():
+    missing_requirement = _find_missing_requirement()
+    if missing_requirement is not None:
+        raise RecipeError(Fault(KERNELS_KEY, *missing_requirement))
+    if device_type != "cuda" and not uses_interpreter():
         raise RecipeError(Fault(KERNELS_KEY, "is liger, whose kernels run on GPUs", "train on a GPU, or write auto"))
 
 
-def _find_obstacle() -> tuple[str, str] | None:
+def _find_missing_requirement() -> tuple[str, str] | None:
     """Return why liger's kernels cannot run on this machine, and what to do; None where they can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "needs liger-kernel, which is not installed", f"run {EXTRA}, or write auto"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which comes with torch for CUDA and is not installed", "install such a torch"
-    missing = [] if is_interpreted() else list_missing_for_triton(os.environ)
+    missing = [] if uses_interpreter() else list_missing_for_triton(os.environ)
     if missing and not is_triton_ready():
         return f"is compiled by Triton, which lacks {' and '.join(missing)}", f"{TRITON_PACKAGES}, or write none"
     return None
 
 
-def is_interpreted() -> bool:
+def uses_interpreter() -> bool:
     """Return True where Triton's interpreter computes kernels, on a CPU too (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -139,11 +139,12 @@ def find_fused_kernels(model: torch.nn.Module) -> FusedKernels | None:
 def _configuration(module: torch.nn.Module) -> Hashable:
     """Return what decides what a module computes: its class, settings, shapes and the classes of its children."""
     settings = [
-        (name, value if isinstance(value, (bool, int, float, str)) else repr(value))
+        (name, repr(value))
         for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str)) or inspect.isroutine(value)
+        if isinstance(value, (bool, int, float, str, tuple, type(None))) or inspect.isroutine(value)
         if not name.startswith("_") and "idx" not in name and "index" not in name
     ]
+    settings.append(("config", str(id(getattr(module, "config", None)))))
     shapes = [(name, _full_shape(parameter)) for name, parameter in module.named_parameters(recurse=False)]
     children = [(name, type(child)) for name, child in module.named_children()]
     return type(module), tuple(settings), tuple(shapes), tuple(children)
@@ -155,8 +156,8 @@ def _required_inputs(module: torch.nn.Module) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def _worst_reason(reasons: Sequence[NotFused]) -> NotFused:
-    """Return why no kernel was taken: where a stand-in ran, that its values differ."""
+def _main_reason(reasons: Sequence[NotFused]) -> NotFused:
+    """Return why no kernel was taken: where a stub ran, that its values differ."""
     return OTHER if OTHER in reasons else reasons[0]
 
 
@@ -182,7 +183,7 @@ def _runs_fused(*tensors: torch.Tensor) -> bool:
     """Return True where kernels accept these tensors: on a GPU, of one dtype, and not empty."""
     first = tensors[0]
     return (
-        (first.device.type == "cuda" or is_interpreted())
+        (first.device.type == "cuda" or uses_interpreter())
         and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and all(tensor.dtype == first.dtype and tensor.numel() for tensor in tensors)
     )
@@ -196,33 +197,33 @@ def _liger(name: str) -> Callable[..., Any]:
     return apply
 
 
-# ---- Stand-ins, and the comparison of values and gradients ----
+# ---- Stubs, and the comparison of values and gradients ----
 
 ROWS = 7
-"""Tokens of a stand-in's input."""
+"""Tokens of a stub's input."""
 INNER, OUTER = 33, 16
-"""Widths inside and outside of the stand-in of an MLP."""
+"""Widths inside and outside of the stub of an MLP."""
 FP32_ERROR, HALF_ERROR = 1e-5, 2**-5
-"""Largest difference in fp32 and in 16 bits, as a share of the largest value (at least 1)."""
+"""Largest difference in fp32 and in 16 bits, as a share of the largest value of a row."""
 
 Function = Callable[..., Any]
 """Takes tensors, and returns a tensor or a tuple of tensors."""
 
 
-def _stand_in(
+def _make_stub(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], children: Mapping[str, Any] | None = None
 ) -> Any:
     """Return a copy of a module with other parameters and children. The module itself is not changed."""
-    stand_in = copy.copy(module)
+    stub = copy.copy(module)
     device = _device()
     buffers = {name: None if one is None else one.to(device) for name, one in module._buffers.items()}
     parts = {"_parameters": {**tensors}, "_buffers": buffers, "_modules": {**module._modules, **(children or {})}}
-    vars(stand_in).update(parts, training=True)
-    return stand_in
+    vars(stub).update(parts, training=True)
+    return stub
 
 
 def _device() -> torch.device:
-    return torch.device("cpu" if is_interpreted() or not torch.cuda.is_available() else "cuda")
+    return torch.device("cpu" if uses_interpreter() or not torch.cuda.is_available() else "cuda")
 
 
 def _half_dtype() -> torch.dtype:
@@ -240,12 +241,12 @@ def _difference(eager: Function, fused: Function, *shapes: Sequence[int]) -> tup
         try:
             wanted = _values_and_gradients(eager, shapes, dtype)
         except Exception as error:  # of a family's code, which may need any other argument
-            return float("inf"), f"its stand-in does not run: {type(error).__name__}"
+            return float("inf"), f"its stub does not run: {type(error).__name__}"
         try:
             computed = _values_and_gradients(fused, shapes, dtype)
         except Exception as error:  # of liger, or of Triton's compiler
             return float("inf"), f"its kernel does not run: {type(error).__name__}"
-        difference = max(map(_share_apart, wanted, computed))
+        difference = max(map(_relative_error, wanted, computed))
         if not difference <= limit:
             return difference, OTHER
     return difference, None
@@ -258,8 +259,8 @@ def _values_and_gradients(
 
     def draw(shape: Sequence[int]) -> torch.Tensor:
         values = torch.randn(*shape, generator=random, device="cpu", dtype=torch.float32)
-        # One row is small, so that the eps of a norm counts.
-        values[:1] *= 1e-3 if len(shape) > 1 else 1
+        if len(shape) > 1:
+            values[..., 0, :] *= 1e-3  # one row is small, so that the eps of a norm counts
         return values.to(_device(), dtype)
 
     inputs = [draw(shape).requires_grad_() for shape in shapes]
@@ -270,12 +271,13 @@ def _values_and_gradients(
     return [*(output.detach() for output in outputs), *grads]
 
 
-def _share_apart(wanted: torch.Tensor, computed: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest value, at least 1."""
+def _relative_error(wanted: torch.Tensor, computed: torch.Tensor) -> float:
+    """Return the largest difference in a row, as a share of the row's largest value. Rows of zeros are equal or not."""
     if wanted.shape != computed.shape or wanted.dtype != computed.dtype:
         return float("inf")
-    largest = max(1.0, float(wanted.abs().max()))
-    return float((wanted.float() - computed.float()).abs().max()) / largest
+    wanted, computed = wanted.float(), computed.float()
+    largest = wanted.abs().amax(-1, keepdim=True).clamp(min=float(wanted.abs().max()) * 1e-6 + 1e-30)
+    return float(((wanted - computed).abs() / largest).max())
 
 
 # ---- Norms ----
@@ -303,8 +305,8 @@ def fused_norm_class(module: torch.nn.Module) -> type | NotFused:
 
     def run(some_class: type) -> Function:
         def call(hidden: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
-            stand_in = _stand_in(module, {"weight": weight[0]} if weight else {})
-            return some_class.forward(stand_in, hidden)  # type: ignore[attr-defined]
+            stub = _make_stub(module, {"weight": weight[0]} if weight else {})
+            return some_class.forward(stub, hidden)  # type: ignore[attr-defined]
 
         return call
 
@@ -394,7 +396,7 @@ def fused_mlp_class(module: torch.nn.Module) -> type | NotFused | None:
         def run(forward: Function) -> Function:
             def call(hidden: torch.Tensor, *weights: torch.Tensor) -> Any:
                 stubs = {name: _Projection(weight) for name, weight in zip(names, weights, strict=True)}
-                return forward(_stand_in(module, {}, stubs), hidden)
+                return forward(_make_stub(module, {}, stubs), hidden)
 
             return call
 
@@ -407,7 +409,7 @@ def fused_mlp_class(module: torch.nn.Module) -> type | NotFused | None:
 
 
 class _Projection(SimpleNamespace):
-    """A linear layer of a stand-in."""
+    """A linear layer of a stub."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight=weight, bias=None, out_features=weight.shape[0], in_features=weight.shape[1])
@@ -485,7 +487,7 @@ def fused_attention_class(module: torch.nn.Module) -> type | NotFused:
     module_class = type(module)
     forward, names = _raw_forward(module_class), {}
     for name, function in _rotations(module_class).items():
-        accepted = frozenset(case for case in _rotation_cases() if _rotates_alike(function, case))
+        accepted = frozenset(case for case in _rotation_cases() if _computes_rotation(function, case))
         if not accepted:
             return "its rotation is another one"
         names[name] = _make_rotation(function, accepted)
@@ -519,7 +521,7 @@ def _rotation_cases() -> Iterator[RotationCase]:
         yield from (RotationCase(dims, heads_dim, *flags) for flags in product((False, True), repeat=2))
 
 
-def _rotates_alike(function: Function, case: RotationCase) -> bool:
+def _computes_rotation(function: Function, case: RotationCase) -> bool:
     """Return True where liger's kernel computes this rotation."""
     rotated, width, rows = (8 if case.is_partial else 16), 16, 2 if case.dims == 4 else 1
     angles = torch.randn(rows, ROWS, rotated // 2, generator=torch.Generator().manual_seed(2), device="cpu")
@@ -641,11 +643,11 @@ def fused_layer_class(module: torch.nn.Module) -> type | NotFused:
         def run(forward: Function, attention: Function = attention, mlp: Function = mlp) -> Function:
             def call(hidden: torch.Tensor, *weights: torch.Tensor) -> Any:
                 children = {
-                    name: _stand_in(norm, {"weight": weight})
+                    name: _make_stub(norm, {"weight": weight})
                     for (name, norm), weight in zip(norms.items(), weights, strict=True)
                 }
                 children |= {roles.attention: attention, roles.mlp: mlp}
-                output = forward(_stand_in(module, {}, children), hidden, **_sentinels(eager))
+                output = forward(_make_stub(module, {}, children), hidden, **_sentinels(eager))
                 if not isinstance(output, torch.Tensor):
                     raise TypeError("a layer with other outputs")
                 return output
@@ -659,11 +661,11 @@ def fused_layer_class(module: torch.nn.Module) -> type | NotFused:
             if reason is None and attention.calls[0] == attention.calls[-1]:
                 return _subclass(module_class, forward=forward)
             reasons.append(reason or OTHER)
-    return _worst_reason(reasons)
+    return _main_reason(reasons)
 
 
 class _AttentionStub:
-    """Attention of a stand-in, which records its arguments besides the input."""
+    """Attention of a stub, which records its arguments besides the input."""
 
     def __init__(self, returns_tuple: bool) -> None:
         self.returns_tuple = returns_tuple

@@ -23,6 +23,7 @@ from dstrain.host_memory import get_available_memory
 from dstrain.launch.command import check_loopback, free_port
 from dstrain.launch.multihost.probe import find_route_interface
 from dstrain.launch.topology import gpus_support_bf16, list_gpu_capabilities, visible_gpus
+from dstrain.patching import installed_version
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.process_setup import count_available_cores
 from dstrain.resources import TRITON_FIX, find_c_compiler, get_extensions_dir, list_missing_for_triton
@@ -120,9 +121,10 @@ def _compiler(gpus: int) -> EnvironmentLine:
 
 
 def _triton(gpus: int) -> EnvironmentLine:
-    """Return what Triton compiles attention with at run time: fp32 on any GPU, and all of it below capability 8.0."""
+    """Return what Triton compiles with at run time: fused kernels, attention in fp32, and all below capability 8.0."""
     missing = list_missing_for_triton(os.environ)
-    value = f"compiles with {find_c_compiler(os.environ)} and Python.h: {'missing' if missing else 'ok'}"
+    kernels = installed_version("liger-kernel") or "not installed"
+    value = f"compiles with {find_c_compiler(os.environ)} and Python.h: {'missing' if missing else 'ok'}; liger-kernel: {kernels}"
     warning = ""
     if gpus and missing:
         needs = f"packed batches in fp32, and on GPUs below compute capability 8.0, need {' and '.join(missing)}"

@@ -160,6 +160,35 @@ def test_adapters_inside_fused_mlps_are_trained(dora: bool) -> None:
     assert_same(adapted(True), adapted(False))
 
 
+def test_adapters_on_experts_are_trained() -> None:
+    def adapted(is_fused: bool) -> Any:
+        model = made("mixtral")
+        if is_fused:
+            assert fuse_kernels(model).fused["gated experts of MixtralExperts"] == 2
+        torch.manual_seed(5)
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        adapters = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+        return get_peft_model(model, adapters)
+
+    assert_same(adapted(True), adapted(False))
+
+
+def test_answers_are_the_same() -> None:
+    eager, fused = made().eval(), made().eval()
+    fuse_kernels(fused)
+    ids = torch.randint(0, 300, (1, 5), generator=torch.Generator().manual_seed(1))
+    answers = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (eager, fused)]
+    assert torch.equal(*answers)
+
+
+def test_a_model_in_another_dtype_than_its_norms_computes_what_it_computed() -> None:
+    eager, fused = made(), made()
+    fuse_kernels(fused)
+    hidden = torch.randn(1, 3, 32).bfloat16()
+    assert torch.equal(fused.model.norm(hidden), eager.model.norm(hidden))
+    assert fused.model.norm(hidden).dtype == torch.float32
+
+
 def test_frozen_norms_get_no_gradient() -> None:
     eager, fused = made(), made()
     fuse_kernels(fused)

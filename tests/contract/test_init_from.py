@@ -260,7 +260,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
         MS_SWIFT,
         {
             "task": "sft",
-            "model": {"path": "model", "attn_implementation": "eager"},
+            "model": {"path": "model", "attn_implementation": "eager", "kernels": "auto"},
             "precision": "fp32",
             "data": {"train": "chats.jsonl", "max_length": 64, "columns": {"dialog": "messages"}},
             "batch": {"micro": 1},

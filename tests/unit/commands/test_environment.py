@@ -86,7 +86,9 @@ def test_what_triton_compiles_with_is_named_and_cc_counts(monkeypatch: pytest.Mo
     monkeypatch.setattr(environment, "visible_gpus", lambda env: 1)
     monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path(__file__))
     monkeypatch.setenv("CC", sys.executable)
-    assert line("Triton") == EnvironmentLine("Triton", f"compiles with {sys.executable} and Python.h: ok")
+    monkeypatch.setattr(environment, "installed_version", lambda package: "0.8.5")
+    value = f"compiles with {sys.executable} and Python.h: ok; liger-kernel: 0.8.5"
+    assert line("Triton") == EnvironmentLine("Triton", value)
     monkeypatch.setenv("CC", "/nonexistent/gcc")
     monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path("/nonexistent/Python.h"))
     found = line("Triton")

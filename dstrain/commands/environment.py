@@ -124,7 +124,8 @@ def _triton(gpus: int) -> EnvironmentLine:
     """Return what Triton compiles with at run time: fused kernels, attention in fp32, and all below capability 8.0."""
     missing = list_missing_for_triton(os.environ)
     kernels = installed_version("liger-kernel") or "not installed"
-    value = f"compiles with {find_c_compiler(os.environ)} and Python.h: {'missing' if missing else 'ok'}; liger-kernel: {kernels}"
+    compiler = f"compiles with {find_c_compiler(os.environ)} and Python.h: {'missing' if missing else 'ok'}"
+    value = f"liger-kernel: {kernels}; {compiler}"
     warning = ""
     if gpus and missing:
         needs = f"packed batches in fp32, and on GPUs below compute capability 8.0, need {' and '.join(missing)}"

@@ -87,7 +87,7 @@ def test_what_triton_compiles_with_is_named_and_cc_counts(monkeypatch: pytest.Mo
     monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path(__file__))
     monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setattr(environment, "installed_version", lambda package: "0.8.5")
-    value = f"compiles with {sys.executable} and Python.h: ok; liger-kernel: 0.8.5"
+    value = f"liger-kernel: 0.8.5; compiles with {sys.executable} and Python.h: ok"
     assert line("Triton") == EnvironmentLine("Triton", value)
     monkeypatch.setenv("CC", "/nonexistent/gcc")
     monkeypatch.setattr("dstrain.resources.find_python_header", lambda: Path("/nonexistent/Python.h"))

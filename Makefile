@@ -37,7 +37,10 @@ TORCH_CUDA ?= torch==2.14.1
 .PHONY: cuda test-cuda
 cuda: $(VENV_CUDA)/.installed-cuda
 
+# First the values of fused kernels, by Triton's interpreter on the CPU.
 test-cuda: $(VENV_CUDA)/.installed-cuda
+	TRITON_INTERPRET=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= $(VENV_CUDA)/bin/python -m pytest \
+		tests/unit/models/test_fused_kernels.py tests/parity/test_kernels.py -m "not slow" -n 2 --dist loadfile -rs
 	$(VENV_CUDA)/bin/python -m pytest tests/emulated -m "cuda_emulated and not slow" -n 2 --dist loadfile -rs --durations 10 $(PYTEST_ARGS)
 
 $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
@@ -45,7 +48,7 @@ $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_CUDA)
 	grep -v '^torch==' requirements.lock > $(VENV_CUDA)/constraints.txt
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_CUDA)/constraints.txt \
-		$(TORCH_CUDA) -e ".[dev]" nvidia-ml-py bitsandbytes
+		$(TORCH_CUDA) -e ".[dev,kernels,quantize]" nvidia-ml-py
 	touch $@
 
 # On a machine with a GPU: parity, speed and peaks first, all checks in an hour. It can be stopped and started again.

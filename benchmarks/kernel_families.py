@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,8 +188,9 @@ def main() -> None:
     about = certificate()
     about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     record = "\n".join(f"- {key}: {value}" for key, value in about.items())
-    lists = "\n\n".join(f"{title} ({len(names)}): {', '.join(names)}." for title, names in others.items() if names)
-    page = f"{record}\n\n{len(rows)} families:\n\n{table(rows)}\n\n{lists}"
+    lists = [f"{title} ({len(names)}): {', '.join(names)}." for title, names in others.items() if names]
+    listed = "\n\n".join(textwrap.fill(line, 120, break_on_hyphens=False) for line in lists)
+    page = f"{record}\n\n{len(rows)} families:\n\n{table(rows)}\n\n{listed}"
     write_table(page, "benchmarks.kernel_families", options.to)
 
 

@@ -117,6 +117,7 @@ OWN = {
 ON_A_CPU = {
     "torch.tensor dstrain/device_copies.py:copy_to_device",  # on a GPU from pinned memory, without a wait
     "nonzero dstrain/models/heads.py:is_argmax",  # on a GPU an argmax
+    "_local_scalar_dense dstrain/batch.py:to",  # of the mask, before it is copied to the device
 }
 """Operators of dstrain's own code that it calls on a CPU only."""
 NORM = "_local_scalar_dense dstrain/training/engine/torch.py:step"

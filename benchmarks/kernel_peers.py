@@ -19,11 +19,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.common import certificate, commit, table, write_table
 from benchmarks.forks import fork
@@ -124,7 +126,7 @@ class Workload:
         from dstrain.tasks import make_task
         from dstrain.training.build_model import resolve_model_dtype
 
-        case = {**case, "set": {**case["set"], "model.kernels": kernels}}
+        case = {**case, "set": {**case["set"], "model.kernels": kernels, "batch": {"micro": 1, "total": 1}}}
         torch.cuda.set_device(0)
         self.world = TorchWorld.join(torch.device("cuda", 0), timedelta(minutes=10))
         self.config, preset = make_recipe(case, folder), make_preset(case)
@@ -175,15 +177,17 @@ def measure_peer(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]
         "output_dir": str(folder), "max_steps": STEPS, "bf16": True, "use_cpu": False, "use_liger_kernel": True,
         "gradient_checkpointing": bool(work.config.model.gradient_checkpointing), "disable_tqdm": True,
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "report_to": "none", "save_strategy": "no",
+        "optim": "adamw_torch_fused",
         "deepspeed": {
             "zero_optimization": work.ds_config["zero_optimization"], "bf16": {"enabled": True},
             "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto", "zero_allow_untested_optimizer": True,
         },
     }  # fmt: skip
-    with work.world.device:
-        trainer = _make_trainer(work, case["task"], rows, settings) if way == TRAINER else None
-        if trainer is None:
+    with _models_on_device(work):
+        if way == TRAINER:
+            trainer = _make_trainer(work, case["task"], rows, settings)
+        else:
             trainer = _make_trl_trainer(work, case["task"], rows, settings, way == PRECOMPUTED)
     watch = MicroBatchWatch()
     compute_loss = trainer.compute_loss
@@ -201,6 +205,25 @@ def measure_peer(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]
     trainer.add_callback(WatchEngine())
     trainer.train()
     return watch.figures()
+
+
+@contextmanager
+def _models_on_device(work: Workload) -> Iterator[None]:
+    """Let the task build its models on the device: their weights would take their size of host memory."""
+    kind = type(work.task)
+
+    def build_there(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def build_on_device(task: Any) -> Any:
+            with work.world.device:
+                return build(task)
+
+        return build_on_device
+
+    with ExitStack() as stack:
+        for name in ("build_model", "build_reference"):
+            if hasattr(kind, name):
+                stack.enter_context(mock.patch.object(kind, name, build_there(getattr(kind, name))))
+        yield
 
 
 def _make_trainer(work: Workload, task: str, rows: list[Any], settings: dict[str, Any]) -> Any:

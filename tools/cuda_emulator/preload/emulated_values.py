@@ -364,6 +364,10 @@ class FiniteValues(Values):
             return torch.ones((), dtype=torch.bool)  # models ask it of masks
         if self._is_small_and_exact(args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.masked_scatter_backward.default and args[0].is_cuda:
+            return new_empty(args[2], dtype=args[0].dtype, device=args[0].device)
+        if func in INDEXING and args[0].is_cuda:
+            args = (args[0], _replace_masks(args[1]), *args[2:])
         output = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].is_cuda:
             if isinstance(output, bool):
@@ -380,3 +384,14 @@ class FiniteValues(Values):
         if not tensors:
             dtypes = {kwargs.get("dtype")}
         return dtypes <= EXACT and all(tensor.numel() <= self.LARGEST for tensor in tensors)
+
+
+def _replace_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the indices of an operation with the places that masks select instead of the masks, (places,) each."""
+    replaced: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.is_cuda and index.dtype is torch.bool:
+            replaced += as_host_tensor(index).nonzero().to(index.device).unbind(1)
+        else:
+            replaced.append(index)
+    return replaced

@@ -57,6 +57,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
     WHOLE_HEAD: (),
     "TRL": (),
+    "fused kernels": ("model.kernels=liger",),
+    "no fused kernels": ("model.kernels=none",),
+    "gradient checkpointing and fused kernels": ("model.gradient_checkpointing=true", "model.kernels=liger"),
+    "gradient checkpointing and no fused kernels": ("model.gradient_checkpointing=true", "model.kernels=none"),
 }
 """Name -> changes of the recipe."""
 

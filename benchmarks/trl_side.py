@@ -165,7 +165,8 @@ def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **set
     if settings.get("bf16"):  # weights too; buffers such as rotary frequencies stay in fp32, as after from_pretrained
         for model in (words["model"], words.get("ref_model")):
             for parameter in model.parameters() if model is not None else ():
-                parameter.data = parameter.data.bfloat16()
+                if parameter.is_floating_point():  # not the integers of quantized weights
+                    parameter.data = parameter.data.bfloat16()
     if name == SFT and "images" in examples[0]:
         words["data_collator"] = _image_collator(task, examples)
     rows = ROWS[name](examples)

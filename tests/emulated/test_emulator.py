@@ -89,6 +89,25 @@ def test_collectives_between_two_devices() -> None:
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
 
+MASKS = """
+import os, torch
+rows, mask = torch.ones(3, 4, device="cuda", requires_grad=True), torch.arange(12, device="cuda").view(3, 4) > 2
+selected = rows[mask]
+selected.sum().backward()
+source = torch.ones(12, device="cuda", requires_grad=True)
+rows.detach().masked_scatter(mask, source).sum().backward()
+print(tuple(selected.shape), tuple(mask.nonzero().shape), tuple(rows.grad.shape), tuple(source.grad.shape), flush=True)
+os._exit(0)  # a process that has computed gradients here aborts when Python finalizes
+"""
+
+
+@pytest.mark.cuda_emulated
+def test_a_mask_selects_where_fractions_are_not_computed(emulated_run: EmulatedRun) -> None:
+    done = emulated_run(["-c", MASKS], timeout=200, EMU_VALUES="2")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "(9,) (9, 2) (3, 4) (12,)"
+
+
 def test_counts_have_the_names_of_the_header() -> None:
     header = (ROOT / "tools" / "cuda_emulator" / "libraries" / "emulator.h").read_text(encoding="utf-8")
     enumeration = header.split("enum Counter {")[1].split("}")[0]

@@ -91,7 +91,7 @@ def test_collectives_between_two_devices() -> None:
 
 MASKS = """
 import os, torch
-rows, mask = torch.ones(3, 4, device="cuda", requires_grad=True), torch.arange(12, device="cuda").view(3, 4) > 2
+rows, mask = torch.ones(3, 4, device="cuda", requires_grad=True), torch.arange(12, device="cuda", dtype=torch.long).view(3, 4) > 2
 selected = rows[mask]
 selected.sum().backward()
 source = torch.ones(12, device="cuda", requires_grad=True)

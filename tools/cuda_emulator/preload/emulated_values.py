@@ -383,7 +383,8 @@ class FiniteValues(Values):
         dtypes = {tensor.dtype for tensor in tensors}
         if not tensors:
             dtypes = {kwargs.get("dtype")}
-        return dtypes <= EXACT and all(tensor.numel() <= self.LARGEST for tensor in tensors)
+        # Truth values alone may be those of a comparison of numbers, which was not computed.
+        return dtypes <= EXACT and dtypes != {torch.bool} and all(tensor.numel() <= self.LARGEST for tensor in tensors)
 
 
 def _replace_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

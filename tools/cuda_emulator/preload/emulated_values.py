@@ -362,7 +362,7 @@ class FiniteValues(Values):
         kwargs = kwargs or {}
         if func is aten._is_all_true.default and args[0].is_cuda:
             return torch.ones((), dtype=torch.bool)  # models ask it of masks
-        if self._is_small_and_exact(args, kwargs):
+        if self._is_small_and_exact(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is aten.masked_scatter_backward.default and args[0].is_cuda:
             return new_empty(args[2], dtype=args[0].dtype, device=args[0].device)
@@ -378,13 +378,14 @@ class FiniteValues(Values):
             output.fill_(1.0)
         return output
 
-    def _is_small_and_exact(self, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_small_and_exact(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         dtypes = {tensor.dtype for tensor in tensors}
         if not tensors:
             dtypes = {kwargs.get("dtype")}
-        # Truth values alone may be those of a comparison of numbers, which was not computed.
-        return dtypes <= EXACT and dtypes != {torch.bool} and all(tensor.numel() <= self.LARGEST for tensor in tensors)
+        if dtypes == {torch.bool} and func not in SHAPE_FROM_DATA:
+            return False  # they may be those of a comparison of numbers, which was not computed
+        return dtypes <= EXACT and all(tensor.numel() <= self.LARGEST for tensor in tensors)
 
 
 def _replace_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -213,7 +213,7 @@ def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[t
     held = [
         (line.name, line.place, line.num_bytes)
         for line in plan_lines(run, state_rows(run))
-        if {"embedding", "clipping"} <= {*line.moments}
+        if {"embedding", "all-reduce"} <= {*line.moments}
     ]
     # The plan's line is that of the process with most.
     own = gradient_overlaps(run).get(ranks.rank, 0) * run.width

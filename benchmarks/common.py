@@ -218,13 +218,21 @@ def certificate() -> dict[str, Any]:
     }
 
 
+def format_certificate(**changes: Any) -> str:
+    """Return the record that each figure needs as a list of a page; `changes` replace its entries."""
+    about = certificate() | changes
+    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    return "\n".join(f"- {key}: {value}" for key, value in about.items())
+
+
 def hardware() -> str:
     """Return a description of the device."""
     import torch
 
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         about = torch.cuda.get_device_properties(0)
-        return f"{torch.cuda.device_count()} x {about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        emulated = "emulated: " if "libcudart" in os.environ.get("LD_PRELOAD", "") else ""
+        return f"{emulated}{torch.cuda.device_count()} x {about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     model = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()

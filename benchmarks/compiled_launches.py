@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import certificate, table, write_table
+from benchmarks.common import format_certificate, table, write_table
 from tools.cuda_emulator.counts import read_counts
 
 LENGTHS = {"short row first": (128, 193, 8192, 128), "long row first": (8192, 193, 128, 128)}
@@ -131,10 +131,7 @@ def main() -> None:
     rows = [row_of("eager", "short row first")]
     rows += [row_of(name, order) for name in VARIANTS if "compiled" in name for order in LENGTHS]
     rows.append(row_of("Liger", "short row first"))
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.compiled_launches", options.to)
 
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import certificate, join_alone, table, write_table
+from benchmarks.common import certificate, format_certificate, join_alone, table, write_table
 from benchmarks.forks import fork
 from tools.cuda_emulator.counts import read_counts
 
@@ -302,13 +302,10 @@ def main() -> None:
     for run in all_runs(with_trl=not obstacle):
         if wanted is None or run.task in wanted:
             rows += rows_of(run)
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
     chosen = "" if options.tasks is None else f" --tasks {options.tasks}"
-    about["command"] = f"EMU_GPUS=2 python -m tools.cuda_emulator python -m benchmarks.device_counts{chosen}"
-    about["versions"] |= {"trl": obstacle or version("trl")}
-    about["versions"] = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    command = f"EMU_GPUS=2 python -m tools.cuda_emulator python -m benchmarks.device_counts{chosen}"
+    versions = certificate()["versions"] | {"trl": obstacle or version("trl")}
+    record = format_certificate(command=command, versions=versions)
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.device_counts", options.to)
 
 

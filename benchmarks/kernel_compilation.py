@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import certificate, table, write_table
+from benchmarks.common import format_certificate, table, write_table
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100)
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD_WIDTH = 4096, 14336, 32, 8, 128
@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=None, help="a page with the marks of this table")
     options = parser.parse_args()
     rows = [compile_for_all(name) for name in KERNELS]
-    about = certificate()
-    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.kernel_compilation", options.to)
 
 

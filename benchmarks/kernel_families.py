@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import certificate, table, write_table
+from benchmarks.common import format_certificate, table, write_table
 from tests.model_families import BASE, FAMILIES, MORE_FAMILIES, family
 from tools.triton_interpreter import use_interpreter
 
@@ -185,9 +185,7 @@ def main() -> None:
             rows.append(row)
         else:
             others["Nothing to fuse"].append(name)
-    about = certificate()
-    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     lists = [f"{title} ({len(names)}): {', '.join(names)}." for title, names in others.items() if names]
     listed = "\n\n".join(textwrap.fill(line, 120, break_on_hyphens=False) for line in lists)
     page = f"{record}\n\n{len(rows)} families:\n\n{table(rows)}\n\n{listed}"

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import certificate, table, write_table
+from benchmarks.common import format_certificate, table, write_table
 from tools.cuda_emulator.counts import read_counts
 
 TEXT: dict[str, Any] = {
@@ -131,10 +131,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="only these, separated by commas")
     options = parser.parse_args()
     rows = count_layers(options.models.split(","))
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.kernel_launches", options.to)
 
 

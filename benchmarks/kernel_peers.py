@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import certificate, commit, table, write_table
+from benchmarks.common import commit, format_certificate, table, write_table
 from benchmarks.forks import fork
 from benchmarks.liger_heads import count_launches
 from benchmarks.planner_allocator import (
@@ -357,10 +357,7 @@ def main() -> None:
         with options.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print("\n".join(row.pop("log", [])), row, file=sys.stderr, flush=True)
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{make_table(rows)}", "benchmarks.kernel_peers", options.to)
 
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import certificate, table, write_table
+from benchmarks.common import format_certificate, table, write_table
 from tools.cuda_emulator.counts import read_counts
 
 COUNTED = ("kernels", "products", "copies_on_device", "memsets")
@@ -246,10 +246,7 @@ def main() -> None:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     exactness = json.loads(done.stdout.splitlines()[-1])
     rows = list(measure_cases())
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{table(rows)}\n\n{table(exactness)}", "benchmarks.liger_heads", options.to)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common import (
     SHAPES,
-    certificate,
+    format_certificate,
     join_alone,
     made_batches,
     made_engine,
@@ -175,10 +175,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     world = join_alone()
     rows = [row_of(run, world) for run in all_runs() if _is_wanted(run, options.only.split())]
-    about = certificate()
-    about["hardware"] = f"emulated: {about['hardware']}"
-    about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    record = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    record = format_certificate()
     write_table(f"{record}\n\n{table(rows)}", "benchmarks.step_launches", options.to)
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from dstrain.cache import cache_root
@@ -66,17 +66,10 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
 
 def _libraries() -> EnvironmentLine:
     names = ("torch", "deepspeed", "transformers", "peft", "accelerate")
-    found = {name: _version(name) for name in names}
+    found = {name: installed_version(name) for name in names}
     missing = [name for name, version in found.items() if version is None]
     warning = f"{', '.join(missing)} not installed; run `pip install dstrain` again" if missing else ""
     return EnvironmentLine("libraries", ", ".join(f"{name} {found[name] or 'missing'}" for name in names), warning)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _devices(gpus: int) -> EnvironmentLine:
@@ -88,7 +81,7 @@ def _devices(gpus: int) -> EnvironmentLine:
 
 
 def _cuda(gpus: int) -> EnvironmentLine:
-    built, nccl = _torch_cuda_version(), _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    built, nccl = _torch_cuda_version(), installed_version("nvidia-nccl-cu13") or installed_version("nvidia-nccl-cu12")
     value = f"torch built for CUDA {built}, NCCL {nccl or 'as built into torch'}" if built else "torch built for CPUs"
     warning = ""
     if gpus and not built:

@@ -35,12 +35,14 @@ Kernels = Literal["auto", "liger", "none"]
 def takes_fused_kernels(kernels: Kernels) -> bool:
     """Return True where models of this process run with fused kernels. `kernels`: the recipe's `model.kernels`.
 
-    auto: on a GPU, with liger-kernel installed, and what Triton compiles with.
+    They need a GPU, liger-kernel, and what Triton compiles with. A run that was trained with liger is evaluated and
+    exported without them where they are missing: the values are the same. `check_kernels` is for training.
     """
-    if kernels == "auto":
-        is_on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
-        return is_on_gpu and _find_missing_requirement() is None
-    return kernels == "liger"
+    if kernels == "none":
+        return False
+    is_on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+    is_interpreted = kernels == "liger" and uses_interpreter()
+    return (is_on_gpu or is_interpreted) and _find_missing_requirement() is None
 
 
 def check_kernels(kernels: Kernels, device_type: str) -> None:
@@ -153,7 +155,11 @@ def _configuration(module: torch.nn.Module) -> Hashable:
 def _required_inputs(module: torch.nn.Module) -> list[str]:
     """Return the parameters of the forward function that have no default."""
     parameters = inspect.signature(module.forward).parameters.values()
-    return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def _main_reason(reasons: Sequence[NotFused]) -> NotFused:
@@ -216,7 +222,7 @@ def _make_stub(
     """Return a copy of a module with other parameters and children. The module itself is not changed."""
     stub = copy.copy(module)
     device = _device()
-    buffers = {name: None if one is None else one.to(device) for name, one in module._buffers.items()}
+    buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
     parts = {"_parameters": {**tensors}, "_buffers": buffers, "_modules": {**module._modules, **(children or {})}}
     vars(stub).update(parts, training=True)
     return stub
@@ -285,7 +291,7 @@ def _relative_error(wanted: torch.Tensor, computed: torch.Tensor) -> float:
 
 def is_norm(module: torch.nn.Module) -> bool:
     """Return True for a module with one weight (H,), or a norm with none, and a small number, eps; not torch's own."""
-    shapes = [_full_shape(one) for one in module.parameters()]
+    shapes = [_full_shape(parameter) for parameter in module.parameters()]
     is_plain = not any(True for _ in module.children()) and not type(module).__module__.startswith("torch.nn")
     has_weight = [len(shape) for shape in shapes] == [1] and "weight" in module._parameters
     return is_plain and (has_weight or (not shapes and "Norm" in type(module).__name__)) and bool(_eps_names(module))
@@ -300,7 +306,7 @@ def fused_norm_class(module: torch.nn.Module) -> type | NotFused:
     module_class, names = type(module), _eps_names(module)
     if len(_required_inputs(module)) != 1:
         return "it takes more than one tensor"
-    width = next((_full_shape(one)[0] for one in module.parameters()), INNER)
+    width = next((_full_shape(parameter)[0] for parameter in module.parameters()), INNER)
     shapes = [(ROWS, width), *([(width,)] if any(True for _ in module.parameters()) else [])]
 
     def run(some_class: type) -> Function:
@@ -317,7 +323,7 @@ def fused_norm_class(module: torch.nn.Module) -> type | NotFused:
         for name, offset, casting in product(names, (0.0, 1.0), ("llama", "gemma"))
     ]
     # In fp32 both ways to cast are the same, in 16 bits one is closer.
-    tried = [(*_difference(run(module_class), run(one), *shapes), one) for one in classes]
+    tried = [(*_difference(run(module_class), run(candidate), *shapes), candidate) for candidate in classes]
     _, reason, closest = min(tried, key=lambda each: (each[1] is not None, each[0]))
     return closest if reason is None else reason
 
@@ -333,7 +339,7 @@ def _norm_forward(module_class: type, eps_name: str, offset: float, casting: str
         """Return the norm of (..., H); with a residual, the norm of the sum, and the sum."""
         weight = getattr(self, "weight", None)
         settings = getattr(self, eps_name), offset, casting, False  # False: the gradient may have other readers
-        tensors = [one for one in (hidden_states, weight, residual) if one is not None]
+        tensors = [tensor for tensor in (hidden_states, weight, residual) if tensor is not None]
         is_whole = weight is None or weight.shape == hidden_states.shape[-1:]  # not broadcast
         if not is_whole or not _runs_fused(*tensors):
             summed = hidden_states if residual is None else residual + hidden_states
@@ -360,7 +366,8 @@ def is_gated_mlp(module: torch.nn.Module) -> bool:
     shapes = [_full_shape(child.weight) for child in _linears(module).values()]  # (out, in)
     if len(_required_inputs(module)) != 1:
         return False
-    is_whole = {*module.parameters()} == {one for child in _linears(module).values() for one in child.parameters()}
+    in_linears = {parameter for child in _linears(module).values() for parameter in child.parameters()}
+    is_whole = {*module.parameters()} == in_linears
     if not is_whole or len(shapes) not in (2, 3):
         return False
     down = [
@@ -563,17 +570,19 @@ def _make_rotation(function: Function, accepted: frozenset[RotationCase]) -> Fun
         if not is_known or not _runs_fused(query, key) or cos.dtype not in (query.dtype, torch.float32):
             return function(query, key, cos, sin, *args, **kwargs)
         if case.dims == 3:
-            pair = [one.transpose(0, 1)[None] for one in (query, key)]  # (1, A, L, D)
+            pair = [heads.transpose(0, 1)[None] for heads in (query, key)]  # (1, A, L, D)
         elif case.heads_dim == 2:
-            pair = [one.transpose(1, 2) for one in (query, key)]
+            pair = [heads.transpose(1, 2) for heads in (query, key)]
         else:
             pair = [query, key]
         # The kernel writes into what it is given: copies, laid out as it reads them, (B, L, A, D).
-        copies = [one.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for one in pair]
+        copies = [heads.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for heads in pair]
         pair = rotate(*copies, cos, sin)
         if case.dims == 3:
-            return tuple(one[0].transpose(0, 1) for one in pair)
-        return tuple(one.transpose(1, 2) for one in pair) if case.heads_dim == 2 else tuple(pair)
+            return tuple(heads[0].transpose(0, 1) for heads in pair)
+        if case.heads_dim == 2:
+            return tuple(heads.transpose(1, 2) for heads in pair)
+        return tuple(pair)
 
     return rotation
 
@@ -680,16 +689,21 @@ class _AttentionStub:
 def _sentinels(forward: Function) -> dict[str, str]:
     """Return an argument for each parameter of a layer but its input, and one that it does not know."""
     parameters = [*inspect.signature(forward).parameters.values()][2:]
-    named = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     extra = ["unknown"] if len(named) < len(parameters) else []
     return {name: name for name in [*named, *extra]}
 
 
 def _layer_forward(eager: Function, roles: LayerRoles, by_name: bool) -> Function:
     """Return the forward function of a layer. `by_name`: the attention gets its input by name."""
-    parameters = [one for one in [*inspect.signature(eager).parameters.values()][2:] if one.kind is not one.VAR_KEYWORD]
-    names = [one.name for one in parameters]
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    names: list[str] = []
+    defaults: dict[str, Any] = {}
+    for parameter in [*inspect.signature(eager).parameters.values()][2:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        names.append(parameter.name)
+        if parameter.default is not parameter.empty:
+            defaults[parameter.name] = parameter.default
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs = defaults | dict(zip(names, args, strict=False)) | kwargs

@@ -220,22 +220,19 @@ class VisionProcessor:
 
     def _describe_mismatch(self, batch: Batch, kinds: torch.Tensor, images: Sequence[Image]) -> str:
         """Return which row has another number of image tokens than its images take; `kinds`: (B, L), 1 for such tokens."""
-        lengths = [group.tokens for group in batch.groups]
-        rows = kinds[0].split(lengths) if batch.is_packed else kinds
-        needs = [self._count_image_tokens(image.size) for image in images]
-        row, places, needed, first = 0, 0, 0, 0
-        for row, is_image in enumerate(rows):  # noqa: B007  read after the loop
+        rows = kinds[0].split([group.tokens for group in batch.groups]) if batch.is_packed else kinds
+        sizes = [self._count_image_tokens(image.size) for image in images]
+        for row, is_image in enumerate(rows):
             places, needed = int(is_image.sum()), 0
-            while needed < places and first < len(needs):
-                needed += needs[first]
-                first += 1
+            while sizes and needed < places:
+                needed += sizes.pop(0)
             if needed != places:
-                break
-        sample = f" (sample {batch.samples[row % len(batch.samples)]})" if batch.samples else ""
-        return (
-            f"row {row} of a batch{sample} has {places} image tokens, and its images take {needed}: "
-            "an image has another size than where the record was encoded; a change of images must keep their size"
-        )
+                sample = f" (sample {batch.samples[row % len(batch.samples)]})" if batch.samples else ""
+                return (
+                    f"row {row} of a batch{sample} has {places} image tokens, and its images take {needed}: "
+                    "an image has another size than where the record was encoded; a change of images must keep their size"
+                )
+        return f"the rows of a batch have {int(kinds.sum())} image tokens, and {len(sizes)} more images need places"
 
     def attach_no_images(self, batch: Batch) -> Batch:
         """Return a batch of data without any images: the vision tower runs on no rank."""

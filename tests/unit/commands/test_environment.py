@@ -42,8 +42,8 @@ def test_every_property_has_a_line() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = environment._version
-    monkeypatch.setattr(environment, "_version", lambda name: None if name == "peft" else known(name))
+    known = environment.installed_version
+    monkeypatch.setattr(environment, "installed_version", lambda name: None if name == "peft" else known(name))
     assert line("libraries").warning.startswith("peft not installed")
 
 

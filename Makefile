@@ -40,7 +40,7 @@ cuda: $(VENV_CUDA)/.installed-cuda
 # First the values of fused kernels, by Triton's interpreter on the CPU.
 test-cuda: $(VENV_CUDA)/.installed-cuda
 	TRITON_INTERPRET=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= $(VENV_CUDA)/bin/python -m pytest \
-		tests/unit/models/test_fused_kernels.py tests/parity/test_kernels.py -m "not slow" -n 2 --dist loadfile -rs
+		tests/unit/models/test_fused_*.py tests/parity/test_kernels.py -m "not slow" -n 2 --dist loadfile -rs
 	$(VENV_CUDA)/bin/python -m pytest tests/emulated -m "cuda_emulated and not slow" -n 2 --dist loadfile -rs --durations 10 $(PYTEST_ARGS)
 
 $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)

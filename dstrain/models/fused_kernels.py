@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.fused_cross_entropy import compute_cross_entropy, fuse_cross_entropy
 from dstrain.models.quantization import preload_bitsandbytes
 from dstrain.resources import TRITON_PACKAGES, is_triton_ready, list_missing_for_triton
 
@@ -124,6 +125,7 @@ def fuse_kernels(model: torch.nn.Module) -> FusedKernels:
             elif fused_class is not None:
                 module.__class__ = fused_class
                 report.fused[label] += 1
+    _fuse_head(model, report)
     vars(model)[_REPORT] = report
     return report
 
@@ -721,6 +723,43 @@ def _layer_forward(eager: Function, roles: LayerRoles, by_name: bool) -> Functio
         return residual + hidden_states
 
     return forward
+
+
+# ---- Cross entropy ----
+
+
+def _fuse_head(model: torch.nn.Module, report: FusedKernels) -> None:
+    """Let the scores of a plain linear head be computed by a kernel."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    if type(head) is not torch.nn.Linear:
+        return
+    label, reason = "cross entropy of Linear", _compare_cross_entropy()
+    if reason is not None:
+        report.eager[label] = reason
+        return
+    fuse_cross_entropy(head)
+    report.fused[label] += 1
+
+
+def _compare_cross_entropy() -> NotFused | None:
+    """Return why liger's kernel of cross entropy is not used; None where its losses and errors are right."""
+    random = torch.Generator().manual_seed(1)
+    values = torch.randn(ROWS, INNER, generator=random, device="cpu", dtype=torch.float32)
+    targets = torch.arange(ROWS, device=_device())
+    for dtype, limit in ((torch.float32, FP32_ERROR), (_half_dtype(), HALF_ERROR)):
+        logits = values.to(_device(), dtype)
+        log_probs = logits.float().log_softmax(-1)
+        wanted_losses = -log_probs.gather(1, targets[:, None]).squeeze(1)
+        wanted_errors = log_probs.exp() - torch.nn.functional.one_hot(targets, INNER)
+        try:
+            losses, _ = compute_cross_entropy(logits, targets, with_errors=True, with_accuracy=True)
+        except Exception as error:  # of liger, or of Triton's compiler
+            return f"its kernel does not run: {type(error).__name__}"
+        difference = max(_relative_error(wanted_losses, losses), _relative_error(wanted_errors, logits.float()))
+        if not difference <= limit:
+            return OTHER
+    return None
 
 
 KINDS = (

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from dstrain.models.chunk_sizes import BLOCK_SHARE, KEPT_SHARE, MAX_CHUNK_BYTES, SLICE_SHARE
+from dstrain.models.fused_cross_entropy import compute_cross_entropy, has_fused_cross_entropy
 from dstrain.models.recompute import chunk_gradients, save_forward_state
 
 # Shapes: N targets, n targets of a slice, V vocabulary, H width.
@@ -96,8 +97,10 @@ class LinearHead:
     weight: torch.Tensor
     bias: torch.Tensor | None
     postprocessing: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    """Functions that treat each row alike."""
+    """Functions that treat each logit alike."""
     fields: ScoreFields
+    is_fused: bool = False
+    """True where a fused kernel computes scores and errors. It takes logits without postprocessing."""
 
     @staticmethod
     def supports(head: torch.nn.Module, rows: torch.Tensor, fields: ScoreFields) -> bool:
@@ -120,37 +123,82 @@ class LinearHead:
     def score_slice(
         self, rows: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_errors: bool
     ) -> list[torch.Tensor]:
-        """Return the requested fields for hidden states (n, H); `out` (n, V) gets the logits, or the errors."""
-        # The parameters are on the device of the rows: ZeRO-3 has gathered them.
-        weight = self.weight.detach().t()
-        torch.mm(rows, weight, out=out) if self.bias is None else torch.addmm(self.bias.detach(), rows, weight, out=out)
-        share = BLOCK_SHARE.get(out.device.type, BLOCK_SHARE["cuda"])
-        size = rows_per_chunk(out.shape[1], out.device, share=share)
+        """Return normalizers (n,) and the requested fields for hidden states (n, H).
+
+        `out` (n, V) gets the logits, or the errors. A normalizer is log(sum(exp(z))) of a row.
+        """
+        self._compute_logits(rows, slice(0, len(self.weight)), out)
+        if self.is_fused and len(out):
+            return self._score_by_kernel(out, targets, with_errors)
+        size = _rows_per_block(out)
         blocks = zip(out.split(size), targets.split(size), strict=True)
         columns = zip(*(self._score_block(*block, with_errors) for block in blocks), strict=True)
         return [torch.cat(column) for column in columns]
 
-    def _score_block(self, logits: torch.Tensor, targets: torch.Tensor, with_errors: bool) -> list[torch.Tensor]:
-        with torch.set_grad_enabled(with_errors and bool(self.postprocessing)):
+    def recompute_errors(
+        self, rows: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, tokens: slice, out: torch.Tensor
+    ) -> None:
+        """Write the errors of a block of the vocabulary for hidden states (n, H) into `out` (n, tokens)."""
+        self._compute_logits(rows, tokens, out)
+        is_inside = (targets >= tokens.start) & (targets < tokens.stop)
+        places = (targets - tokens.start).clamp(0, out.shape[1] - 1)
+        for at in _slices(0, len(out), _rows_per_block(out)):
+            leaf, final = self._postprocess(out[at], with_gradient=True)
+            probabilities = (final.detach() - normalizers[at, None]).exp_()
+            probabilities.scatter_add_(1, places[at, None], -is_inside[at, None].to(probabilities.dtype))
+            out[at] = _differentiate(leaf, final, probabilities)
+
+    def _compute_logits(self, rows: torch.Tensor, tokens: slice, out: torch.Tensor) -> None:
+        # The parameters are on the device of the rows: ZeRO-3 has gathered them.
+        weight = self.weight.detach()[tokens].t()
+        if self.bias is None:
+            torch.mm(rows, weight, out=out)
+        else:
+            torch.addmm(self.bias.detach()[tokens], rows, weight, out=out)
+
+    def _postprocess(self, logits: torch.Tensor, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits, and what the model makes of them, with the graph between where a gradient is needed."""
+        with torch.set_grad_enabled(with_gradient and bool(self.postprocessing)):
             leaf = logits.detach().requires_grad_(torch.is_grad_enabled())
             final = leaf
             for step in self.postprocessing:
                 final = step(final)
+        return leaf, final
+
+    def _score_block(self, logits: torch.Tensor, targets: torch.Tensor, with_errors: bool) -> list[torch.Tensor]:
+        leaf, final = self._postprocess(logits, with_errors)
         exact = final.detach() if final.dtype == torch.float64 else final.detach().float()
         largest = exact.amax(-1)
         probabilities = exact.softmax(-1)
         # That of the largest logit is 1 / sum(exp(z - max)): one exponential per token for normalizer and errors.
-        normalizer = largest - probabilities.amax(-1).log()
-        columns = [exact.gather(-1, targets[:, None]).squeeze(-1) - normalizer]
+        normalizers = largest - probabilities.amax(-1).log()
+        columns = [normalizers, exact.gather(-1, targets[:, None]).squeeze(-1) - normalizers]
         if self.fields.is_correct:
             columns.append(is_argmax(exact, targets))
         if with_errors:
             # Subtracted before the result is rounded to 16 bits: 1 - p would be lost where p is close to 1.
             probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1
-            if final is not leaf:
-                (probabilities,) = torch.autograd.grad(final, leaf, probabilities.to(final.dtype))
-            logits.copy_(probabilities)
+            logits.copy_(_differentiate(leaf, final, probabilities))
         return columns
+
+    def _score_by_kernel(self, logits: torch.Tensor, targets: torch.Tensor, with_errors: bool) -> list[torch.Tensor]:
+        target_logits = logits.gather(-1, targets[:, None]).squeeze(-1).float()
+        losses, is_correct = compute_cross_entropy(logits, targets, with_errors, self.fields.is_correct)
+        columns = [target_logits + losses, -losses]
+        return columns if is_correct is None else [*columns, is_correct]
+
+
+def _rows_per_block(logits: torch.Tensor) -> int:
+    """Return how many rows of logits (n, v) are computed at once in fp32."""
+    device = logits.device
+    return rows_per_chunk(logits.shape[1], device, share=BLOCK_SHARE.get(device.type, BLOCK_SHARE["cuda"]))
+
+
+def _differentiate(leaf: torch.Tensor, final: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Return the errors of `leaf` for those of `final`, which the model made of it."""
+    if final is leaf:
+        return errors
+    return torch.autograd.grad(final, leaf, errors.to(final.dtype))[0]
 
 
 class _LinearScores(torch.autograd.Function):
@@ -163,31 +211,32 @@ class _LinearScores(torch.autograd.Function):
         _, _, needs_rows, *needs_parameters = ctx.needs_input_grad
         ctx.head, vocab_size = head, len(parameters[0])  # not as saved tensors: ZeRO-3 frees and gathers parameters
         rows_per_share = partial(rows_per_chunk, vocab_size, rows.device, rows.element_size())
-        ctx.slice_rows = rows_per_share(SLICE_SHARE)
+        slice_rows = rows_per_share(SLICE_SHARE)
         kept = min(len(rows), rows_per_share(KEPT_SHARE)) if any(needs_parameters) else 0
         errors = rows.new_empty(kept, vocab_size)
         # The gradient of the rows up to a factor: without one for the weight, nothing is left to recompute.
         products = torch.empty_like(rows) if needs_rows else None
         columns = []
         first_kept = len(rows) - kept
-        scratch = rows.new_empty(min(first_kept, ctx.slice_rows), vocab_size)
+        scratch = rows.new_empty(min(first_kept, slice_rows), vocab_size)
         # With an empty slice, whose scores have the right types, where there are no rows.
-        parts = [*_slices(0, first_kept, ctx.slice_rows), *_slices(first_kept, len(rows), ctx.slice_rows)]
+        parts = [*_slices(0, first_kept, slice_rows), *_slices(first_kept, len(rows), slice_rows)]
         for at in parts or [slice(0, 0)]:
             begin = at.start - first_kept
             out = scratch[: at.stop - at.start] if begin < 0 else errors[begin : at.stop - first_kept]
-            columns.append(head.score_slice(rows[at], targets[at], out, needs_rows or bool(kept)))
+            is_error_kept = begin >= 0 and bool(kept)
+            columns.append(head.score_slice(rows[at], targets[at], out, needs_rows or is_error_kept))
             if products is not None:
                 torch.mm(out, parameters[0], out=products[at])
-        ctx.save_for_backward(rows, targets, errors, products)
-        log_probs, *others = [torch.cat(column) for column in zip(*columns, strict=True)]
+        normalizers, log_probs, *others = [torch.cat(column) for column in zip(*columns, strict=True)]
+        ctx.save_for_backward(rows, targets, normalizers, errors, products)
         ctx.mark_non_differentiable(*others)
         return log_probs, *others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> Any:
-        rows, targets, errors, products = ctx.saved_tensors
+        rows, targets, normalizers, errors, products = ctx.saved_tensors
         _, _, needs_rows, *needs_parameters = ctx.needs_input_grad
         factors = -grad_output[:, None]  # (N, 1)
         row_grad = (products * factors).to(rows.dtype) if needs_rows else None
@@ -195,7 +244,7 @@ class _LinearScores(torch.autograd.Function):
         if any(needs_parameters):
             # A bias is the weight of a constant input of 1.
             inputs = torch.cat([rows * factors, factors], 1) if len(needs_parameters) == 2 else rows * factors
-            total = _parameter_gradient(ctx, targets, rows, errors, inputs.to(rows.dtype))
+            total = _parameter_gradient(ctx.head, targets, rows, normalizers, errors, inputs.to(rows.dtype))
             grads = total[:, : rows.shape[1]], total[:, -1]
             parameter_grads = [
                 grad.contiguous() if needed else None for grad, needed in zip(grads, needs_parameters, strict=False)
@@ -205,23 +254,34 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _parameter_gradient(
-    ctx: Any, targets: torch.Tensor, rows: torch.Tensor, errors: torch.Tensor, inputs: torch.Tensor
+    head: LinearHead,
+    targets: torch.Tensor,
+    rows: torch.Tensor,
+    normalizers: torch.Tensor,
+    errors: torch.Tensor,
+    inputs: torch.Tensor,
 ) -> torch.Tensor:
     """Return the sum over targets of error times input, (V, H) or (V, H + 1).
 
-    `errors` are those of the last targets. The others are recomputed in the same memory, and the parts are added in
-    fp32 and rounded once.
+    `errors` are those of the last targets. The others are recomputed, for a block of the vocabulary at a time: each
+    value of the gradient is one sum over all targets, rounded once.
     """
     first_kept = len(rows) - len(errors)
-    total = errors.t() @ inputs[first_kept:]
-    for part in _slices(0, first_kept, len(errors)):
-        for at in _slices(part.start, part.stop, ctx.slice_rows):
-            out = errors[at.start - part.start : at.stop - part.start]
-            ctx.head.score_slice(rows[at], targets[at], out, True)
-        if total.dtype == torch.bfloat16:
-            total = total.float()
-        total += errors[: part.stop - part.start].t() @ inputs[part]
-    return total.to(rows.dtype)
+    if first_kept == 0:
+        return errors.t() @ inputs
+    vocab_size = errors.shape[1]
+    total = inputs.new_empty(vocab_size, inputs.shape[1])
+    block_size = min(vocab_size, rows_per_chunk(len(rows), rows.device, rows.element_size(), SLICE_SHARE))
+    scratch = rows.new_empty(len(rows) * block_size)
+    for tokens in _slices(0, vocab_size, block_size):
+        width = tokens.stop - tokens.start
+        block = scratch[: len(rows) * width].view(len(rows), width)
+        head.recompute_errors(
+            rows[:first_kept], targets[:first_kept], normalizers[:first_kept], tokens, block[:first_kept]
+        )
+        block[first_kept:] = errors[:, tokens]
+        torch.mm(block.t(), inputs, out=total[tokens])
+    return total
 
 
 def _slices(begin: int, end: int, size: int) -> Iterator[slice]:
@@ -389,14 +449,25 @@ class HeadInput:
             return function(logits, targets)
 
         def map_all(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            if fields is not None and "forward" not in attributes and LinearHead.supports(head, rows, fields):
-                linear = LinearHead(head.weight, head.bias, self.postprocessing, fields)
+            if fields is None or "forward" in attributes:
+                return _score_in_chunks(map_chunk, head, rows, targets)
+            if LinearHead.supports(head, rows, fields) and self._keeps_vocabulary(rows):
+                is_fused = has_fused_cross_entropy(head) and not self.postprocessing
+                linear = LinearHead(head.weight, head.bias, self.postprocessing, fields, is_fused)
                 return linear.score_targets(rows, targets)
             return _score_in_chunks(map_chunk, head, rows, targets)
 
         attributes = dict(vars(head))
         with _forward_overridden(head, map_all):
             return cast("tuple[torch.Tensor, ...]", head(rows, targets))
+
+    def _keeps_vocabulary(self, rows: torch.Tensor) -> bool:
+        """Return True where the model makes one value of each logit: some families cut off unused tokens."""
+        width = cast(int, self.head.out_features)
+        logits = rows.new_empty(1, width) if self.postprocessing else None
+        for step in self.postprocessing:
+            logits = step(cast(torch.Tensor, logits))
+        return logits is None or logits.shape[-1] == width
 
 
 def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput:

@@ -1156,10 +1156,11 @@ def _has_recomputed_errors(run: PlanInputs) -> bool:
 
 
 def _recomputed_logit_bytes(run: PlanInputs) -> int:
-    """Return what logits of a block take in the backward pass of the head, beyond the gradient that follows them."""
+    """Return the bytes of a block of the vocabulary for all targets, and of its probabilities in fp32."""
     if not _has_recomputed_errors(run):
         return 0
-    return max(0, _logit_bytes(run) - run.width * run.head_numel)
+    values = min(run.workload.targets * run.shape.vocab, run.chunk * SLICE_SHARE / run.width)
+    return round(run.width * values + min(4 * values, run.chunk * BLOCK_SHARE[run.device]))
 
 
 def _slice_bytes(run: PlanInputs) -> int:
@@ -1182,10 +1183,7 @@ HEAD_ROWS = (
     Row("logits of a slice", "gpu", "activation", ("scores", "scores"), _slice_bytes,
         "w V x targets of a slice", f"{HEADS}, SLICE_SHARE"),
     Row("recomputed logits of a block", "gpu", "activation", ("head", "head"), _recomputed_logit_bytes,
-        "2 fp32 blocks, less the gradient of the head, which comes after them", f"{HEADS}, _parameter_gradient"),
-    Row("fp32 sum of the head's gradient", "gpu", "activation", ("head", "head"),
-        lambda run: 4 * run.shape.vocab * run.shape.hidden * _has_recomputed_errors(run),
-        "4 V H where errors are recomputed", f"{HEADS}, _parameter_gradient"),
+        "w x targets x tokens of a block, and an fp32 block", f"{HEADS}, _parameter_gradient"),
 )
 FROZEN_MODEL_ROWS = tuple(
     Row(name, "weights", "state", ALWAYS, size, lambda run: "w P / N" if run.stage == 3 and run.world_size > 1 else "w P", source)

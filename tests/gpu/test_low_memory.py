@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.preset import read_preset
 from tests.gpu.test_run import RUN, written
-from tests.gpu.workers import REHEARSAL, GpuWorkers
+from tests.gpu.workers import IS_EMULATED, REHEARSAL, GpuWorkers
 from tests.vocabulary import metric_rows, read_events, read_jsonl
 
 pytestmark = pytest.mark.gpu
@@ -87,8 +87,15 @@ def test_presets_that_a_cpu_cannot_run_are_near_zero2(
 ) -> None:
     if REHEARSAL and preset != "zero3_hpz":
         pytest.skip("a CPU has no fp16 training and no quantized collectives")
+    if IS_EMULATED and preset == "zero3_zeropp":
+        pytest.skip("DeepSpeed compiles its quantized collectives with nvcc, which no emulated device has")
     recipe = written(tmp_path, **STEPS)
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "zero2"), sets=["ds_config=zero2", "precision=bf16"])
+    if preset == "zero2_fp16":  # in 12 steps, none is left for finding the loss scale
+        ds_config = json.loads(read_preset(preset).path.read_text(encoding="utf-8"))
+        ds_config["fp16"]["initial_scale_power"] = 8
+        preset = str(tmp_path / "zero2_fp16.json")
+        Path(preset).write_text(json.dumps(ds_config), encoding="utf-8")
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "other"), sets=[f"ds_config={preset}", f"precision={precision}"])
     found, wanted = ([row["loss"] for row in metric_rows(tmp_path / run)] for run in ("other", "zero2"))
     assert found == pytest.approx(wanted, rel=0.05), json.dumps([found, wanted])

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REHEARSAL = bool(os.environ.get("DSTRAIN_GPU_REHEARSAL"))
 ACCELERATOR = "cpu" if REHEARSAL else "cuda"
+IS_EMULATED = "EMU_VALUES" in os.environ
+"""True on the emulated device (tools/cuda_emulator), whose kernels of Triton compute nothing."""
 
 
 def environment() -> dict[str, str]:

@@ -436,12 +436,24 @@ def test_what_is_frozen_of_a_linear_head_has_no_gradient(trained: str) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_only_errors_that_were_not_kept_are_recomputed(slices: list[tuple[int, ...]]) -> None:
+def test_only_errors_that_were_not_kept_are_recomputed(
+    slices: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[tuple[int, ...]] = []
+    recompute = LinearHead.recompute_errors
+
+    def recompute_errors(self: LinearHead, rows: torch.Tensor, *rest: Any) -> None:
+        blocks.append((*rows.shape, rest[-1].shape[1]))
+        recompute(self, rows, *rest)
+
+    monkeypatch.setattr(LinearHead, "recompute_errors", recompute_errors)
     head, rows, targets = made_head()
     log_probs = scored(head, rows, targets).log_probs
     assert len(slices) == TARGETS
     log_probs.sum().backward()
-    assert len(slices) == TARGETS + TARGETS - 9
+    assert len(slices) == TARGETS
+    assert {block[:2] for block in blocks} == {(TARGETS - 9, WIDTH)}
+    assert sum(width for *_, width in blocks) == VOCABULARY
 
 
 @pytest.mark.parametrize("grad", [False, True])

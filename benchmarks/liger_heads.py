@@ -6,7 +6,9 @@ Peaks and launches are those of one loss with its backward pass, in bf16 on an e
 nothing (EMU_VALUES=0): the hidden states and weights are there before and are not counted. Exactness comes from a CPU,
 where Triton's interpreter computes liger's kernels, against fp64. liger's cross entropy gets all tokens with -100 for
 those that are no targets, as trainers call it; its DPO loss gets the pairs of the batch one at a time (`chunk_size`).
-TRL's head is ChunkedLogProbFunction of TRL 1.16, which gets the targets alone.
+With `distill` all compute the forward KL divergence from a teacher's head: dstrain over its 64 most probable tokens and
+the others together, liger over all tokens (LigerFusedLinearJSD with beta 0). TRL's head is ChunkedLogProbFunction of TRL
+1.16, which gets the targets alone.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from benchmarks.common import format_certificate, table, write_table
 from tools.cuda_emulator.counts import read_counts
 
 COUNTED = ("kernels", "products", "copies_on_device", "memsets")
-DSTRAIN, LIGER, TRL = "dstrain", "liger", "TRL"
+DSTRAIN, FUSED, LIGER, TRL = "dstrain", "fused", "liger", "TRL"
+"""dstrain with model.kernels none and liger, liger-kernel's fused losses, and TRL's head."""
 EXACT_LIGER = "liger, fp32 sums"
 """liger's cross entropy with accum_dtype=torch.float32, which no trainer sets."""
 MIB = 2**20
 BETA = 0.1
+TOP_K = 64
+"""Tokens of the teacher that are a class each, the default of the task."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ def list_cases() -> list[HeadCase]:
     """Return the cases of the table."""
     sizes = list(product((32_000, 152_000), (2048, 4096), (2048, 8192), (1.0, 0.5)))
     trained = [HeadCase(task, *size) for task in ("sft", "dpo") for size in sizes]
-    return trained + [HeadCase("sft", *size, is_trained=False) for size in sizes]
+    frozen = [HeadCase("sft", *size, is_trained=False) for size in sizes]
+    return [*trained, *frozen, *(HeadCase("distill", *size) for size in sizes if size[1] == 2048)]
 
 
 class HeadInputs:
@@ -119,6 +125,33 @@ def score_by_dstrain(head: torch.nn.Module, rows: torch.Tensor, targets: torch.T
     return HeadInput(head, rows[None], ()).score_targets(rows, targets, fields).log_probs
 
 
+def score_by_fused(head: torch.nn.Module, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from dstrain.models.fused_cross_entropy import fuse_cross_entropy
+
+    fuse_cross_entropy(head)
+    return score_by_dstrain(head, rows, targets)
+
+
+def distill_by_dstrain(inputs: HeadInputs) -> torch.Tensor:
+    """Return the mean divergence of the targets' classes: the teacher's most probable tokens, and the others together."""
+    from dstrain.models.heads import HeadInput
+    from dstrain.tasks.distill import class_log_probs, divergence, top_classes
+
+    vocabulary = inputs.case.vocabulary
+    rows, reference_rows = (
+        states.flatten(0, 1).index_select(0, inputs.target_indices)
+        for states in (inputs.hidden_states, inputs.reference_states)
+    )
+    with torch.no_grad():
+        teacher, ids = HeadInput(inputs.reference_head, reference_rows[None], ()).map_logits(
+            reference_rows, inputs.targets, lambda logits, _: top_classes(logits, TOP_K, vocabulary, 1.0)
+        )
+    (student,) = HeadInput(inputs.head, rows[None], ()).map_logits(
+        rows, ids, lambda logits, ids: (class_log_probs(logits, ids, 1.0),)
+    )
+    return divergence(student, teacher, "forward_kl").mean()
+
+
 def score_by_trl(head: torch.nn.Module, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
@@ -139,6 +172,14 @@ def run_liger(inputs: HeadInputs, accum_dtype: torch.dtype | None = None) -> tor
 
         loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
         return loss(inputs.head.weight, inputs.hidden_states.flatten(0, 1), inputs.labels.flatten())
+    if inputs.case.task == "distill":
+        from liger_kernel.transformers import LigerFusedLinearJSD
+
+        states, reference_states = inputs.hidden_states.flatten(0, 1), inputs.reference_states.flatten(0, 1)
+        divergence = LigerFusedLinearJSD(jsd_beta=0.0)
+        return divergence(
+            states, inputs.head.weight, reference_states, inputs.reference_head.weight, inputs.labels.flatten()
+        )
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
     # torch.compile, its default, is off: on this device it would compile for minutes per case.
@@ -153,8 +194,13 @@ def run_liger(inputs: HeadInputs, accum_dtype: torch.dtype | None = None) -> tor
     return result
 
 
+def run_dstrain(inputs: HeadInputs) -> torch.Tensor:
+    return distill_by_dstrain(inputs) if inputs.case.task == "distill" else run_scores(inputs, score_by_dstrain)
+
+
 WAYS: dict[str, Callable[[HeadInputs], torch.Tensor]] = {
-    DSTRAIN: lambda inputs: run_scores(inputs, score_by_dstrain),
+    DSTRAIN: run_dstrain,
+    FUSED: lambda inputs: run_scores(inputs, score_by_fused),
     LIGER: run_liger,
     TRL: lambda inputs: run_scores(inputs, score_by_trl),
     EXACT_LIGER: lambda inputs: run_liger(inputs, torch.float32),
@@ -190,10 +236,14 @@ def measure_cases() -> Iterator[dict[str, Any]]:
             "tokens": case.tokens,
             "targets": f"{case.share:.0%}",
         }
-        figures = {way: measure_case(case, way) for way in (DSTRAIN, LIGER, TRL)}
-        row |= {f"{way}, MiB": round(peak) for way, (peak, _) in figures.items()}
-        row |= {f"{way}, launches": launches for way, (_, launches) in figures.items()}
-        row["MiB, dstrain / liger"] = f"{figures[DSTRAIN][0] / figures[LIGER][0]:.2f}"
+        ways = (DSTRAIN, LIGER) if case.task == "distill" else (DSTRAIN, FUSED, LIGER, TRL)
+        figures = {way: measure_case(case, way) for way in ways}
+        for way in (DSTRAIN, FUSED, LIGER, TRL):
+            row[f"{way}, MiB"] = round(figures[way][0]) if way in figures else "-"
+        for way in (DSTRAIN, FUSED, LIGER, TRL):
+            row[f"{way}, launches"] = figures[way][1] if way in figures else "-"
+        smallest = min(peak for way, (peak, _) in figures.items() if way in (DSTRAIN, FUSED))
+        row["MiB, least of dstrain / liger"] = f"{smallest / figures[LIGER][0]:.2f}"
         yield row
         print(row, file=sys.stderr, flush=True)
 

@@ -141,11 +141,12 @@ class LinearHead:
         """Write the errors of a block of the vocabulary for hidden states (n, H) into `out` (n, tokens)."""
         self._compute_logits(rows, tokens, out)
         is_inside = (targets >= tokens.start) & (targets < tokens.stop)
-        places = (targets - tokens.start).clamp(0, out.shape[1] - 1)
+        places = (targets - tokens.start).clamp(0, out.shape[1] - 1)[:, None]
+        minus_one = -is_inside.to(normalizers.dtype)[:, None]
         for at in _slices(0, len(out), _rows_per_block(out)):
             leaf, final = self._postprocess(out[at], with_gradient=True)
             probabilities = (final.detach() - normalizers[at, None]).exp_()
-            probabilities.scatter_add_(1, places[at, None], -is_inside[at, None].to(probabilities.dtype))
+            probabilities.scatter_add_(1, places[at], minus_one[at])
             out[at] = _differentiate(leaf, final, probabilities)
 
     def _compute_logits(self, rows: torch.Tensor, tokens: slice, out: torch.Tensor) -> None:

@@ -53,6 +53,10 @@ def values() -> None:
     large = torch.ones(3_000_001, device=CUDA)[1:]
     large.zero_()
     assert large.sum().item() == 0
+    for change, is_equal in ((0.0, True), (1.0, False)):
+        for _ in range(4):  # no chance value of a kernel that computes nothing
+            assert torch.equal(device, device + change) == is_equal
+            assert torch.allclose(device, device + change) == is_equal
 
 
 def attention() -> None:
@@ -94,23 +98,27 @@ def flex_attention() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.manual_seed(0)
-    rows = [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]
-    on_device = [row.detach().cuda().requires_grad_() for row in rows]
     segments = (torch.arange(20, device=CUDA) >= 9).int()
     mask = create_block_mask(
         lambda batch, head, query, key: (query >= key) & (segments[query] == segments[key]), None, None, 20, 20, CUDA
     )
-    result = flex_attention(*on_device, block_mask=mask)
     position, segment = torch.arange(20), segments.cpu()
     seen = (position[:, None] >= position[None]) & (segment[:, None] == segment[None])
-    expected = F.scaled_dot_product_attention(*rows, attn_mask=seen)
-    torch.testing.assert_close(result.cpu(), expected)
-    weights = torch.randn_like(expected)
-    result.backward(weights.to(CUDA))
-    expected.backward(weights)
-    for device, host in zip(on_device, rows, strict=True):
-        assert device.grad is not None
-        torch.testing.assert_close(device.grad.cpu(), host.grad)
+    weights = torch.randn(1, 2, 20, 16)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        rows = [torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+        on_device = [row.detach().cuda().requires_grad_() for row in rows]
+        result = flex_attention(*on_device, block_mask=mask)
+        result.backward(weights.to(CUDA, dtype))
+        expected = F.scaled_dot_product_attention(*rows, attn_mask=seen)
+        expected.backward(weights.to(dtype))
+        for device, host in zip(
+            [result, *(row.grad for row in on_device)], [expected, *(row.grad for row in rows)], strict=True
+        ):
+            torch.testing.assert_close(device.cpu(), host, rtol=limit, atol=limit)
+    capped = flex_attention(*on_device, score_mod=lambda score, *_: 5 * torch.tanh(score / 5), block_mask=mask)
+    capped.backward(weights.to(CUDA, torch.bfloat16))
+    assert capped.isfinite().all()
 
 
 def memory() -> None:

@@ -11,7 +11,9 @@ from tests.interpreted import find_missing
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(bool(find_missing()), reason=find_missing()),
-    pytest.mark.skipif(IS_EMULATED, reason="on an emulated device Triton's kernels compute nothing: make test-cuda has them"),
+    pytest.mark.skipif(
+        IS_EMULATED, reason="on an emulated device Triton's kernels compute nothing: make test-cuda has them"
+    ),
 ]
 
 

@@ -262,6 +262,14 @@ def _needs_host(func: OpOverload, args: Sequence[Any]) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
+def _returns_view(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the result is a view: `to`, `reshape` and `contiguous` return a copy where there can be none."""
+    if short_name(func) not in ("to", "reshape", "contiguous"):
+        return True
+    result = func(*args, **kwargs)
+    return bool(result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr())
+
+
 def _writes(func: OpOverload) -> bool:
     """Return whether the operation writes into one of its arguments."""
     return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
@@ -287,6 +295,8 @@ class Values(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            return func(*args, **kwargs)  # make_fx records operations, whose values nobody reads
         if not isinstance(func, OpOverload):
             with self:
                 return _run_flex_attention(func, args, kwargs)
@@ -297,7 +307,9 @@ class Values(TorchDispatchMode):
         of_subclass = any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         if of_subclass or not (on_device or makes_on_device):
             return func(*args, **kwargs)
-        if func in (aten._local_scalar_dense.default, aten.is_pinned.default) or func.is_view:
+        if func in (aten._local_scalar_dense.default, aten.is_pinned.default):
+            return func(*args, **kwargs)
+        if func.is_view and _returns_view(func, args, kwargs):
             return func(*args, **kwargs)
         if func.namespace not in ("aten", "bitsandbytes", "torch_attn"):
             if func.namespace not in ("c10d", "_c10d_functional"):
@@ -326,6 +338,8 @@ class Values(TorchDispatchMode):
         except Exception as error:
             self._tell(func, str(error)[:200])
             return output
+        if not any(isinstance(value, Tensor) for value in tree_flatten(output)[0]):
+            return result  # a number or a truth value, as of torch.equal
         if not _writes(func):  # else the CPU kernel has written into the same bytes
             self._copy(func, output, result)
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def compute_cross_entropy(
     they are not changed. The second value is None without `with_accuracy`. Raises what Triton's compiler raises.
     """
     preload_bitsandbytes()  # liger imports peft
-    from liger_kernel.ops import cross_entropy
-
+    cross_entropy: Any = importlib.import_module("liger_kernel.ops.cross_entropy")
     count, vocab_size = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
     accuracy = torch.empty_like(losses) if with_accuracy else None

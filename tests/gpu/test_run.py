@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common import SHAPES
 from dstrain.tasks import find_task
-from tests.gpu.workers import REHEARSAL, GpuWorkers
+from tests.gpu.workers import IS_SLOW, REHEARSAL, GpuWorkers
 from tests.vocabulary import metric_rows, read_events, read_jsonl, write_recipe
 
 pytestmark = pytest.mark.gpu
@@ -67,8 +67,8 @@ def test_a_run_tells_what_the_device_holds(gpus: GpuWorkers, only_gpu: None, tmp
 
 def test_a_reward_model_of_100_million_parameters_learns(gpus: GpuWorkers, tmp_path: Path) -> None:
     """Made-up pairs whose better answer is the polite one; a CPU rehearses it with the tiny model."""
-    shape = "tiny" if REHEARSAL else "100m"
-    steps, lr = (60, 3e-3) if REHEARSAL else (60, 1e-4)
+    shape = "tiny" if IS_SLOW else "100m"
+    steps, lr = (60, 3e-3) if IS_SLOW else (60, 1e-4)
     recipe = written(
         tmp_path, steps=steps, optim={"lr": lr}, batch={"total": 8, "micro": 4},
         model={"config": {"model_type": "llama", **SHAPES[shape]}, "tokenizer": {"train": "bpe", "vocab_size": 320}},
@@ -81,6 +81,6 @@ def test_a_reward_model_of_100_million_parameters_learns(gpus: GpuWorkers, tmp_p
     assert train[-1]["loss"] < 0.5 * train[0]["loss"]
     assert test[-1]["accuracy"] >= 0.9
     assert (tmp_path / "run/checkpoints/best").exists()
-    wanted = None if REHEARSAL else 100e6
+    wanted = None if IS_SLOW else 100e6
     made = read_events(tmp_path / "run", "model")[0]["parameters"]
     assert wanted is None or made > wanted

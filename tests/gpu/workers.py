@@ -21,6 +21,8 @@ REHEARSAL = bool(os.environ.get("DSTRAIN_GPU_REHEARSAL"))
 ACCELERATOR = "cpu" if REHEARSAL else "cuda"
 IS_EMULATED = "EMU_VALUES" in os.environ
 """True on the emulated device (tools/cuda_emulator), whose kernels of Triton compute nothing."""
+IS_SLOW = REHEARSAL or IS_EMULATED
+"""True where a CPU computes: models of 100 million parameters are tiny there."""
 
 
 def environment() -> dict[str, str]:

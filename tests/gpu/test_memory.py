@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_the_table_of_presets_and_cards_is_made(tmp_path: Path) -> None:
     tiny = {
         "shape": "tiny",
-        "length": 24,
+        "length": 64,
         "presets": "zero0,zero2_offload",
         "caps": "24,8",
         "precision": "fp32",

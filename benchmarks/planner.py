@@ -61,7 +61,7 @@ def make_config(case: dict[str, Any], models: dict[str, Any], **changes: Any) ->
     values: dict[str, Any] = {
         "task": case["task"],
         "precision": "bf16",
-        "model": {"config": model, "lora": None, **changes},
+        "model": {"config": model, "lora": None, "kernels": "none", **changes},
         "data": {"train": "train.jsonl", "max_length": case["length"]},
         "batch": {"micro": case["micro"], "accumulate": 1},
         "optim": {"lr": 1e-5},

@@ -193,6 +193,8 @@ def measure(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     from dstrain.training.engine.deepspeed import DeepSpeedEngine
     from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_select
 
+    if os.environ.get("EMU_VALUES") == "2":
+        accept_kernels_by_shape()
     torch.cuda.set_device(rank)
     if "card_bytes" in case:
         share = (case["card_bytes"] - CUDA_CONTEXT_BYTES) / torch.cuda.get_device_properties(rank).total_memory
@@ -229,6 +231,13 @@ def measure(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
         **built, "allocated": max(peaks.allocated.values()), "phases": peaks.allocated, "reserved": peaks.reserved,
         "outside": outside, "left": torch.cuda.memory_allocated(), "device": describe_device(),
     }  # fmt: skip
+
+
+def accept_kernels_by_shape() -> None:
+    """Let a module take its fused kernel where the shapes are the same: for a device that computes no values."""
+    from dstrain.models import fused_kernels
+
+    fused_kernels._relative_error = lambda wanted, computed: 0.0 if wanted.shape == computed.shape else float("inf")
 
 
 def describe_device() -> str:

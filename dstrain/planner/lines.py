@@ -139,6 +139,8 @@ class PlanInputs:
     world_size: int = 1
     optimizer: str = "adamw"
     quantize: str | None = None
+    has_fused_kernels: bool = False
+    """True where norms, gated MLPs and rotary embeddings are computed by liger-kernel (dstrain/models/fused_kernels.py)."""
     checkpoints_on_host: bool = False
     """True with cpu_checkpointing: the inputs of recomputed layers are in host memory."""
     reference_params: int = 0
@@ -791,7 +793,7 @@ def read_graphs(shape: ModelShape, has_dropout: bool = False) -> tuple[LayerGrap
     before = False
     for tensor in shape.tensors:
         is_language = tensor.part in ("layers", "lora") and "vision" not in tensor.name and "visual" not in tensor.name
-        index = _layer_index(tensor.name) if is_language else None
+        index = layer_index(tensor.name) if is_language else None
         if index in found:
             found[index].append(tensor)
         elif tensor.part in ("embedding", "vision", "projector", "lora"):
@@ -836,7 +838,8 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged, dora)
 
 
-def _layer_index(name: str) -> int | None:
+def layer_index(name: str) -> int | None:
+    """Return the number of the layer that a parameter belongs to; None for one outside of the layers."""
     words = name.split(".")
     at = next((i for i, word in enumerate(words[:-1]) if word in ("layers", "h", "layer", "blocks")), None)
     return int(words[at + 1]) if at is not None and words[at + 1].isdecimal() else None
@@ -874,8 +877,10 @@ def layer_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> Laye
     # Three moments: the backward pass of the MLP, of the norm before it, of attention.
     hidden, inner = width * shape.hidden, width * shape.intermediate
     # Gate, activation and up exist beside their gradients; the product of them is free by then.
-    in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * (3 - ("down" in graph.kept_inputs))
-    in_norm = 2 * hidden - mlp - mlp_input + (0 if has_tiles else NORM_GRADIENTS * shape.hidden)
+    # A fused kernel writes both gradients over gate and up.
+    mlp_gradients = 1 if run.has_fused_kernels else 3 - ("down" in graph.kept_inputs)
+    in_mlp = 2 * hidden if is_mlp_tiled else hidden + inner * mlp_gradients
+    in_norm = 2 * hidden - mlp - mlp_input + (0 if has_tiles else norm_gradients(run) * shape.hidden)
     wide, narrow = width * shape.heads * shape.head_dim, width * shape.kv_heads * shape.head_dim
     # The gradient of attention's output, or, where processes exchange it, four copies: as it comes, by receiver, by
     # sender, and by heads (dstrain/models/attention/sequence.py).
@@ -890,14 +895,29 @@ NORM_GRADIENTS = 20
 """Bytes per value that the backward pass of an RMSNorm of transformers makes: five fp32 tensors."""
 
 
+def norm_gradients(run: PlanInputs) -> int:
+    """Return the bytes per value that the backward pass of an RMSNorm makes: with a fused kernel its gradient alone."""
+    return run.width if run.has_fused_kernels else NORM_GRADIENTS
+
+
 def _norm_bytes(run: PlanInputs, graph: LayerGraph, is_recomputed: bool) -> float:
-    """Return what the norms keep of a token: in tiles their input, otherwise an fp32 copy and what their weight needs."""
+    """Return what the norms keep of a token: in tiles their input, otherwise an fp32 copy and what their weight needs.
+
+    A fused kernel keeps its input and 1 / root mean square (liger_kernel/ops/rms_norm.py, fused_add_rms_norm.py).
+    """
     shape, width = run.shape, run.width
     heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
     if run.has_tiles(is_recomputed):
         # The first norm's input is the layer's, which the rows of inputs count, or a copy from the host.
         is_counted = is_recomputed and not run.checkpoints_on_host
         return width * (shape.hidden * (shape.norms_per_layer - is_counted) + heads * shape.has_qk_norm)
+    if run.has_fused_kernels:
+        size = float(shape.norms_per_layer * (width * shape.hidden + 4))
+        if is_recomputed and not run.checkpoints_on_host:
+            size -= width * shape.hidden  # the layer's input, which the rows of inputs count
+        elif not graph.input_needs_grad and not graph.norms_trained:
+            size -= width * shape.hidden + 4
+        return size + (width * heads + 4 * (shape.heads + shape.kv_heads)) * shape.has_qk_norm
     norm_input = 4 * shape.hidden + 4  # its fp32 copy and 1 / root mean square
     normed = (4 if shape.has_fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = float(shape.norms_per_layer * (norm_input + normed))
@@ -945,7 +965,8 @@ def _attention_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[
 def _mlp_bytes(run: PlanInputs, graph: LayerGraph, kept_inputs: frozenset[str]) -> float:
     """Return what the MLP, or the experts, keep of a token besides their input."""
     shape, workload, width = run.shape, run.workload, run.width
-    size = float(width * 3 * shape.intermediate)  # gate, its activation, up
+    # Gate, its activation, up; a fused kernel keeps gate and up (liger_kernel/ops/swiglu.py, geglu.py).
+    size = float(width * (2 if run.has_fused_kernels else 3) * shape.intermediate)
     size += width * shape.intermediate * ("down" in kept_inputs)
     # Of experts: their outputs, which are multiplied with the weights of the router, and a copy of each token's input.
     size += width * shape.hidden * shape.experts_per_token * (1 + ("mlp" in kept_inputs))
@@ -983,10 +1004,11 @@ def _tile_bytes(run: PlanInputs) -> float:
     if not any(run.has_tiles(is_recomputed) for is_recomputed in run.recomputed):
         return 0
     if not shape.has_dense_mlp:
-        return run.workload.tile_tokens * (NORM_GRADIENTS + 8) * shape.hidden
-    trained = [one for one in shape.tensors if one.is_trainable and one.is_of_mlp and _layer_index(one.name) == 0]
+        return run.workload.tile_tokens * (norm_gradients(run) + 8) * shape.hidden
+    trained = [one for one in shape.tensors if one.is_trainable and one.is_of_mlp and layer_index(one.name) == 0]
     weights = sum(one.numel for one in trained) * (width + 4 * (width == 2))
-    return run.workload.tile_tokens * width * (6 * shape.intermediate + 2 * shape.hidden) + weights
+    inner = 4 if run.has_fused_kernels else 6
+    return run.workload.tile_tokens * width * (inner * shape.intermediate + 2 * shape.hidden) + weights
 
 
 def _checkpointed_inputs(run: PlanInputs) -> int:
@@ -1004,6 +1026,8 @@ def _outside_bytes(run: PlanInputs) -> float:
     shape, workload, width = run.shape, run.workload, run.width
     is_norm_trained = any(one.is_trainable and one.name.split(".")[-2:-1] == ["norm"] for one in shape.tensors)
     norm = 4 * shape.hidden + 4 + (4 if shape.has_fp32_norms else width) * shape.hidden * is_norm_trained
+    if run.has_fused_kernels:
+        norm = width * shape.hidden + 4
     if run.has_tiles(any(run.recomputed)):
         norm = width * shape.hidden
     ids = 8 if any(one.is_trainable and one.part == "embedding" for one in shape.tensors) else 0
@@ -1013,12 +1037,15 @@ def _outside_bytes(run: PlanInputs) -> float:
 
 def _last_norm_gradients(run: PlanInputs) -> float:
     """Return what the backward pass of the last norm makes; in tiles little."""
-    return 0 if run.has_tiles(any(run.recomputed)) else run.workload.tokens * NORM_GRADIENTS * run.shape.hidden
+    if run.has_tiles(any(run.recomputed)):
+        return 0
+    return run.workload.tokens * norm_gradients(run) * run.shape.hidden
 
 
 # In formulas: T tokens, L of them in a row, D width of a head, H width, A heads times head width, K key-value heads times
 # head width, I width of the MLP, R rank.
 PAPER = "Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and RMSNorm"
+KERNELS = "liger_kernel/ops/rms_norm.py, fused_add_rms_norm.py and swiglu.py: what save_for_backward gets"
 CHECKPOINT = "Chen et al., arXiv 1604.06174, section 3; torch/utils/checkpoint.py"
 
 
@@ -1030,7 +1057,13 @@ def _gradient_formula(run: PlanInputs) -> str:
     attention = "4 A" if run.workload.sequence > 1 else "2 A + 2 K"
     if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
         return f"T max(2 w H, w (H + {attention}) - w H of the MLP's input)"
+    if run.has_fused_kernels:
+        return f"T w max(I + H, 3 H, H + {attention}), less what is free by then"
     return f"T max(w (3 I + H), 20 H, w (H + {attention})), less what is free by then"
+
+
+def _layer_source(run: PlanInputs) -> str:
+    return KERNELS if run.has_fused_kernels else PAPER
 
 
 def _layer_formula(run: PlanInputs) -> str:
@@ -1039,6 +1072,8 @@ def _layer_formula(run: PlanInputs) -> str:
     dropout += " + 2 w outputs of adapters" if any(one.mlp_adapters.scaled_outputs for one in run.layers) else ""
     if run.has_tiles(any(run.recomputed)) and run.shape.has_dense_mlp:
         return "T w (3 H + 2 A + 2 K): inputs of norms and linear layers, attention"
+    if run.has_fused_kernels:
+        return f"T (8 + w (4 H + 2 A + 2 K + 3 I){experts}{dropout}) per layer"
     return f"T (8 H + 2 w H + w (2 A + 2 K + 4 I){experts}{dropout}) per layer"
 
 
@@ -1048,13 +1083,14 @@ LAYER_ROWS = (
         lambda run: _checkpointed_inputs(run) * run.width * run.shape.hidden * run.workload.tokens,
         "w T H per layer", CHECKPOINT),
     Row("one recomputed layer", "gpu", "activation", LAYER,
-        lambda run: max((one.kept for one in _sizes(run, True)), default=0) * run.workload.tokens, _layer_formula, PAPER),
+        lambda run: max((one.kept for one in _sizes(run, True)), default=0) * run.workload.tokens, _layer_formula, _layer_source),
     Row("activations of the layers", "gpu", "activation", KEPT,
-        lambda run: sum(one.kept for one in _sizes(run, False)) * run.workload.tokens, _layer_formula, PAPER),
+        lambda run: sum(one.kept for one in _sizes(run, False)) * run.workload.tokens, _layer_formula, _layer_source),
     Row("embedding and last norm", "gpu", "activation", ("scores", "last norm"), _outside_bytes,
-        lambda run: "T (8 + w H)" if run.has_tiles(any(run.recomputed)) else "T (8 + 4 H + w H)",
+        lambda run: "T (8 + w H)" if run.has_fused_kernels or run.has_tiles(any(run.recomputed)) else "T (8 + 4 H + w H)",
         "transformers models/llama/modeling_llama.py"),
-    Row("gradients of the last norm", "gpu", "activation", ("last norm", "last norm"), _last_norm_gradients, "20 T H", NORMS),
+    Row("gradients of the last norm", "gpu", "activation", ("last norm", "last norm"), _last_norm_gradients,
+        lambda run: "w T H" if run.has_fused_kernels else "20 T H", NORMS),
     Row("rotary angles", "gpu", "activation", KEPT, lambda run: 2 * run.width * run.shape.head_dim * run.workload.positions,
         "2 w L D", "Su et al., arXiv 2104.09864, eq. 34"),
     Row("gradients inside a layer", "gpu", "activation", LAYER,
@@ -1064,7 +1100,8 @@ LAYER_ROWS = (
         "w (in^2 + 3 in out) of the largest weight, less the gradients inside a layer",
         "peft/tuners/lora/dora.py, get_lora_weight and get_weight_norm"),
     Row("one tile of a layer", "gpu", "activation", LAYER, _tile_bytes,
-        "w n (6 I + 2 H) for n tokens of a tile, and 4 + w bytes per trained weight of an MLP", TILES),
+        lambda run: f"w n ({4 if run.has_fused_kernels else 6} I + 2 H) for n tokens of a tile, and 4 + w bytes per trained "
+        "weight of an MLP", TILES),
     Row("one dequantized weight", "gpu", "activation", LAYER, lambda run: run.largest_quantized * run.width,
         "w x largest quantized weight", "bitsandbytes autograd/_functions.py"),
 )
@@ -1243,6 +1280,15 @@ CPU_RESERVE_ROWS = (
         "0.47 GiB", "resident memory before a model is built"),
 )
 # fmt: on
+
+
+SAVED_ROWS = ("inputs of the layers", "one recomputed layer", "activations of the layers", "embedding and last norm")
+"""Rows of LAYER_ROWS with what autograd keeps of the decoder between the forward and the backward pass."""
+
+
+def count_saved_bytes(run: PlanInputs) -> int:
+    """Return the bytes that autograd keeps of the decoder of one process."""
+    return sum(round(row.size(run)) for row in LAYER_ROWS if row.name in SAVED_ROWS)
 
 
 def plan_lines(run: PlanInputs, rows: Iterable[Row]) -> list[MemoryLine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,20 @@ from dstrain.config import BatchPlan, RunConfig, resolve_batch
 from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
-from dstrain.planner.lines import DTYPE_BYTES, MemoryLine, Moment, Place, PlanInputs, all_lines, sum_bytes
+from dstrain.planner.lines import (
+    DTYPE_BYTES,
+    MemoryLine,
+    Moment,
+    Place,
+    PlanInputs,
+    all_lines,
+    count_saved_bytes,
+    sum_bytes,
+)
 from dstrain.planner.shapes import ModelShape, read_base_shape, read_shape, reference_shape, with_score_head
 from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_workload
 from dstrain.preset import Device, Preset
+from dstrain.resources import list_missing_for_triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,8 @@ class MemoryPlan:
     cluster: Cluster
     workload: Workload
     shape: ModelShape
+    run: PlanInputs
+    """What the lines are computed from."""
     lines: tuple[MemoryLine, ...]
 
     def total(self, place: Place, moment: Moment | None = None) -> int:
@@ -61,6 +74,16 @@ class MemoryPlan:
         """Return the disk space of offloaded states on a host."""
         return self.total("nvme") * self.cluster.gpus_per_node
 
+    @property
+    def saved_bytes(self) -> dict[str, int]:
+        """Return value of `model.kernels` -> bytes that autograd keeps of the decoder.
+
+        Families whose kernels the plan does not know are counted without them (`has_fused_kernels`).
+        """
+        can_fuse = can_have_fused_kernels(self.shape, self.cluster.kind)
+        runs = {"none": False, "liger": can_fuse}
+        return {name: count_saved_bytes(replace(self.run, has_fused_kernels=fused)) for name, fused in runs.items()}
+
     def find(self, name: str) -> MemoryLine | None:
         """Return the first line of this name."""
         return next((line for line in self.lines if line.name == name), None)
@@ -77,6 +100,7 @@ class MemoryPlan:
             "gpu_bytes": self.gpu_bytes,
             "host_bytes_per_node": self.host_bytes_per_node,
             "nvme_bytes_per_node": self.nvme_bytes_per_node,
+            "saved_bytes": self.saved_bytes,
             "lines": [{**asdict(line), "when": line.when} for line in self.lines],
         }
 
@@ -99,7 +123,7 @@ def plan_memory(config: RunConfig, preset: Preset, cluster: Cluster, shape: Mode
     check_8bit_partitions(run)
     return MemoryPlan(
         preset=preset.name, precision=read_precision(ds_config), batch=batch, cluster=cluster, workload=workload, shape=shape,
-        lines=all_lines(run),
+        run=run, lines=all_lines(run),
     )  # fmt: skip
 
 
@@ -123,6 +147,7 @@ def make_run(
         world_size=cluster.world_size,
         optimizer=config.optim.name,
         quantize=config.model.quantize,
+        has_fused_kernels=has_fused_kernels(config, shape, cluster.kind),
         checkpoints_on_host=ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False),
         reference_params=0 if reference is None else reference.count(),
         reward_params=sum(with_score_head(reward).count() for reward in rewards if reward is not None),
@@ -131,6 +156,26 @@ def make_run(
         has_bf16=cluster.bf16,
         expandable_segments=has_expandable_segments(os.environ),
     )
+
+
+def has_fused_kernels(config: RunConfig, shape: ModelShape, device: str) -> bool:
+    """Return True where the plan counts with fused kernels in the decoder (`model.kernels`).
+
+    `auto` takes them on GPUs where liger-kernel is installed; the machine that plans stands for the one that trains.
+    """
+    kernels = config.model.kernels
+    if kernels == "none" or not can_have_fused_kernels(shape, device):
+        return False
+    is_installed = all(find_spec(package) is not None for package in ("liger_kernel", "triton"))
+    return kernels == "liger" or (is_installed and not list_missing_for_triton(os.environ))
+
+
+def can_have_fused_kernels(shape: ModelShape, device: str) -> bool:
+    """Return True where the plan knows what fused kernels keep: on GPUs, of the families in the planner's tables.
+
+    Of others some modules may stay eager; the plan counts all of them so.
+    """
+    return device == "cuda" and shape.param_source == "config"
 
 
 def check_8bit_partitions(run: PlanInputs) -> None:

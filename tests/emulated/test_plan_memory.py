@@ -23,6 +23,8 @@ NAMES = (
     "dpo qwen2.5-0.5b 2 x 1024 zero2, packing: false",
     "kto qwen2.5-0.5b 4 x 1024 zero2",
     "sft qwen2.5-0.5b 1 x 1024 zero2, lora: {}, quantize: nf4, name: paged_adamw_8bit",
+    "sft qwen2.5-0.5b 4 x 1024 zero2, gradient_checkpointing: false, kernels: liger",
+    "rm 1b 2 x 1024 zero2, gradient_checkpointing: false, kernels: liger",
     "sft qwen2.5-0.5b 4 x 1024 zero2, 2 GPUs",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ def made_config(task: str = "sft", shape: str = "llama-3.1-8b", **sections: Any)
     """Return a recipe of a shipped shape; `sections` overrides keys inside sections, or whole values."""
     values: dict[str, Any] = {
         "task": task,
-        "model": {"config": named_config(shape), "lora": None},
+        "model": {"config": named_config(shape), "lora": None, "kernels": "none"},
         "data": {"train": "train.jsonl", "max_length": 1024},
         "batch": {"total": 64, "micro": 2},
     }

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from dstrain.errors import PresetError, RecipeError
+from dstrain.planner import memory
 from dstrain.planner.lines import MOMENTS, OPTIMIZERS, QUANTIZED_WEIGHTS
 from dstrain.planner.memory import MemoryPlan, plan_memory
+from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import preset_names, read_preset
 from tests.reward_models import export_reward_model
@@ -386,3 +389,50 @@ def test_dora_with_dropout_keeps_the_dequantized_weights_of_a_layer() -> None:
     # q, k, v, o, gate, up and down of Llama 3.1 8B in 16 bits
     weights = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert added_by_dropout("nf4") - added_by_dropout(None) == pytest.approx(weights, abs=2048)
+
+
+def test_fused_kernels_keep_less_and_the_plan_says_both() -> None:
+    """Of a layer they keep the inputs of norms, gate and up instead of fp32 copies, gate, activation and up."""
+    parts = {"gradient_checkpointing": False}
+    eager, fused = (
+        made_plan("zero2", made_config(model={**parts, "kernels": kernels})) for kernels in ("none", "liger")
+    )
+    shape, tokens = eager.shape, eager.workload.tokens
+    less = shape.layers * (2 * 4 * shape.hidden + 2 * shape.intermediate)
+    less += 4 * shape.hidden  # the last norm
+    assert eager.saved_bytes == fused.saved_bytes
+    assert eager.saved_bytes["none"] - eager.saved_bytes["liger"] == less * tokens
+    assert eager.gpu_bytes > fused.gpu_bytes
+    assert "liger_kernel" in str(fused.find("activations of the layers"))
+    assert "liger_kernel" not in str(eager.find("activations of the layers"))
+
+
+def test_what_one_recomputed_layer_keeps_with_fused_kernels_is_counted_without_its_input() -> None:
+    plan = made_plan("zero2", made_config(model={"kernels": "liger"}))
+    shape, workload = plan.shape, plan.workload
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    values = 3 * shape.hidden + 2 * wide + 2 * narrow + 3 * shape.intermediate  # one of four: the layer's input
+    line = plan.find("one recomputed layer")
+    assert line is not None
+    assert line.num_bytes == workload.tokens * (2 * values + 4 * shape.heads + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "packages", "fused"),
+    [
+        ("auto", {"liger_kernel", "triton"}, True),
+        ("auto", {"triton"}, False),
+        ("none", {"liger_kernel", "triton"}, False),
+        ("liger", set(), True),
+    ],
+)
+def test_auto_takes_fused_kernels_where_they_are_installed(
+    kernels: str, packages: set[str], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(memory, "list_missing_for_triton", lambda environment: [])
+    config = made_config(model={"kernels": kernels})
+    assert made_plan("zero2", config).run.has_fused_kernels is fused
+    shape = read_shape(config)
+    assert not memory.has_fused_kernels(config, shape, "cpu")
+    assert not memory.has_fused_kernels(config, replace(shape, param_source="meta device"), "cuda")

@@ -31,7 +31,8 @@ from benchmarks.common import count_tokens, join_alone, made_batches, made_ds_co
 from benchmarks.trl_side import DPO, REWARD, SFT, StepByStep, made_side
 from dstrain.errors import UsageError
 from dstrain.models import heads
-from dstrain.report.flops import StepFlops, find_peak_flops
+from dstrain.planner.gpu_peaks import find_peak_flops
+from dstrain.report.flops import StepFlops
 
 TEXT: dict[str, tuple[int, int, int, int, int, int]] = {
     "tiny": (32, 48, 2, 4, 2, 640),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dstrain.batch import Batch
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
+    from dstrain.planner.lines import PlanInputs
     from dstrain.training.engine.deepspeed import DeepSpeedEngine
     from dstrain.training.memory import MemoryForecast
     from dstrain.training.plan import RunPlan
@@ -83,8 +84,9 @@ class BenchJob(Job):
         with memory.explain():
             row = self._run(prepared, world)
         if memory.forecast is None:
-            return row | {"plan": None}
-        return row | {"plan": compare_with_plan(memory.forecast, row)}
+            return row | {"plan": None, "roofline": None}
+        roofline = compare_with_bound(memory.forecast.inputs, row)
+        return row | {"plan": compare_with_plan(memory.forecast, row), "roofline": roofline}
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
@@ -122,6 +124,41 @@ def compare_with_plan(forecast: MemoryForecast, row: Mapping[str, Any]) -> dict[
     }
 
 
+def compare_with_bound(inputs: PlanInputs | None, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return computed operations, bytes and bound of the mean measured pass, and the share of the bound that is reached.
+
+    `inputs`: of the run's plan. None for models whose layers the planner does not know.
+    """
+    from dstrain.planner.roofline import compute_roofline
+
+    mean_pass = row["mean_pass"]
+    if inputs is None or not mean_pass["tokens"]:
+        return None
+    planned = inputs.workload
+    rows = mean_pass["samples"] * inputs.shape.task.rows_per_sample
+    share = rows / planned.rows  # of the plan's largest pass
+    tokens = max(1, round(mean_pass["tokens"]))
+    workload = replace(
+        planned, rows=max(1, round(rows)), tokens=tokens, targets=min(tokens, round(mean_pass["targets"]) or tokens),
+        images=round(planned.images * share), image_tokens=round(planned.image_tokens * share),
+    )  # fmt: skip
+    values = compute_roofline(replace(inputs, workload=workload), [row["device"]])
+    if values is None:
+        return None
+    kernels, reached = values["kernels"], None
+    bound = values["bounds"].get(row["device"], {}).get(kernels)
+    if bound is not None:
+        reached = row["tokens_per_second"] / row["processes"] / bound["tokens_per_second"]
+    return {
+        "kernels": kernels,
+        "flops_per_token": values["flops_per_token"],
+        "recomputed_flops_per_token": values["recomputed_flops_per_token"],
+        "bytes_per_token": values["bytes_per_token"][kernels],
+        "bound": bound,
+        "share_of_bound": reached,
+    }
+
+
 @dataclass(frozen=True)
 class _StepRecord:
     """One step of this rank."""
@@ -133,11 +170,15 @@ class _StepRecord:
     """Places of the input ids; 0 for batches without any."""
     padding: int
     """Places among them that hold no token."""
+    targets: int = 0
+    """Tokens in the loss; 0 for batches without a mask of them."""
+    passes: int = 1
 
 
 def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, Any]:
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
-    from dstrain.report.flops import StepFlops, find_peak_flops
+    from dstrain.planner.gpu_peaks import find_peak_flops
+    from dstrain.report.flops import StepFlops
     from dstrain.report.memory import host_memory_gib, measure_peak, peak_memory_gib
     from dstrain.training.plan import build_loader
 
@@ -181,12 +222,12 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-        yield _StepRecord(seconds, result.samples, result.tokens, *_count_padding(batches))
+        yield _StepRecord(seconds, result.samples, result.tokens, *_count_places(batches), len(batches))
 
 
-def _count_padding(batches: Sequence[Batch]) -> tuple[int, int]:
-    """Return (places, places without a token) of the batches' input ids; without an attention mask none is padding."""
-    places = padding = 0
+def _count_places(batches: Sequence[Batch]) -> tuple[int, int, int]:
+    """Return (places of the input ids, those without a token, targets); without an attention mask none is padding."""
+    places = padding = targets = 0
     for batch in batches:
         tensors = batch.tensors
         if "input_ids" not in tensors:
@@ -195,7 +236,9 @@ def _count_padding(batches: Sequence[Batch]) -> tuple[int, int]:
         places += tensors["input_ids"].numel() // shared
         if "attention_mask" in tensors:
             padding += int((tensors["attention_mask"] == 0).sum())
-    return places, padding
+        if "loss_mask" in tensors:
+            targets += int(tensors["loss_mask"].sum())
+    return places, padding, targets
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> dict[str, Any]:
@@ -207,6 +250,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
     counted = sum(rank["counted_tokens"] for rank in ranks)
     # Operations were counted in the warm-up steps, whose samples have other lengths.
     flops = sum(rank["flops"] for rank in ranks) / counted * tokens if counted else None
+    passes = sum(record.passes for record in records)
     memory = [rank["peak_memory_gib"] for rank in ranks]
     process_memory = [rank["process_memory_gib"] for rank in ranks]
     return {
@@ -215,6 +259,11 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
         "samples_per_second": sum(record.samples for record in records) / total,
         "step_seconds": {"mean": total / len(seconds)}
         | {f"p{rank}": float(np.percentile(seconds, rank)) for rank in PERCENTILES},
+        "mean_pass": {
+            "tokens": tokens / passes,
+            "targets": sum(record.targets for record in records) / passes,
+            "samples": sum(record.samples for record in records) / passes,
+        },
         "data_wait_share": sum(rank["wait"] for rank in ranks) / len(ranks) / total,
         "padding_share": sum(record.padding for record in records) / places if places else None,
         "flops_per_step": flops / len(seconds) if flops else None,
@@ -254,6 +303,23 @@ def _describe_pair(plan: Mapping[str, float | None], predicted: str, measured: s
     return f"predicted {_gib(_most([plan[predicted]]))}, measured {_gib(_most([plan[measured]]))}"
 
 
+def _describe_bound(roofline: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return rows with what is computed, and not measured."""
+    if roofline is None:
+        return {"per token": "unknown", "bound": "unknown"}
+    bound = roofline["bound"]
+    reached = "unknown"
+    if bound is not None:
+        speed = format_count(bound["tokens_per_second"])
+        reached = f"{speed} tokens/s of a process, by {bound['by']}; {_share(roofline['share_of_bound'])} of it reached"
+    return {
+        "per token": f"{format_count(roofline['flops_per_token'])} FLOPs and "
+        f"{format_count(roofline['recomputed_flops_per_token'])} recomputed, {format_count(roofline['bytes_per_token'])} "
+        f"bytes moved in memory (computed; kernels: {roofline['kernels']})",
+        "bound": reached,
+    }
+
+
 def show_bench(row: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
     times, batch, plan = row["step_seconds"], row["batch"], row.get("plan")
@@ -275,6 +341,7 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "padding": _share(row["padding_share"]),
         "FLOPs per step": "unknown" if row["flops_per_step"] is None else format_count(row["flops_per_step"]),
         "MFU": _share(row["mfu"]),
+        **_describe_bound(row.get("roofline")),
         "peak GPU memory": _gib(row["peak_memory_gib"]),
         "peak host memory": _gib(row["host_memory_gib"]),
         "plan": planned,

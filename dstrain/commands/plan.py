@@ -16,12 +16,14 @@ from dstrain.launch.topology import visible_gpus
 from dstrain.planner.choose import AUTO, MARGIN, Budget, Choice, choose_preset, suggest_fixes
 from dstrain.planner.lines import MOMENTS
 from dstrain.planner.memory import MemoryPlan, plan_memory
+from dstrain.planner.roofline import COMMON_GPUS, compute_roofline, describe_roofline
 from dstrain.planner.shapes import ModelShape, describe_counts, named_config, read_shape
 from dstrain.planner.workload import (
     COMMON_GPU_BYTES,
     GPU_SOURCES,
     Cluster,
     detect_gpu_bytes,
+    detect_gpu_name,
     host_bytes,
     parse_bytes,
 )
@@ -63,6 +65,8 @@ class PlanReport:
     """Why there is no choice; empty where there is one."""
     fixes: list[str]
     """Cheapest changes, where the recipe's own preset does not fit."""
+    gpu_name: str | None
+    """Of this machine's GPU, where the plan is for it."""
     shown: MemoryPlan | None
     """The plan whose lines are listed: of the recipe's preset, or of the chosen one."""
 
@@ -99,6 +103,7 @@ def make_report(request: PlanRequest) -> PlanReport:
         choice=choice,
         refusal=refusal,
         fixes=fixes,
+        gpu_name=detect_gpu_name(os.environ) if source in GPU_SOURCES else None,
         shown=shown,
     )
 
@@ -171,6 +176,7 @@ def show_report(report: PlanReport, has_formulas: bool = False) -> str:
         parts += ["", f"{report.shown.preset} does not fit. Cheapest fixes:", *(f"  {line}" for line in report.fixes)]
     if report.shown is not None:
         parts += ["", f"{report.shown.preset}, line by line, for one process", show_lines(report.shown, has_formulas)]
+        parts += ["", show_saved_bytes(report.shown), describe_roofline(_roofline(report), report.gpu_name)]
     return "\n".join(parts)
 
 
@@ -189,8 +195,26 @@ def report_as_json(report: PlanReport) -> str:
         "micro": report.choice.micro,
         "reason": report.choice.reason,
     }
-    values = {"choice": choice, "refusal": report.refusal, "fixes": report.fixes, "margin": MARGIN, "presets": rows}
+    values = {
+        "choice": choice, "refusal": report.refusal, "fixes": report.fixes, "margin": MARGIN,
+        "roofline": _roofline(report), "presets": rows,
+    }  # fmt: skip
     return json.dumps(values, indent=2)
+
+
+def _roofline(report: PlanReport) -> dict[str, Any] | None:
+    """Return what is computed from the peaks of the plan's GPU, or of common ones; None without a plan to show."""
+    gpus = COMMON_GPUS if report.gpu_name is None else (report.gpu_name,)
+    return None if report.shown is None else compute_roofline(report.shown.run, gpus)
+
+
+def show_saved_bytes(plan: MemoryPlan) -> str:
+    """Return a line with what autograd keeps of the decoder, with and without fused kernels."""
+    saved, is_fused = plan.saved_bytes, plan.run.has_fused_kernels
+    return (
+        f"kept of the decoder for the backward pass: {format_bytes(saved['none'])}, {format_bytes(saved['liger'])} with "
+        f"fused kernels; planned {'with' if is_fused else 'without'} them (model.kernels)"
+    )
 
 
 def describe_run(task: str, plan: MemoryPlan) -> str:

@@ -239,9 +239,28 @@ def _ask_nvml() -> tuple[list[int], str] | None:
 
 
 def _ask_nvidia_smi() -> list[int]:
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    return [int(line) * 2**20 for line in _query_nvidia_smi("memory.free") if line.isdecimal()]
+
+
+def _query_nvidia_smi(field: str) -> list[str]:
+    """Return a field of each GPU; nothing where it is not told."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=dict(os.environ))
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [int(line) * 2**20 for line in done.stdout.split() if line.isdecimal()] if done.returncode == 0 else []
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def detect_gpu_name(env: Mapping[str, str]) -> str | None:
+    """Return the name of this machine's first GPU; None where it is not told, and for a MIG slice."""
+    if "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""):
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+        return name.decode() if isinstance(name, bytes) else str(name)
+    except Exception:  # as in `_ask_nvml`
+        return next(iter(_query_nvidia_smi("name")), None)

@@ -1,57 +1,12 @@
-"""Floating point operations of a step, and the peak rates of GPUs."""
+"""Floating point operations of a step."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-PEAK_TFLOPS: dict[str, float] = {
-    "B200": 2250,
-    "H200 NVL": 835,
-    "H200": 989,
-    "GH200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H800": 989,
-    "H20": 148,
-    "A100": 312,
-    "A800": 312,
-    "A40": 149.7,
-    "A30": 165,
-    "A10": 125,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "RTX A6000": 154.8,
-    "RTX 6000 Ada": 364.2,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71,
-    "V100-SXM2": 125,
-    "V100-SXM3": 125,
-    "V100-PCIE": 112,
-    "T4": 65,
-    "MI300X": 1307.4,
-}
-"""Words of a device's name -> dense TFLOP/s of matrix products in bf16, or in fp16 where the device has no bf16.
-
-From the data sheets and architecture white papers of NVIDIA (Volta, Turing, Ampere, Ada, Hopper, Blackwell) and AMD (CDNA 3),
-with accumulation in fp32. A figure that is given with sparsity is halved. The first name that fits counts.
-"""
-
-
-def find_peak_flops(device_name: str) -> float | None:
-    """Return the device's dense peak in FLOP/s in 16 bits; None for an unknown device, or a MIG slice of one."""
-    if "MIG" in device_name:
-        return None
-    for name, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", device_name):
-            return tflops * 1e12
-    return None
 
 
 class StepFlops:

@@ -20,6 +20,7 @@ from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError
 from dstrain.host_memory import get_available_memory
 from dstrain.planner.choose import Fix, list_fixes, suggest_fixes
+from dstrain.planner.lines import PlanInputs
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import read_shape
 from dstrain.planner.workload import Cluster
@@ -49,6 +50,8 @@ class MemoryForecast:
     """(name, place, bytes) of each part; the place is gpu, host or nvme."""
     fixes: tuple[Fix, ...]
     """Changes of the recipe that save device memory, the cheapest in speed first."""
+    inputs: PlanInputs | None = None
+    """What the plan was computed from."""
 
 
 def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
@@ -65,6 +68,7 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
         tensor_bytes=plan.tensor_bytes,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
         fixes=tuple(fixes),
+        inputs=plan.run,
     )
 
 

@@ -8,20 +8,31 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dstrain.commands.bench import WARMUP_STEPS, _StepRecord, compare_with_plan, show_bench, summarize
+from dstrain.commands.bench import (
+    WARMUP_STEPS,
+    _StepRecord,
+    compare_with_bound,
+    compare_with_plan,
+    show_bench,
+    summarize,
+)
+from dstrain.planner.roofline import compute_cost
 from dstrain.tasks import find_task
 from dstrain.training.memory import MemoryForecast
+from tests.unit.planner.recipes import made_config, made_plan
 from tests.vocabulary import invoke, write_recipe
 
 KEYS = {
     "task", "preset", "device", "precision", "processes", "batch", "parameters", "trained_parameters", "warmup_steps",
     "steps", "tokens_per_second", "samples_per_second", "step_seconds", "data_wait_share", "padding_share",
     "flops_per_step", "peak_flops", "mfu", "peak_memory_gib", "host_memory_gib", "process_memory_gib", "plan",
+    "mean_pass", "roofline",
 }  # fmt: skip
 
 
@@ -64,6 +75,10 @@ def test_the_figures_are_of_all_processes_and_nothing_is_left(processes: int, tm
     assert 0 < times["p50"] <= times["p90"] <= times["p99"]
     assert row["samples_per_second"] == pytest.approx(8 / times["mean"])
     assert row["flops_per_step"] > 0
+    assert row["roofline"]["flops_per_token"] > 0
+    assert row["roofline"]["bytes_per_token"] > 0
+    assert row["roofline"]["bound"] is None, "no peaks of a CPU are known"
+    assert row["mean_pass"]["samples"] == 2
     assert row["padding_share"] == 0, "batches are packed"
     assert 0 <= row["data_wait_share"] < 1
     assert not left(tmp_path)
@@ -149,3 +164,33 @@ def test_predicted_and_measured_memory_are_of_one_kind() -> None:
     }  # fmt: skip
     on_cpu = compare_with_plan(forecast, row | {"peak_memory_gib": None})
     assert on_cpu == {"predicted_gib": 3.0, "measured_gib": 3.5}
+
+
+def test_the_share_of_the_bound_is_that_of_the_mean_pass() -> None:
+    config = made_config(shape="llama-3.2-1b", data={"max_length": 2048}, batch={"total": 4, "micro": 4})
+    inputs = made_plan("zero2", config, gpus=1).run
+    mean_pass = {"tokens": 4096.0, "targets": 2048.0, "samples": 4.0}
+    row = {"mean_pass": mean_pass, "device": "NVIDIA H100 80GB HBM3", "tokens_per_second": 40_000.0, "processes": 2}
+    found = compare_with_bound(inputs, row)
+    assert found is not None
+    workload = replace(inputs.workload, tokens=4096, targets=2048)
+    cost = compute_cost(replace(inputs, workload=workload))
+    assert cost is not None
+    assert found["flops_per_token"] == cost.flops_per_token
+    assert found["bytes_per_token"] == cost.bytes_per_token
+    assert found["share_of_bound"] == pytest.approx(20_000 / found["bound"]["tokens_per_second"])
+    assert compare_with_bound(inputs, row | {"device": "cpu"})["share_of_bound"] is None  # type: ignore[index]
+    assert compare_with_bound(None, row) is None
+
+
+def test_computed_figures_are_in_the_table() -> None:
+    row = summarize([rank([1.0])], None)
+    about = {"task": "rm", "preset": "zero2", "precision": "bf16", "processes": 1, "device": "cpu", "parameters": 5}
+    about |= {"trained_parameters": 5, "batch": {"total": 2, "micro": 2}, "warmup_steps": 3, "plan": None}
+    bound = {"tokens_per_second": 20_000.0, "by": "memory"}
+    computed = {"kernels": "liger", "flops_per_token": 7.4e9, "recomputed_flops_per_token": 2e9, "bytes_per_token": 2e7}
+    shown = show_bench(about | row | {"roofline": {**computed, "bound": bound, "share_of_bound": 0.5}})
+    assert "7.4 G FLOPs and 2 G recomputed, 20 M bytes moved in memory (computed; kernels: liger)" in shown
+    assert "20 k tokens/s of a process, by memory; 50 % of it reached" in shown
+    lines = dict(line.split(maxsplit=1) for line in show_bench(about | row).splitlines())
+    assert lines["bound"] == "unknown"

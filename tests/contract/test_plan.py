@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dstrain.commands import plan
 from dstrain.errors import PresetError
 from dstrain.preset import preset_names
 from dstrain.tasks import find_task
@@ -44,6 +45,28 @@ def test_every_preset_is_planned_with_every_line(big: str) -> None:
         assert row["gpu_bytes"] > 0
     assert found["choice"]["preset"] == "zero3"
     assert {row["preset"]: row["fits"]["80.0 GiB"] for row in found["presets"]}["zero2"] is False
+
+
+def test_operations_bytes_and_bound_are_told(big: str) -> None:
+    words = (big, "--ds-config", "zero3", "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB")
+    found = plan_json(*words)
+    roofline = found["roofline"]
+    assert roofline["flops_per_token"] > 6 * 70e9
+    assert roofline["bytes_per_token"]["liger"] < roofline["bytes_per_token"]["none"]
+    assert [*roofline["bounds"]] == ["H100", "A100-SXM4-80GB", "RTX 4090", "T4"]
+    assert roofline["bounds"]["T4"]["none"]["by"] in ("products", "memory")
+    for row in found["presets"]:
+        assert 0 < row["saved_bytes"]["liger"] <= row["saved_bytes"]["none"], "tiles keep the same"
+    output = invoke("plan", *words).output
+    assert "kept of the decoder for the backward pass" in output
+    assert "per token, computed: " in output
+    assert "most tokens/s of a process by published peaks" in output
+
+
+def test_the_bound_is_that_of_the_gpu_of_this_machine(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "detect_gpu_bytes", lambda env: ([80 * 2**30], "nvidia-smi"))
+    monkeypatch.setattr(plan, "detect_gpu_name", lambda env: "NVIDIA A100-SXM4-40GB")
+    assert [*plan_json(big, "--ds-config", "zero3", "--gpus", 128)["roofline"]["bounds"]] == ["NVIDIA A100-SXM4-40GB"]
 
 
 def test_the_table_says_what_fits_and_what_would_be_taken(big: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from dstrain.errors import UsageError
 from dstrain.planner import workload
-from dstrain.planner.workload import detect_gpu_bytes, parse_bytes
+from dstrain.planner.workload import detect_gpu_bytes, detect_gpu_name, parse_bytes
 
 
 def test_a_query_computes_the_keys_of_its_block() -> None:
@@ -74,3 +77,17 @@ def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "_ask_nvml_slice", lambda uuid: [20 << 30] if uuid == "MIG-4f6a" else [])
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "MIG-4f6a"})[0] == [20 << 30]
     assert detect_gpu_bytes({})[0] == [1 << 30, 80 << 30]
+
+
+def test_the_name_of_the_gpu_is_that_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda handle: b"NVIDIA H200"
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert detect_gpu_name({}) == "NVIDIA H200"
+    assert detect_gpu_name({"CUDA_VISIBLE_DEVICES": "MIG-4f6a"}) is None, "a slice has a part of the peaks"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(workload, "_query_nvidia_smi", lambda field: ["Tesla T4", "Tesla T4"])
+    assert detect_gpu_name({}) == "Tesla T4"
+    monkeypatch.setattr(workload, "_query_nvidia_smi", lambda field: [])
+    assert detect_gpu_name({}) is None

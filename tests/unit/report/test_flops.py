@@ -13,7 +13,8 @@ from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, ScoreFields
 from dstrain.models.params import unwrap_peft
-from dstrain.report.flops import StepFlops, find_peak_flops
+from dstrain.planner.gpu_peaks import find_peak_flops
+from dstrain.report.flops import StepFlops
 from dstrain.tasks import find_task, make_task
 from dstrain.training.build_model import build_train_module
 

@@ -212,7 +212,7 @@ def test_the_most_of_all_ranks_is_reported() -> None:
 def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
     plan = SimpleNamespace(
-        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, lines=lines
+        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, lines=lines, run=None
     )  # fmt: skip
     monkeypatch.setattr("dstrain.training.memory.read_shape", lambda *_: None)
     monkeypatch.setattr("dstrain.training.memory.plan_memory", lambda *_: plan)

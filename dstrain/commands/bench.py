@@ -127,7 +127,8 @@ def compare_with_plan(forecast: MemoryForecast, row: Mapping[str, Any]) -> dict[
 def compare_with_bound(inputs: PlanInputs | None, row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return computed operations, bytes and bound of the mean measured pass, and the share of the bound that is reached.
 
-    `inputs`: of the run's plan. None for models whose layers the planner does not know.
+    Computed are all places of the input ids: more than the tokens with padding, and fewer where answers share a prompt,
+    whose tokens count for each. `inputs`: of the run's plan. None for models whose layers the planner does not know.
     """
     from dstrain.planner.roofline import compute_roofline
 
@@ -137,9 +138,10 @@ def compare_with_bound(inputs: PlanInputs | None, row: Mapping[str, Any]) -> dic
     planned = inputs.workload
     rows = mean_pass["samples"] * inputs.shape.task.rows_per_sample
     share = rows / planned.rows  # of the plan's largest pass
-    tokens = max(1, round(mean_pass["tokens"]))
+    places = max(1, round(mean_pass["positions"] or mean_pass["tokens"]))
+    per_token = places / mean_pass["tokens"]
     workload = replace(
-        planned, rows=max(1, round(rows)), tokens=tokens, targets=min(tokens, round(mean_pass["targets"]) or tokens),
+        planned, rows=max(1, round(rows)), tokens=places, targets=min(places, round(mean_pass["targets"]) or places),
         images=round(planned.images * share), image_tokens=round(planned.image_tokens * share),
     )  # fmt: skip
     values = compute_roofline(replace(inputs, workload=workload), [row["device"]])
@@ -148,12 +150,13 @@ def compare_with_bound(inputs: PlanInputs | None, row: Mapping[str, Any]) -> dic
     kernels, reached = values["kernels"], None
     bound = values["bounds"].get(row["device"], {}).get(kernels)
     if bound is not None:
+        bound["tokens_per_second"] /= per_token
         reached = row["tokens_per_second"] / row["processes"] / bound["tokens_per_second"]
     return {
         "kernels": kernels,
-        "flops_per_token": values["flops_per_token"],
-        "recomputed_flops_per_token": values["recomputed_flops_per_token"],
-        "bytes_per_token": values["bytes_per_token"][kernels],
+        "flops_per_token": values["flops_per_token"] * per_token,
+        "recomputed_flops_per_token": values["recomputed_flops_per_token"] * per_token,
+        "bytes_per_token": values["bytes_per_token"][kernels] * per_token,
         "bound": bound,
         "share_of_bound": reached,
     }
@@ -261,6 +264,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
         | {f"p{rank}": float(np.percentile(seconds, rank)) for rank in PERCENTILES},
         "mean_pass": {
             "tokens": tokens / passes,
+            "positions": places / passes,
             "targets": sum(record.targets for record in records) / passes,
             "samples": sum(record.samples for record in records) / passes,
         },

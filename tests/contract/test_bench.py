@@ -169,7 +169,7 @@ def test_predicted_and_measured_memory_are_of_one_kind() -> None:
 def test_the_share_of_the_bound_is_that_of_the_mean_pass() -> None:
     config = made_config(shape="llama-3.2-1b", data={"max_length": 2048}, batch={"total": 4, "micro": 4})
     inputs = made_plan("zero2", config, gpus=1).run
-    mean_pass = {"tokens": 4096.0, "targets": 2048.0, "samples": 4.0}
+    mean_pass = {"tokens": 4096.0, "positions": 4096.0, "targets": 2048.0, "samples": 4.0}
     row = {"mean_pass": mean_pass, "device": "NVIDIA H100 80GB HBM3", "tokens_per_second": 40_000.0, "processes": 2}
     found = compare_with_bound(inputs, row)
     assert found is not None
@@ -179,6 +179,10 @@ def test_the_share_of_the_bound_is_that_of_the_mean_pass() -> None:
     assert found["flops_per_token"] == cost.flops_per_token
     assert found["bytes_per_token"] == cost.bytes_per_token
     assert found["share_of_bound"] == pytest.approx(20_000 / found["bound"]["tokens_per_second"])
+    shared = compare_with_bound(inputs, row | {"mean_pass": mean_pass | {"tokens": 8192.0}})
+    assert shared is not None
+    assert shared["flops_per_token"] == found["flops_per_token"] / 2, "half of the tokens are those of a shared prompt"
+    assert shared["share_of_bound"] == found["share_of_bound"] / 2
     assert compare_with_bound(inputs, row | {"device": "cpu"})["share_of_bound"] is None  # type: ignore[index]
     assert compare_with_bound(None, row) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
@@ -838,6 +838,7 @@ def _read_graph(tensors: list[ParamTensor], before: bool, has_dropout: bool) -> 
     return LayerGraph(bool(trained) or before, before, norms, frozenset(kept), attention, mlp, merged, dora)
 
 
+@cache
 def layer_index(name: str) -> int | None:
     """Return the number of the layer that a parameter belongs to; None for one outside of the layers."""
     words = name.split(".")

@@ -265,6 +265,7 @@ def with_score_head(shape: ModelShape) -> ModelShape:
     return replace(shape, tensors=(*body, ParamTensor("score.weight", (1, shape.hidden), "head")))
 
 
+@cache
 def part_of(name: str) -> Part:
     """Return the part of a parameter by its name in a model file."""
     words = {

@@ -1184,9 +1184,15 @@ IMAGE_ROWS = (
 
 
 def _logit_bytes(run: PlanInputs) -> int:
-    """Return the bytes of a block of logits in fp32 and of its probabilities."""
-    block = min(run.workload.targets * run.shape.vocab * 4, run.chunk * BLOCK_SHARE[run.device])
-    return round(2 * block) if run.has_head else 0
+    """Return the bytes of a block of logits in fp32 and of its probabilities, which a fused cross entropy does not make."""
+    if not run.has_head or (run.has_fused_kernels and run.precision != "fp16"):
+        return 0
+    return round(2 * _block_bytes(run, run.workload.targets * run.shape.vocab))
+
+
+def _block_bytes(run: PlanInputs, values: float) -> float:
+    """Return the bytes of a block of so many logits in fp32, or of the largest block."""
+    return min(4 * values, run.chunk * BLOCK_SHARE[run.device])
 
 
 def _has_recomputed_errors(run: PlanInputs) -> bool:
@@ -1198,7 +1204,7 @@ def _recomputed_logit_bytes(run: PlanInputs) -> int:
     if not _has_recomputed_errors(run):
         return 0
     values = min(run.workload.targets * run.shape.vocab, run.chunk * SLICE_SHARE / run.width)
-    return round(run.width * values + min(4 * values, run.chunk * BLOCK_SHARE[run.device]))
+    return round(run.width * values + _block_bytes(run, values))
 
 
 def _slice_bytes(run: PlanInputs) -> int:

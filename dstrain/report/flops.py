@@ -34,7 +34,7 @@ class StepFlops:
     @property
     def total(self) -> int:
         """Operations so far: of the forward passes, and at most those that the trained model's gradients need."""
-        backward = self._counter.get_total_flops() - self._forward.flops
+        backward = self._counter.get_total_flops() - self._forward.flops - self._trained.recomputed_flops
         return self._forward.flops + min(backward, self._trained.backward_flops)
 
 
@@ -78,7 +78,11 @@ class _TrainedCalls(_TopLevelCalls):
         self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module], forward_pass: _TopLevelCalls
     ) -> None:
         super().__init__(counter, modules)
-        self._forward_pass, self._is_recomputed, self.backward_flops = forward_pass, False, 0
+        self._forward_pass, self._is_recomputed = forward_pass, False
+        self.backward_flops = 0
+        """Operations that the gradients of the calls need."""
+        self.recomputed_flops = 0
+        """Operations of calls in the backward pass."""
 
     def _enter(self, *_: Any) -> None:
         if not self.depth:
@@ -86,7 +90,10 @@ class _TrainedCalls(_TopLevelCalls):
         super()._enter()
 
     def add(self, flops: int, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._is_recomputed or not torch.is_grad_enabled():  # in the backward pass, or of a reference
+        if self._is_recomputed:
+            self.recomputed_flops += flops
+            return
+        if not torch.is_grad_enabled():  # of a reference
             return
         product, done = flops, 0
         if type(module) is torch.nn.Linear and inputs:

@@ -126,6 +126,23 @@ def test_a_task_counts_its_head(task: str, lora: dict[str, Any] | None, tmp_path
     assert flops.total <= (3 + reference) * 2 * (inner * tokens + head) + attention
 
 
+def test_recomputed_layers_of_frozen_weights_do_not_count(tmp_path: Path) -> None:
+    """A frozen weight has one product in the backward pass: the recomputed one must not take the place of a second.
+
+    Checkpointing makes the input of the first layer require a gradient, which is computed and counts: 4 % here.
+    """
+    totals = []
+    for checkpointing in (False, True):
+        recipe = find_task("sft").tiny(tmp_path)
+        recipe["model"] |= {"lora": {"rank": 1}, "gradient_checkpointing": checkpointing}
+        made: Any = make_task(RunConfig.model_validate(recipe))
+        module, batch = build_train_module(made), made.collate([made.examples("train")[0]])
+        with StepFlops(module, module.model) as flops:
+            module(batch)[0].backward()
+        totals.append(flops.total)
+    assert totals[1] == pytest.approx(totals[0], rel=0.05)
+
+
 def count_targets(batch: Batch) -> int:
     return int(batch.tensors["loss_mask"].sum())
 

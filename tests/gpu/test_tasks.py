@@ -72,7 +72,9 @@ def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str
 def test_every_task_learns_on_a_gpu(case: str, preset: str, precision: str, gpus: GpuWorkers, tmp_path: Path) -> None:
     if REHEARSAL and precision == "fp16":
         pytest.skip("no fp16 on a CPU")
-    losses = [row["loss"] for row in train(gpus, case, tmp_path, preset, precision)]
+    computed = train(gpus, case, tmp_path, preset, precision)
+    losses = [row["loss"] for row in computed if "loss" in row]  # fp16 skips steps while it searches for its loss scale
+    assert len(losses) >= 8
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-4:]) < sum(losses[:4])
     if case.startswith("dpo"):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.gpu.test_step import BF16_APART
-from tests.gpu.workers import REHEARSAL, GpuWorkers
+from tests.gpu.workers import IS_SLOW, GpuWorkers
 
 pytestmark = pytest.mark.gpu
 
-TOKENS = 512 if REHEARSAL else 32768
+TOKENS = 512 if IS_SLOW else 32768
 SHARE = 0.7
 """Most of the peak of a whole pass that a pass in tiles may take; by the plan it takes half."""
 
@@ -24,5 +24,5 @@ def test_tiles_change_no_gradient_and_take_less_memory(gpus: GpuWorkers) -> None
     square = sum(float(np.square(wanted[name]).sum()) for name in wanted)
     apart = sum(float(np.square(found[name] - wanted[name]).sum()) for name in wanted)
     assert (apart / square) ** 0.5 <= BF16_APART
-    if not REHEARSAL:
+    if not IS_SLOW:
         assert tiled["peak"] <= SHARE * whole["peak"]

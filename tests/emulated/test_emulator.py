@@ -40,6 +40,28 @@ def test_integers_are_computed_without_other_values(emulated_run: EmulatedRun) -
 
 
 @pytest.mark.cuda_emulated
+def test_comparisons_of_integers_are_read_and_those_of_fractions_are_false(emulated_run: EmulatedRun) -> None:
+    """Losses check labels against the vocabulary, and scalers look for overflows."""
+    tensors = "labels, scale = torch.tensor([3, 279]).cuda(), torch.ones(1, device='cuda')"
+    read = "print(bool(labels.max() < 300), bool(labels.max() < 200), bool(scale.max() < 300))"
+    done = emulated_run(["-c", f"import torch; {tensors}; {read}"], EMU_VALUES="2")
+    assert done.stdout.endswith("True False False\n"), done.stdout
+
+
+@pytest.mark.cuda_emulated
+def test_no_overflow_is_read_where_fractions_are_not_computed(emulated_run: EmulatedRun) -> None:
+    """DeepSpeed reads it as a byte, and leaves out the update where there is one."""
+    lines = (
+        "import torch",
+        "used = [torch.tensor([7], dtype=torch.uint8).cuda() for _ in range(8)]; del used",
+        "gradient = torch.ones(1, device='cuda')",
+        "print(gradient.isinf().byte()[0].item(), torch.tensor([7]).cuda()[0].item())",
+    )
+    done = emulated_run(["-c", "\n".join(lines)], EMU_VALUES="2")
+    assert done.stdout.endswith("0 7\n"), done.stdout
+
+
+@pytest.mark.cuda_emulated
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "expandable_segments:False"])
 def test_a_card_holds_what_it_has(emulated_run: EmulatedRun, allocator: str) -> None:
     done = emulated_run([*CHECKS, "memory"], EMU_MEMORY_MB="2048", EMU_VALUES="0", PYTORCH_CUDA_ALLOC_CONF=allocator)

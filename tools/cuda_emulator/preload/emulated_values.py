@@ -364,7 +364,8 @@ class Values(TorchDispatchMode):
 class FiniteValues(Values):
     """Computes small tensors of integers and truth values alone, which decide shapes, windows and positions.
 
-    What the host reads of other tensors is finite: 1 for numbers, False for truth values.
+    What the host reads of other tensors is finite: 1 for numbers, 0 for bytes, False for truth values that no
+    comparison of integers gave.
     """
 
     LARGEST = 1 << 22
@@ -377,7 +378,10 @@ class FiniteValues(Values):
         if func is aten._is_all_true.default and args[0].is_cuda:
             return torch.ones((), dtype=torch.bool)  # models ask it of masks
         if self._is_small_and_exact(func, args, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if isinstance(result, Tensor) and result.dtype is torch.bool:
+                result.is_computed = True  # of integers, as labels are compared with the vocabulary
+            return result
         if func is aten.masked_scatter_backward.default and args[0].is_cuda:
             return new_empty(args[2], dtype=args[0].dtype, device=args[0].device)
         if func in INDEXING and args[0].is_cuda:
@@ -385,7 +389,9 @@ class FiniteValues(Values):
         output = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].is_cuda:
             if isinstance(output, bool):
-                return False
+                return output and hasattr(args[0], "is_computed")
+            if args[0].dtype is torch.uint8:
+                return 0  # DeepSpeed reads an overflow as a byte, and would leave out the update
             return 1.0 if isinstance(output, float) else output
         to_host = func is aten._to_copy.default and args[0].is_cuda and output.device.type == "cpu"
         if to_host and output.is_floating_point() and output.numel() < 10_000:

@@ -7,6 +7,9 @@ a case says otherwise. Their other options are those that they have by themselve
 allocator over three steps, without what building the model takes; launches are those from the beginning of a forward
 pass to the end of its backward pass, without the update. The device is emulated with EMU_VALUES=2: nothing is computed.
 A case whose row is in ROWS.jsonl is not measured again. TRL is not a dependency: pip install trl==1.16.0
+
+LLaMA-Factory and Unsloth need other versions of transformers, TRL and datasets than dstrain, so each runs in a process
+of its own: LLAMA_FACTORY_SITE and UNSLOTH_SITE name folders with them (pip install --no-deps --target FOLDER).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +34,7 @@ from unittest import mock
 from benchmarks.common import commit, format_certificate, table, write_table
 from benchmarks.forks import fork
 from benchmarks.liger_heads import count_launches
+from benchmarks.peer_trainers import LLAMA_FACTORY, UNSLOTH, make_deepspeed_options, write_model
 from benchmarks.planner_allocator import (
     STEPS,
     PhasePeaks,
@@ -40,6 +45,7 @@ from benchmarks.planner_allocator import (
     make_recipe,
     write_records,
 )
+from dstrain.config.schema import RunConfig
 
 LORA: dict[str, Any] = {"model.lora": {"rank": 16}}
 CASES: dict[str, dict[str, Any]] = {
@@ -58,7 +64,9 @@ CASES: dict[str, dict[str, Any]] = {
 """Name -> a case of benchmarks/planner_allocator.py, of one row or pair in a micro-batch. The name says what is trained."""
 EAGER, FUSED = "dstrain, eager", "dstrain, fused"
 TRAINER, TRL, PRECOMPUTED = "Trainer, liger", "TRL, liger", "TRL, liger, reference precomputed"
-WAYS = (EAGER, FUSED, TRAINER, TRL, PRECOMPUTED)
+WAYS = (EAGER, FUSED, TRAINER, TRL, PRECOMPUTED, LLAMA_FACTORY, UNSLOTH)
+SITES = {LLAMA_FACTORY: "LLAMA_FACTORY_SITE", UNSLOTH: "UNSLOTH_SITE"}
+"""Way -> environment variable with the folder that its packages are installed into."""
 TRL_TRAINERS = {"sft": "SFTTrainer", "vlm": "SFTTrainer", "dpo": "DPOTrainer", "rm": "RewardTrainer"}
 GIB = 2**30
 
@@ -69,7 +77,8 @@ def list_runs() -> list[tuple[str, str]]:
     for name, case in CASES.items():
         for way in WAYS:
             has_loss = way != TRAINER or case["task"] in ("sft", "vlm")
-            if has_loss and (way != PRECOMPUTED or case["task"] == "dpo"):
+            has_adapters = way != UNSLOTH or (case["task"] == "sft" and "model.lora" in case.get("set", {}))
+            if has_loss and has_adapters and (way != PRECOMPUTED or case["task"] == "dpo"):
                 runs.append((name, way))
     return runs
 
@@ -114,25 +123,66 @@ class MicroBatchWatch:
         return {"allocated": max(phases.values()), "phases": phases, "launches": self.launches[-1]}
 
 
+class PlainEngine:
+    """The passes and updates of a trainer without DeepSpeed, under the names that a DeepSpeed engine has."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.forward: Callable[..., Any] = trainer.compute_loss
+        self.backward: Callable[..., Any] = trainer.accelerator.backward
+        self.step: Callable[..., Any] = trainer.optimizer.step
+        trainer.compute_loss = lambda *args, **kwargs: self.forward(*args, **kwargs)
+        trainer.accelerator.backward = lambda *args, **kwargs: self.backward(*args, **kwargs)
+        trainer.optimizer.step = lambda *args, **kwargs: self.step(*args, **kwargs)
+
+
+def take_watched_steps(trainer: Any, train: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """Return the row of a Trainer's steps, with DeepSpeed or without. `train`: its method of this name, where replaced."""
+    import torch
+    from transformers import TrainerCallback
+
+    watch = MicroBatchWatch()
+    compute_loss = trainer.compute_loss
+
+    def watched_loss(*args: Any, **kwargs: Any) -> Any:
+        watch.begin()
+        return compute_loss(*args, **kwargs)
+
+    class WatchEngine(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.empty_cache()
+            watch.watch(trainer.model_wrapped if trainer.is_deepspeed_enabled else PlainEngine(trainer))
+
+    trainer.compute_loss = watched_loss
+    trainer.add_callback(WatchEngine())
+    (train or trainer.train)()
+    return watch.figures()
+
+
+def resolve_case(case: dict[str, Any], folder: Path, kernels: str) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the recipe of a case, and its DeepSpeed JSON."""
+    from dstrain.config import resolve_batch
+    from dstrain.ds_config import resolve_ds_config
+    from dstrain.preset import Device
+
+    case = {**case, "set": {**case["set"], "model.kernels": kernels, "batch": {"micro": 1, "total": 1}}}
+    config, preset = make_recipe(case, folder), make_preset(case)
+    sizes = resolve_batch(config.batch, 1, preset.micro, preset.accumulate, 1)
+    return config, resolve_ds_config(config, preset, sizes, 1, Device("cuda", True), folder)
+
+
 class Workload:
     """A case in this process: its task, on this device, and its DeepSpeed JSON."""
 
     def __init__(self, case: dict[str, Any], folder: Path, kernels: str) -> None:
         import torch
 
-        from dstrain.config import resolve_batch
         from dstrain.distributed.world import TorchWorld
-        from dstrain.ds_config import resolve_ds_config
-        from dstrain.preset import Device
         from dstrain.tasks import make_task
         from dstrain.training.build_model import resolve_model_dtype
 
-        case = {**case, "set": {**case["set"], "model.kernels": kernels, "batch": {"micro": 1, "total": 1}}}
         torch.cuda.set_device(0)
         self.world = TorchWorld.join(torch.device("cuda", 0), timedelta(minutes=10))
-        self.config, preset = make_recipe(case, folder), make_preset(case)
-        self.sizes = resolve_batch(self.config.batch, 1, preset.micro, preset.accumulate, 1)
-        self.ds_config = resolve_ds_config(self.config, preset, self.sizes, 1, Device("cuda", True), folder)
+        self.config, self.ds_config = resolve_case(case, folder, kernels)
         self.task = make_task(resolve_model_dtype(self.config, self.ds_config))
 
 
@@ -166,9 +216,6 @@ def measure_dstrain(case: dict[str, Any], folder: Path, way: str) -> dict[str, A
 
 def measure_peer(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]:
     """Take steps by transformers' Trainer or one of TRL's, on the model and rows of dstrain's task."""
-    import torch
-    from transformers import TrainerCallback
-
     keeps_activations = case["set"].get("model.gradient_checkpointing") is False
     # The trainer enables gradient checkpointing itself.
     case = {**case, "set": {**case["set"], "model.gradient_checkpointing": False}}
@@ -180,11 +227,7 @@ def measure_peer(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]
         "gradient_checkpointing": not keeps_activations, "disable_tqdm": True,
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "report_to": "none", "save_strategy": "no",
         "optim": "adamw_torch_fused",
-        "deepspeed": {
-            "zero_optimization": work.ds_config["zero_optimization"], "bf16": {"enabled": True},
-            "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto",
-            "gradient_accumulation_steps": "auto", "zero_allow_untested_optimizer": True,
-        },
+        "deepspeed": make_deepspeed_options(work.ds_config),
     }  # fmt: skip
     if case["task"] == "rm":  # it has no head on which liger's fused cross entropy could be
         settings["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
@@ -193,22 +236,22 @@ def measure_peer(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]
             trainer = _make_trainer(work, case["task"], rows, settings)
         else:
             trainer = _make_trl_trainer(work, case["task"], rows, settings, way == PRECOMPUTED)
-    watch = MicroBatchWatch()
-    compute_loss = trainer.compute_loss
+    return take_watched_steps(trainer)
 
-    def watched_loss(*args: Any, **kwargs: Any) -> Any:
-        watch.begin()
-        return compute_loss(*args, **kwargs)
 
-    class WatchEngine(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.empty_cache()
-            watch.watch(trainer.model_wrapped)
-
-    trainer.compute_loss = watched_loss
-    trainer.add_callback(WatchEngine())
-    trainer.train()
-    return watch.figures()
+def measure_apart(case: dict[str, Any], folder: Path, way: str) -> dict[str, Any]:
+    """Take steps by LLaMA-Factory or Unsloth in a process of its own, with the packages of SITES."""
+    config, ds_config = resolve_case(case, folder, "none")
+    write_model(config, folder / "model")
+    job = {"case": case, "deepspeed": make_deepspeed_options(ds_config), "steps": STEPS}
+    (folder / "case.json").write_text(json.dumps(job), encoding="utf-8")
+    paths = [os.environ[SITES[way]], str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "benchmarks.peer_trainers", way, str(folder)]
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        sys.exit(code)  # the log ends with the error of that process
+    return dict(json.loads((folder / "figures.json").read_text(encoding="utf-8")))
 
 
 @contextmanager
@@ -276,7 +319,9 @@ def run_case(name: str, way: str, seconds: float) -> dict[str, Any]:
     case = {"preset": "zero2", "set": {}, "micro": 1, "gpus": 1, **CASES[name]}
     try:
         write_records(case, folder)
-        measure = measure_dstrain if way in (EAGER, FUSED) else measure_peer
+        measure = measure_apart if way in SITES else measure_peer
+        if way in (EAGER, FUSED):
+            measure = measure_dstrain
         fault = _wait(
             [fork(partial(_write_figures, measure, case, folder, way), folder / "log.txt")], time.monotonic() + seconds
         )

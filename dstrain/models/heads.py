@@ -464,11 +464,13 @@ class HeadInput:
 
     def _keeps_vocabulary(self, rows: torch.Tensor) -> bool:
         """Return True where the model makes one value of each logit: some families cut off unused tokens."""
+        if not self.postprocessing:
+            return True
         width = cast(int, self.head.out_features)
-        logits = rows.new_empty(1, width) if self.postprocessing else None
+        logits = rows.new_empty(1, width)
         for step in self.postprocessing:
-            logits = step(cast(torch.Tensor, logits))
-        return logits is None or logits.shape[-1] == width
+            logits = step(logits)
+        return logits.shape[-1] == width
 
 
 def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput:

@@ -91,15 +91,15 @@ def compute_cost(run: PlanInputs) -> PassCost | None:
     None for families outside the planner's tables, whose layers are not known well enough. Online reward models and
     DoRA's norms are not counted.
     """
-    passes = [run, *_reference_runs(run)]
-    if any(one.shape.param_source != "config" for one in passes) or not run.workload.tokens:
+    runs = [run, *_reference_runs(run)]
+    if any(each.shape.param_source != "config" for each in runs) or not run.workload.tokens:
         return None
-    costs = [_pass_cost(one) for one in passes]
+    costs = [_pass_cost(each) for each in runs]
     return PassCost(
         tokens=run.workload.tokens,
-        flops=sum(one.flops for one in costs),
-        recomputed_flops=sum(one.recomputed_flops for one in costs),
-        moved_bytes=sum(one.moved_bytes for one in costs),
+        flops=sum(cost.flops for cost in costs),
+        recomputed_flops=sum(cost.recomputed_flops for cost in costs),
+        moved_bytes=sum(cost.moved_bytes for cost in costs),
     )
 
 
@@ -112,8 +112,8 @@ def _reference_runs(run: PlanInputs) -> Iterator[PlanInputs]:
 
 
 def _freeze(shape: ModelShape) -> ModelShape:
-    base = (one for one in shape.tensors if one.part != "lora")
-    return replace(shape, tensors=tuple(replace(one, is_trainable=False) for one in base))
+    base = (tensor for tensor in shape.tensors if tensor.part != "lora")
+    return replace(shape, tensors=tuple(replace(tensor, is_trainable=False) for tensor in base))
 
 
 def _pass_cost(run: PlanInputs) -> PassCost:
@@ -329,7 +329,7 @@ def _ends_bytes(run: PlanInputs) -> float:
     """Return the bytes of the embedding, the last norm and the logits."""
     shape, width, workload = run.shape, run.width, run.workload
     is_recorded = any(graph.is_recorded for graph in run.layers)
-    is_norm_trained = any(one.is_trainable and one.name.endswith(".norm.weight") for one in shape.tensors)
+    is_norm_trained = any(tensor.is_trainable and tensor.name.endswith(".norm.weight") for tensor in shape.tensors)
     norm_forward, norm_backward = _norm_bytes(run, is_norm_trained)
     moved = workload.tokens * shape.hidden * (2 * width + norm_forward + norm_backward * is_recorded)
     if run.embedding_numel:  # a gradient of the whole table is written, and that of each token added

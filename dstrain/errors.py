@@ -161,11 +161,6 @@ class RunFolderLockedError(RunError):
 class OutOfMemoryError(RunError):
     """An allocation on a GPU or on the host failed. The message has several lines: the fixes are a list."""
 
-    def __init__(self, message: str, restart: str = "") -> None:
-        """`restart`: what a new start of the same command does differently; empty if the run cannot continue."""
-        self.restart = restart
-        super().__init__(message)
-
 
 class DeviceError(RunError):
     """A GPU, or a kernel on it, failed in a way that ends all work of the process on it."""

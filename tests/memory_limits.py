@@ -15,6 +15,7 @@ TOO_LARGE = 2**50
 def limit_micro_batch(engine: Any, samples: int, where: str = "forward", rank: int = 1, from_step: int = 1) -> None:
     """Let passes of more than `samples` samples run out of memory on one rank of an engine, from a step on.
 
+    `from_step`: 0 for the passes that are tried before the first step too.
     `where`: at the end of the forward pass, in the middle of the backward pass, or in the update.
     """
     module, world = engine.train_module, engine.world
@@ -24,7 +25,8 @@ def limit_micro_batch(engine: Any, samples: int, where: str = "forward", rank: i
 
     def limited(batch: Batch, *args: Any, **options: Any) -> Any:
         total, metrics = forward(batch, *args, **options)
-        is_step = world.log.phase.startswith("step") and (world.log.step or 0) >= from_step
+        is_trial = world.log.phase.startswith("the longest batch") and from_step == 0
+        is_step = is_trial or (world.log.phase.startswith("step") and (world.log.step or 0) >= from_step)
         if where == "evaluation":
             is_step = world.log.phase.startswith("evaluation")
         if is_step and len(batch.samples) > samples:

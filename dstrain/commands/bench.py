@@ -78,15 +78,17 @@ class BenchJob(Job):
         hash_weights(prepared.task, include_base=False)
 
     def run(self, prepared: RunPlan, world: World) -> dict[str, Any]:
+        from dstrain.training.list_parameters import list_base_parameters
         from dstrain.training.plan import make_memory_monitor
 
         memory = make_memory_monitor(prepared, world)
         with memory.explain():
             row = self._run(prepared, world)
-        if memory.forecast is None:
+        forecast = memory.make_forecast(list_base_parameters)
+        if forecast is None:
             return row | {"plan": None, "roofline": None}
-        roofline = compare_with_bound(memory.forecast.inputs, row)
-        return row | {"plan": compare_with_plan(memory.forecast, row), "roofline": roofline}
+        roofline = compare_with_bound(forecast.inputs, row)
+        return row | {"plan": compare_with_plan(forecast, row), "roofline": roofline}
 
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog

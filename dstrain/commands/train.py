@@ -23,7 +23,7 @@ from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import plan_launch, show_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
-from dstrain.launch.supervise import StopState, exit_without_workers, handle_signals, supervise
+from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, resolve_precision
@@ -54,7 +54,7 @@ def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], d
     launch = _plan_request(request, recipe, run_dir, launch_options)
     if not isinstance(launch, SlurmLaunch) and (line := cpu_overload_warning(launch)):
         log_stderr(f"warning: {line}")
-    task, device, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch, dry_run)
+    task, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch, dry_run)
     if dry_run:
         if start.auto:
             log_stderr(start.auto)
@@ -63,17 +63,7 @@ def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], d
     if isinstance(launch, SlurmLaunch):
         _submit_job(launch, run_dir)
         return 0
-    code, restart = _launch_ranks(launch, task, run_dir, resume)
-    while restart:
-        # With the smaller micro-batch that the ranks have written, from the newest checkpoint of this run.
-        request = resume_own_run(request, run_dir)
-        resume = ResumeOptions(request.resume, request.allowed_changes)
-        launch = _plan_request(request, recipe, run_dir, launch_options)
-        assert not isinstance(launch, SlurmLaunch)
-        before, start = start, _guess_start(recipe.config, run_dir, resume, launch, device)
-        if start.batch == before.batch:  # micro_batch.json was removed meanwhile
-            return code
-        code, restart = _launch_ranks(launch, task, run_dir, resume)
+    code = _launch_ranks(launch, task, run_dir, resume)
     if code == EXIT_FAILED and 0 in launch.ranks and has_progress(run_dir):
         rewrite_report(run_dir)  # rank 0 may have been killed before it wrote the last page
     return code
@@ -81,7 +71,7 @@ def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], d
 
 def _check_before_launch(
     recipe: Recipe, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, dry_run: bool = False
-) -> tuple[Task, Device, Start, dict[str, Any]]:
+) -> tuple[Task, Start, dict[str, Any]]:
     """Check all that needs no torch; return what a run will probably start with, and its DeepSpeed JSON.
 
     Before any process starts: a fault costs seconds here, minutes on a cluster.
@@ -97,7 +87,7 @@ def _check_before_launch(
     check_data(task, start, resume.allowed_keys)
     if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
-    return task, device, start, ds_config
+    return task, start, ds_config
 
 
 def train_in_process(request: TrainRequest) -> int:
@@ -197,11 +187,8 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
     return resume_own_run(request, request.run_dir) if again and request.run_dir is not None else request
 
 
-def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptions) -> tuple[int, bool]:
-    """Acquire the run folder's lease, start the processes and supervise them.
-
-    Returns the exit code, and True if the workers ran out of memory and the next start has a smaller micro-batch.
-    """
+def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptions) -> int:
+    """Acquire the run folder's lease, start the processes and supervise them. Returns the exit code."""
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_worker_files
 
@@ -215,8 +202,7 @@ def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptio
         if alone:
             remove_worker_files(run_dir, launch.ranks)
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
-        # With --no-ssh this command cannot start the ranks of other hosts again.
-        code, stop_state = EXIT_USAGE, StopState(can_restart=alone)
+        code = EXIT_USAGE
         try:
             log_stderr(describe_start(launch))
             with open_worker_group(launch, run_dir) as group:
@@ -226,11 +212,11 @@ def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptio
                     start = _guess_start(task.recipe, run_dir, resume, launch, device)
                     check_launch(task, start, run_dir, launch.world_size, device)
                 code = EXIT_FAILED
-                code = supervise(group, stop_state)
+                code = supervise(group)
         finally:
             if is_new and alone and code == EXIT_USAGE and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
-        return code, bool(stop_state.restart)
+        return code
 
 
 def describe_start(launch: Launch) -> str:

@@ -310,7 +310,7 @@ class BatchConfig(Section):
     prefix_sharing: bool | Literal["auto"] = "auto"
     """Compute the common beginning of the two answers of a pair once, instead of once for each; needs packing."""
     on_oom: Literal["stop", "shrink"] = "stop"
-    """Reaction to a micro-batch that does not fit into memory: stop with an error, or shrink: start again from the newest checkpoint with half of it and the same total."""
+    """Reaction to a micro-batch that does not fit into memory: stop with an error, or shrink: try the longest batch before the first step, and halve the micro-batch until it fits. The total stays."""
 
 
 class ParallelConfig(Section):

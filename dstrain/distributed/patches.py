@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ class CollectivePatches:
 
     def __init__(self, log: CollectiveLog, timeout: timedelta) -> None:
         self.log, self.timeout = log, timeout
+        self.is_disabled = False
+        """True while collectives return at once and exchange nothing."""
         self._undo = ExitStack()
 
     def apply(self) -> None:
@@ -62,7 +64,8 @@ class CollectivePatches:
         check_version("torch", *TESTED_TORCH)
         for name in LOGGED_COLLECTIVES:
             if hasattr(dist, name):  # older versions of torch lack some
-                self._undo.enter_context(replaced(dist, name, log_calls(name, getattr(dist, name), self.log)))
+                function = self._unless_disabled(log_calls(name, getattr(dist, name), self.log))
+                self._undo.enter_context(replaced(dist, name, function))
         # deepspeed/comm/torch.py calls this one by its inner module.
         self._undo.enter_context(replaced(c10d, "all_gather_into_tensor", dist.all_gather_into_tensor))
         new_group = self._with_timeout(log_calls("new_group", dist.new_group, self.log))
@@ -72,6 +75,13 @@ class CollectivePatches:
     def undo(self) -> None:
         """Put the functions back that `apply` replaced."""
         self._undo.close()
+
+    def _unless_disabled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return FinishedWork() if self.is_disabled else function(*args, **kwargs)
+
+        return wrapper
 
     def _with_timeout(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return new_group with the run's timeout instead of torch's 30 minutes where none is given.
@@ -85,6 +95,28 @@ class CollectivePatches:
             return function(ranks, timeout or self.timeout, *args, **kwargs)
 
         return new_group
+
+
+class FinishedWork:
+    """What a collective that exchanged nothing returns in place of a `torch.distributed.Work`."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+@contextmanager
+def without_order_checks() -> Iterator[None]:
+    """Context without ZeRO-3's comparison of the order of modules with that of rank 0, which needs messages."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    with replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None):
+        yield
 
 
 def log_calls(name: str, function: Callable[..., Any], log: CollectiveLog) -> Callable[..., Any]:
@@ -267,6 +299,26 @@ def find_overflow_by_norm(optimizer: Any) -> None:
     if optimizer.check_grad_overflow and not optimizer.cpu_offload:
         check_version("deepspeed", *TESTED_DEEPSPEED)
         optimizer.has_overflow = lambda *_args, **_kwargs: False
+
+
+def drop_gradients_after_overflow(optimizer: Any) -> None:
+    """Patch an optimizer of stages 1 and 2 that offloads: a step that was skipped leaves no gradient behind.
+
+    DeepSpeed keeps the sums of the gradients in fp32 on the device. After an overflow it drops them without offloading
+    only (`step` in deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8), so that nan stays in the sum and every later step
+    is skipped too.
+    """
+    if not getattr(optimizer, "cpu_offload", False) or not hasattr(optimizer, "averaged_gradients"):
+        return
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    reset = optimizer.reset_cpu_buffers
+
+    def reset_all() -> None:  # also called after an update, which has dropped them
+        reset()
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+
+    optimizer.reset_cpu_buffers = reset_all
 
 
 def read_norm_once() -> None:

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,6 +76,9 @@ class World(Ranks, Protocol):
     def new_group(self) -> World:
         """Return the same processes with a process group of their own, for use in another thread. Collective."""
 
+    def without_collectives(self) -> AbstractContextManager[None]:
+        """Return a context in which the collectives of this process return at once and exchange nothing."""
+
 
 class SingleProcessWorld:
     """World of one process without a process group."""
@@ -109,6 +112,9 @@ class SingleProcessWorld:
 
     def new_group(self) -> World:
         return self
+
+    def without_collectives(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def data_parallel_rank(world: World) -> tuple[int, int]:
@@ -212,6 +218,15 @@ class TorchWorld:
 
     def new_group(self) -> World:
         return TorchWorld(self.device, self._timeout, self.patches)
+
+    @contextmanager
+    def without_collectives(self) -> Iterator[None]:
+        assert self.patches is not None, "only a world that has joined can replace torch's functions"
+        self.patches.is_disabled = True
+        try:
+            yield
+        finally:
+            self.patches.is_disabled = False
 
 
 def _sign(value: Any) -> bytearray:

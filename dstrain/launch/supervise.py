@@ -39,8 +39,8 @@ _TAIL_LINES = 20
 class StopState:
     """Signals and failures of a launch, with their times (time.monotonic)."""
 
-    def __init__(self, saves_checkpoint: bool = True, can_restart: bool = False) -> None:
-        self.saves_checkpoint, self.can_restart = saves_checkpoint, can_restart
+    def __init__(self, saves_checkpoint: bool = True) -> None:
+        self.saves_checkpoint = saves_checkpoint
         """True if the workers write a checkpoint when asked to stop; else the first signal kills them."""
         self.is_stopping = False
         """True once ranks were asked to save and stop."""
@@ -50,8 +50,6 @@ class StopState:
         """Time at which a failed rank was first seen."""
         self.killed = False
         """True if the group was killed on request."""
-        self.restart = ""
-        """What the next start does differently after a rank ran out of memory; empty if there is none."""
 
 
 def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
@@ -79,24 +77,7 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
         _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
         return EXIT_FAILED
-    # A signal that came while the group was killed asks for an end too; processes that stay hold memory and ports.
-    if result.code == EXIT_FAILED and not signals and not remaining and _decide_restart(stop_state, group.ends):
-        return EXIT_FAILED
     return _report_outcome(stop_state, group, result)
-
-
-def _decide_restart(stop_state: StopState, ends: Mapping[int, RankEnd]) -> bool:
-    """Record and report the restart that ranks without memory ask for; return True if there is one.
-
-    After a signal there is none: the user wants the run to end.
-    """
-    restarts = {rank: record.restart for rank, record in _list_records(ends) if record.restart}
-    if not restarts or not stop_state.can_restart or stop_state.is_stopping or stop_state.killed:
-        return False
-    stop_state.restart = next(iter(restarts.values()))
-    ranks = f"rank{'s' * (len(restarts) > 1)} {first_names(restarts, 8)}"
-    _log_stderr(f"{ranks} ran out of memory; starting all ranks again with {stop_state.restart}")
-    return True
 
 
 def exit_without_workers(signum: int, frame: FrameType | None) -> None:

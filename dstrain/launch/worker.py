@@ -69,8 +69,6 @@ class RankRecord:
     error: str | None
     host: str = ""
     is_out_of_memory: bool = False
-    restart: str = ""
-    """What the next start of the same launch does differently, so that this error does not repeat; else empty."""
 
 
 def get_workers_dir(run_dir: Path) -> Path:
@@ -96,9 +94,8 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
         is_memory = isinstance(error, OutOfMemoryError)
-        restart = error.restart if isinstance(error, OutOfMemoryError) else ""
         text = None if error is None else str(error)[:MAX_ERROR_CHARS]
-        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory, restart))
+        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory))
 
 
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:

@@ -31,6 +31,7 @@ from dstrain.training.build_model import batch_norm_warnings, build_train_module
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from dstrain.training.evaluate import EarlyStopping, Evaluation
+from dstrain.training.fit_batch import build_fitting_engine
 from dstrain.training.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.training.health.watchdog import peer_watchdog
@@ -39,13 +40,12 @@ from dstrain.training.input_digests import (
     dump_training_recipe,
     with_selected_samples,
 )
-from dstrain.training.memory import PRECOMPUTING, MemoryMonitor
+from dstrain.training.memory import MemoryMonitor
 from dstrain.training.messages import (
     finish_run,
     iter_resume_changes,
     make_sinks,
     report_failure,
-    report_reduced_batch,
     report_start,
 )
 from dstrain.training.plan import (
@@ -109,6 +109,7 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_frozen_outputs(plan, world), world, terminal, signal_handler, memory)
         step = _train_to_end(run)
+        memory.finish_comparison(run.run_log)
         if plan.config.save.copy_to:
             run.saver.wait_for_copies()
         code = finish_run(run, step, plan.resume.source)
@@ -147,7 +148,7 @@ def _train_to_end(run: Run) -> int:
 
 def with_frozen_outputs(plan: RunPlan, world: World) -> RunPlan:
     """Return the plan with the outputs of the task's cached frozen models in its samples. Collective."""
-    world.log.activity = PRECOMPUTING
+    world.log.activity = "computing the outputs of frozen models"
     job = OutputsJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
     splits = add_outputs_and_select(job, {"train": plan.train_dataset, "eval": plan.eval_dataset})
     train_dataset = splits["train"]
@@ -181,8 +182,8 @@ def build_run(
     if world.rank == 0 and not (is_finished and start is not None and get_run_dir(start) == plan.run_dir):
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
-    report_reduced_batch(plan, run_log, world)
-    engine = build_engine(plan, world, run_log)
+    memory = memory or make_memory_monitor(plan, world)
+    plan, engine = build_fitting_engine(plan, memory, run_log, partial(build_engine, world=world, run_log=run_log))
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights, early_stopping)
@@ -192,7 +193,13 @@ def build_run(
         loader=build_loader(plan, world),
         evaluation=None
         if plan.eval_dataset is None
-        else Evaluation(plan.task, plan.eval_dataset, plan.batch.generation_micro, config.eval.metric),
+        else Evaluation(
+            plan.task,
+            plan.eval_dataset,
+            plan.batch.generation_micro,
+            config.eval.metric,
+            plan.batch.to_config(config.batch),
+        ),
         early_stopping=early_stopping,
         saver=saver,
         start_checkpoint=start,
@@ -205,7 +212,7 @@ def build_run(
         nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], run_log.log_event),
         signal_handler=signal_handler or SignalHandler(),
         schedule=build_schedule(plan),
-        memory=memory or make_memory_monitor(plan, world),
+        memory=memory,
         seed=config.seed,
     )
 

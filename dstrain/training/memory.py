@@ -9,7 +9,8 @@ import resource
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,17 +23,15 @@ from dstrain.host_memory import get_available_memory
 from dstrain.planner.choose import Fix, list_fixes, suggest_fixes
 from dstrain.planner.lines import PlanInputs
 from dstrain.planner.memory import plan_memory
-from dstrain.planner.shapes import read_shape
+from dstrain.planner.shapes import ListBase, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Preset
 from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
 from dstrain.report.memory import PeakBytes, bytes_outside_torch, measure_peak
 from dstrain.report.observe import observing
 from dstrain.report.run_log import RunLog
-from dstrain.training.engine.module import OPTIMIZER_UPDATE
 from dstrain.training.health.watchdog import RESTART_HINT, open_stacks_file
 from dstrain.training.list_parameters import list_base_parameters
-from dstrain.training.start import describe_reduction, write_reduced_batch
 from dstrain.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,14 @@ class MemoryForecast:
     """What the plan was computed from."""
 
 
-def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> MemoryForecast | None:
-    """Return the planner's forecast; None where it cannot read the shape of the model."""
+def make_forecast(
+    config: RunConfig, preset: Preset, cluster: Cluster, list_base: ListBase | None = None
+) -> MemoryForecast | None:
+    """Return the planner's forecast; None where it cannot read the shape of the model. `list_base`: as in `read_shape`."""
     try:
-        shape = read_shape(config, list_base_parameters)
+        shape = read_shape(config, list_base)
         plan = plan_memory(config, preset, cluster, shape)
-        fixes = suggest_fixes(config, preset, cluster, shape, list_base=list_base_parameters)
+        fixes = suggest_fixes(config, preset, cluster, shape, list_base=list_base)
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
@@ -72,14 +73,16 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Cluster) -> Memory
     )
 
 
-def describe_forecast(forecast: MemoryForecast | None, measured: PeakBytes, device_type: str = "cuda") -> str:
-    """Return `memory: tensors predicted 11.2 GiB, measured 10.8 GiB; GPU predicted 12.4 GiB, measured 12.0 GiB`.
+def describe_measured(measured: PeakBytes) -> str:
+    """Return the line for a CPU.
 
-    On a CPU only the measured value: there the prediction is mostly a reserve for libraries, and buffers whose pages a
-    small model never touches.
+    There a prediction would mostly be a reserve for libraries, and buffers whose pages a small model never touches.
     """
-    if device_type == "cpu":
-        return f"memory: measured {_format_measured(measured.total)}"
+    return f"memory: measured {_format_measured(measured.total)}"
+
+
+def describe_forecast(forecast: MemoryForecast | None, measured: PeakBytes) -> str:
+    """Return `memory: tensors predicted 11.2 GiB, measured 10.8 GiB; GPU predicted 12.4 GiB, measured 12.0 GiB`."""
     tensors, total = f"measured {_format_measured(measured.tensors)}", f"measured {_format_measured(measured.total)}"
     if forecast is not None:
         tensors = f"predicted {format_bytes(forecast.tensor_bytes)}, {tensors}"
@@ -98,8 +101,6 @@ def find_most(peaks: Sequence[PeakBytes]) -> PeakBytes:
     return PeakBytes(max(tensors, default=None), max(totals, default=None))
 
 
-PRECOMPUTING = "computing the outputs of frozen models"
-"""Activity before the first step in which passes take the micro-batch too."""
 COMPARED_STEP = 2
 """Step after which predicted and measured memory are compared: the first one allocates optimizer state."""
 
@@ -111,14 +112,17 @@ class MemoryMonitor:
     config: RunConfig
     batch: BatchPlan
     preset: Preset
+    cluster: Cluster
     world: World
     run_dir: Path
-    forecast: MemoryForecast | None = None
+    _pending: Future[MemoryForecast | None] | None = field(default=None, init=False)
+    """Rank 0's forecast, which a thread makes: the other ranks must not wait for it."""
+    _measured: PeakBytes = field(default=PeakBytes(None, None), init=False)
 
-    @property
-    def can_shrink(self) -> bool:
-        """True if a restart with a smaller micro-batch may go on where memory runs out (`batch.on_oom: shrink`)."""
-        return self.config.batch.on_oom == "shrink" and self.batch.half(self.world.size) is not None
+    def make_forecast(self, list_base: ListBase | None = None) -> MemoryForecast | None:
+        """Return the planner's forecast of this run. `list_base`: as in `read_shape`."""
+        config = self.config.model_copy(update={"batch": self.batch.to_config(self.config.batch)})
+        return make_forecast(config, self.preset, self.cluster, list_base)
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
@@ -140,43 +144,41 @@ class MemoryMonitor:
                 found = OutOfMemoryError(f"out of memory: {what}, nor the memory for a longer message")
             raise found from None
 
-    def is_before_update(self) -> bool:
-        """Return True where memory ran out in a pass that takes the micro-batch, before any weight was changed."""
-        log = self.world.log
-        if log.phase.startswith("step "):
-            return log.activity not in ("", OPTIMIZER_UPDATE)
-        return log.phase.startswith("evaluation ") or (not log.phase and log.activity == PRECOMPUTING)
-
     def compare_with_forecast(self, steps_of_this_start: int, run_log: RunLog) -> None:
-        """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
-        if steps_of_this_start != COMPARED_STEP:
+        """Report the measured memory of the rank with most after the second step of a start. Collective at that step.
+
+        On GPUs rank 0 reports it beside the planner's forecast, as soon as that is made.
+        """
+        if steps_of_this_start == COMPARED_STEP:
+            self._measured = find_most(self.world.gather(measure_peak(self.world.device)))
+            if self.world.device.type == "cpu":
+                run_log.announce(describe_measured(self._measured), "memory", measured_bytes=self._measured.total)
+            elif self.world.rank == 0:
+                thread = ThreadPoolExecutor(1, thread_name_prefix="dstrain-forecast")
+                self._pending = thread.submit(self.make_forecast)
+                thread.shutdown(wait=False)
+        if self._pending is not None and self._pending.done():
+            self.finish_comparison(run_log)
+
+    def finish_comparison(self, run_log: RunLog) -> None:
+        """Report the forecast beside the measured memory; wait for it where it is still being made."""
+        if self._pending is None:
             return
-        measured = find_most(self.world.gather(measure_peak(self.world.device)))
-        forecast, kind = self.forecast, self.world.device.type
-        fields: dict[str, int | None] = {
-            "predicted_bytes": None if forecast is None else forecast.device_bytes,
-            "measured_bytes": measured.total,
-        }
-        if kind == "cuda":
-            fields = {
-                "predicted_bytes": None if forecast is None else forecast.tensor_bytes,
-                "measured_bytes": measured.tensors,
-                "predicted_total_bytes": fields["predicted_bytes"],
-                "measured_total_bytes": fields["measured_bytes"],
-            }
-            if forecast is not None:
-                fields["predicted_host_bytes"] = sum(size for _, place, size in forecast.lines if place == "host")
-        run_log.announce(describe_forecast(forecast, measured, kind), "memory", **fields)
+        forecast, measured = self._pending.result(), self._measured
+        self._pending = None
+        fields = {"measured_bytes": measured.tensors, "measured_total_bytes": measured.total}
+        if forecast is not None:
+            fields |= {"predicted_bytes": forecast.tensor_bytes, "predicted_total_bytes": forecast.device_bytes}
+            fields["predicted_host_bytes"] = sum(size for _, place, size in forecast.lines if place == "host")
+        run_log.announce(describe_forecast(forecast, measured), "memory", **fields)
 
     def _where(self) -> str:
         log = self.world.log
         return ", ".join(filter(None, [log.phase, log.activity])) or "starting"
 
     def _to_error(self, failure: AllocationFailure) -> OutOfMemoryError:
-        """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
         log, is_cuda = self.world.log, self.world.device.type == "cuda"
         is_on_device = is_cuda == (failure.place == "gpu")
-        change = self._store_reduced() if is_on_device and self.is_before_update() else ""
         text = f"{self._where()}: could not allocate {failure.describe()}"
         with contextlib.suppress(OSError):
             journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
@@ -185,43 +187,31 @@ class MemoryMonitor:
             )
             journal.close()
         missing = find_missing_bytes(failure, self.world.device)
-        return self._compose(text, is_on_device, change, failure.text, missing)
+        return self._compose(text, is_on_device, failure.text, missing)
 
-    def _store_reduced(self) -> str:
-        """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
-        reduced = self.batch.half(self.world.size) if self.can_shrink else None
-        if reduced is None:
-            return ""
-        steps_taken = max((self.world.log.step or 1) - 1, 0)
-        try:
-            write_reduced_batch(self.run_dir, self.config, reduced, self.world.size, steps_taken)
-        except OSError:  # a full disk: the run ends with its error as if the recipe said stop
-            return ""
-        return describe_reduction(self.batch, reduced)
-
-    def _compose(
-        self, where: str, is_on_device: bool, change: str, reason: str, missing: int | None
-    ) -> OutOfMemoryError:
-        """Return the error: a title, lines about memory, numbered fixes, and what happens next."""
+    def _compose(self, where: str, is_on_device: bool, reason: str, missing: int | None) -> OutOfMemoryError:
+        """Return the error: a title, lines about memory, numbered fixes, and what to do then."""
         device = self.world.device
         place = f" ({device})" if device.type == "cuda" else ""
         title = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
         memory = [reason] if reason else []
         if is_on_device:
-            memory += [] if self.forecast is None else _iter_predicted(self.forecast)
+            forecast = self.make_forecast(list_base_parameters)
+            memory += [] if forecast is None else _iter_predicted(forecast)
             memory += _iter_gpu_counters(device) if device.type == "cuda" else _iter_host_counters()
-            changes = [] if self.forecast is None else order_fixes(self.forecast.fixes, missing)
+            changes = [] if forecast is None else order_fixes(forecast.fixes, missing)
             changes = changes or list_fixes(self.config, self.preset, self.batch, self.world.size)
             fixes = [fix.describe() for fix in changes]
             if self.config.batch.on_oom == "stop" and self.batch.half(self.world.size) is not None:
-                fixes.append("batch.on_oom stop -> shrink starts again with half the micro-batch")
+                fixes.append(
+                    "batch.on_oom stop -> shrink finds the largest micro-batch that fits before the first step"
+                )
         else:
             memory += _iter_host_counters()
             fixes = list_host_fixes(self.config, self.preset, device.type == "cpu")
-        last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
         numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
         what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
-        return OutOfMemoryError("\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last]), change)
+        return OutOfMemoryError("\n".join([title, *(f"  {line}" for line in memory), *what_to_do, RESTART_HINT]))
 
     def _write_stack(self, error: Exception) -> None:
         """Append the traceback to the file of this rank's stacks: the message has no room for it."""

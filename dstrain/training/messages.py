@@ -29,7 +29,7 @@ from dstrain.training.plan import RunPlan
 from dstrain.training.run import Run
 from dstrain.training.run_report import ReportSink
 from dstrain.training.sink_classes import find_sink_class
-from dstrain.training.start import REDUCED_BATCH_FILE, get_run_dir, read_recorded_recipe, read_reduced_batch
+from dstrain.training.start import get_run_dir, read_recorded_recipe
 from dstrain.training.state.manifest import CheckpointInfo
 
 MAX_FAILURE_LENGTH = 4000
@@ -184,17 +184,6 @@ def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
     if batch.accumulate is None:
         return {"total": batch.total, "micro": batch.micro, "tokens_per_micro": batch.tokens}
     return {"total": batch.total, "micro": batch.micro, "accumulate": batch.accumulate}
-
-
-def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
-    """Report a micro-batch that is smaller than the recipe's, because memory ran out in an earlier start."""
-    reduced = read_reduced_batch(plan.run_dir) if world.rank == 0 else None
-    if reduced is None or not reduced.is_in_use(plan.config):
-        return
-    sizes = {key: (reduced.recipe[key], reduced.batch[key]) for key in ("micro", "tokens_per_micro")}
-    change = ", ".join(f"batch.{key} {old} -> {new}" for key, (old, new) in sizes.items() if old != new)
-    what = f"{change}, since memory ran out after step {reduced.step} ({REDUCED_BATCH_FILE}); batch.total stays {plan.batch.total}"
-    run_log.announce(what, "micro_batch_reduced", step=plan.start.point.step, change=change, what=what)
 
 
 def describe_frozen_models(task: Task, stage: int) -> list[str]:

@@ -48,7 +48,7 @@ from dstrain.training.input_digests import (
     digest_inputs,
     fingerprint_weights,
 )
-from dstrain.training.memory import MemoryMonitor, make_forecast
+from dstrain.training.memory import MemoryMonitor
 from dstrain.training.rendezvous import Rendezvous
 from dstrain.training.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.training.sink_classes import check_sinks
@@ -288,7 +288,7 @@ def build_sampler(task: Task, train_dataset: Dataset, batch: BatchPlan, world_si
         samples_per_step=batch.total,
         world_size=batch.data_parallel_size(world_size),
         accumulate=batch.accumulate,
-        limits=make_limits(task.recipe.batch, batch.micro, costs),
+        limits=make_limits(batch.to_config(task.recipe.batch), batch.micro, costs),
         costs=costs,
     )
 
@@ -335,16 +335,14 @@ def build_loader(plan: RunPlan, world: World) -> Loader:
 
 
 def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
-    """Return the monitor of a run's memory, with rank 0's forecast on every rank. Collective."""
-    cluster = make_cluster(world.size, plan.local_world_size, get_preset_device(plan.device))
-    forecast = make_forecast(plan.config, plan.preset, cluster) if world.rank == 0 else None
+    """Return the monitor of a run's memory."""
     return MemoryMonitor(
         config=plan.config,
         batch=plan.batch,
         preset=plan.preset,
+        cluster=make_cluster(world.size, plan.local_world_size, get_preset_device(plan.device)),
         world=world,
         run_dir=plan.run_dir,
-        forecast=world.broadcast(forecast),
     )
 
 

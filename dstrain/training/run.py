@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,8 +9,6 @@ from typing import Any, Literal
 
 from dstrain.batch import Progress, StepResult
 from dstrain.data.loading.loader import Loader, Step
-from dstrain.process_setup import log_stdout
-from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.observe import observing
@@ -22,7 +19,7 @@ from dstrain.training.engine.base import Engine, seed_step
 from dstrain.training.evaluate import EarlyStopping, Evaluation
 from dstrain.training.health.signals import SAVE_SIGNAL, SignalHandler
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
-from dstrain.training.memory import MemoryMonitor, free_cached_memory
+from dstrain.training.memory import MemoryMonitor
 from dstrain.training.profiler import StepProfiler
 from dstrain.training.saver import CheckpointSaver
 from dstrain.training.state.engine_state import open_checkpoint
@@ -111,32 +108,7 @@ class Run:
         self.profiler.begin_step(progress.step + 1)
         self.saver.grace.begin_step()
         lr = self.schedule.lr(progress.step)
-        try:
-            return self.engine.step(step.batches, lr, weight)
-        except Exception as error:
-            if self.memory.can_shrink:
-                self._save_before_restart(error, progress)
-            raise
-
-    def _save_before_restart(self, error: Exception, progress: Progress) -> None:
-        """Save the last whole step after a pass ran out of memory, if this is the only process and a restart follows.
-
-        Other processes stand in a collective and cannot save with this one; the restart then goes back to a checkpoint.
-        """
-        log = self.engine.world.log
-        start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
-        needs_save = self.engine.world.size == 1 and progress.step not in (start, self.saver.saved_step)
-        if not needs_save or find_allocation_failure(error) is None or not self.memory.is_before_update():
-            return
-        phase, step, activity = log.phase, log.step, log.activity
-        traceback.clear_frames(error.__traceback__)  # they hold the activations of the pass
-        free_cached_memory()
-        try:
-            self.save_checkpoint(progress, None, True)
-        except Exception as fault:  # the error to report is the first one
-            log_stdout(f"the last step could not be saved before the restart: {type(fault).__name__}: {fault}")
-        log.record_progress(phase, step)
-        log.activity = activity
+        return self.engine.step(step.batches, lr, weight)
 
     def end_step(self, result: StepResult, progress: Progress) -> None:
         """Add the step to the metrics and check it. Collective.

@@ -171,7 +171,7 @@ def _move(path: Path, new_path: Path) -> None:
 # fmt: off
 _RUN_FILE_NAMES = (
     "recipe.yaml", "ds_config.json", "environment.json", "events.jsonl", "metrics.jsonl", "checkpoints", "report.html",
-    "tokenizer", "model", "task.py", "wandb", "mlflow", "profile", "micro_batch.json",
+    "tokenizer", "model", "task.py", "wandb", "mlflow", "profile",
 )
 # fmt: on
 """Files of a run in its folder. Logs belong to the launch, and any other file to the user."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from dstrain.config import BatchPlan, RunConfig, check_learning_changes, dump_recipe, resolve_batch
+from dstrain.config import BatchPlan, RunConfig, check_learning_changes, resolve_batch
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import Ranks
-from dstrain.errors import CheckpointError, Fault, PresetError, ResumeError, RunError
-from dstrain.files import atomic_write
+from dstrain.errors import CheckpointError, Fault, PresetError, ResumeError
 from dstrain.planner.choose import AUTO, Budget, choose_preset
 from dstrain.planner.workload import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes
 from dstrain.preset import Preset, read_preset
@@ -27,8 +23,6 @@ from dstrain.training.state.manifest import (
     find_latest_complete,
     inspect_checkpoint,
 )
-
-REDUCED_BATCH_FILE = "micro_batch.json"
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Start:
 
     point: ResumePoint
     config: RunConfig
-    """The recipe with the preset of `ds_config: auto`, and with a micro-batch that earlier starts have reduced."""
+    """The recipe with the preset of `ds_config: auto`."""
     preset: Preset
     batch: BatchPlan
     auto: str = ""
@@ -101,7 +95,7 @@ def guess_start(
         point = ResumePoint(checkpoint=find_checkpoint_at(options.source))
     else:
         point = ResumePoint(checkpoint=find_latest_complete(run_dir / "checkpoints"))
-    return _make_start(config, run_dir, options, world_size, cluster, point, devices)
+    return _make_start(config, options, world_size, cluster, point, devices)
 
 
 def decide_start(
@@ -116,7 +110,7 @@ def decide_start(
     point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
     start, chosen = None, None
     if world.rank == 0:
-        start = _make_start(config, run_dir, options, world_size, cluster, point)
+        start = _make_start(config, options, world_size, cluster, point)
         values = start.config.batch.model_dump(mode="json")
         chosen = {"ds_config": start.config.ds_config, "batch": values, "plan": asdict(start.batch)}
     chosen = world.gather(chosen)[0]
@@ -129,7 +123,6 @@ def decide_start(
 
 def _make_start(
     config: RunConfig,
-    run_dir: Path,
     options: ResumeOptions,
     world_size: int,
     cluster: Cluster,
@@ -140,8 +133,6 @@ def _make_start(
     checkpoint = point.checkpoint
     config = with_recorded_time(config, checkpoint)
     config, auto = _with_preset(config, cluster, checkpoint, devices)
-    if options.source != "never":
-        config = with_reduced_batch(config, run_dir, world_size)
     check_recipe_unchanged(checkpoint, config, options.allowed_keys)
     preset = read_preset(config.ds_config)
     batch = with_saved_batch_total(config.batch, checkpoint, options.allowed_keys)
@@ -308,101 +299,3 @@ def with_saved_batch_total(
     if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
         return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
     return batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReducedBatch:
-    """Content of micro_batch.json: the recipe's batch, and the one that takes its place in this run folder.
-
-    It holds as long as batch, preset and number of processes are those that ran out of memory: with other ones the
-    recipe counts again.
-    """
-
-    recipe: dict[str, Any]
-    """`batch` of the recipe as the user wrote it, resolved."""
-    preset: str
-    world_size: int
-    batch: dict[str, Any]
-    """`batch` to train with."""
-    step: int
-    """Steps taken before the memory ran out."""
-    between: list[dict[str, Any]] = field(default_factory=list)
-    """Earlier values of `batch`, each of which ran out of memory too; a launch may have begun with one."""
-
-    def fits(self, config: RunConfig, world_size: int) -> bool:
-        """Return True for a recipe that this file is about, also where it was applied already."""
-        known = [_sizes(one) for one in (self.recipe, *self.between, self.batch)]
-        same_place = (config.ds_config, world_size) == (self.preset, self.world_size)
-        return same_place and _sizes(config.batch.model_dump(mode="json")) in known
-
-    def is_in_use(self, config: RunConfig) -> bool:
-        """Return True for a recipe to which the smaller batch was applied."""
-        return _sizes(config.batch.model_dump(mode="json")) == _sizes(self.batch)
-
-
-def _sizes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return `batch` without the reaction to a failure, which is the user's to change."""
-    return {key: value for key, value in batch.items() if key != "on_oom"}
-
-
-def read_reduced_batch(run_dir: Path) -> ReducedBatch | None:
-    """Return the file's content; None without a file. Raises RunError for one that is not readable."""
-    path = run_dir / REDUCED_BATCH_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for batch in (values["recipe"], values["batch"], *values.get("between", ())):
-            BatchConfig.model_validate(batch)
-        return ReducedBatch(**values)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
-            return None  # of the run folder, whose own check says so
-        what = f"{path}: is not readable ({type(error).__name__}); remove it to train with the recipe's batch.micro"
-        raise RunError(what) from error
-
-
-def with_reduced_batch(config: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
-    """Return the recipe with the smaller micro-batch of its run folder, if there is one."""
-    reduced = read_reduced_batch(run_dir)
-    if reduced is None or not reduced.fits(config, world_size):
-        return config
-    batch = BatchConfig.model_validate(reduced.batch | {"on_oom": config.batch.on_oom})
-    return config.model_copy(update={"batch": batch})
-
-
-def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, world_size: int, step: int) -> None:
-    """Write the file and recipe.yaml for a smaller micro-batch.
-
-    `config` is the recipe of the run so far. Ranks that write at the same time write the same.
-    """
-    new_config = config.model_copy(update={"batch": batch.to_config(config.batch)})
-    try:
-        earlier = read_reduced_batch(run_dir)
-    except RunError:  # it is replaced
-        earlier = None
-    written, between = config.batch.model_dump(mode="json"), list[dict[str, Any]]()
-    new_batch = new_config.batch.model_dump(mode="json")
-    if earlier is not None and earlier.fits(config, world_size):
-        # Another rank may have written the new batch already.
-        written, between = earlier.recipe, [one for one in (*earlier.between, earlier.batch) if one != new_batch]
-    reduced = ReducedBatch(
-        recipe=written,
-        preset=config.ds_config,
-        world_size=world_size,
-        batch=new_batch,
-        step=step,
-        between=between,
-    )
-    atomic_write(run_dir / REDUCED_BATCH_FILE, json.dumps(asdict(reduced), indent=2) + "\n")
-    atomic_write(run_dir / "recipe.yaml", dump_recipe(new_config))
-
-
-def describe_reduction(before: BatchPlan, after: BatchPlan) -> str:
-    """Return `batch.micro 8 -> 4`."""
-    parts = []
-    if after.tokens is not None:
-        parts.append(f"batch.tokens_per_micro {before.tokens} -> {after.tokens}")
-    if after.micro != before.micro:
-        parts.append(f"batch.micro {before.micro} -> {after.micro}")
-    return ", ".join(parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from dstrain.batch import Batch, StepResult
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.data.loading.loader import Loader, Step
 from dstrain.launch.topology import Worker
+from dstrain.training import build_run as build
 from dstrain.training.build_run import build_run, with_frozen_outputs
+from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from dstrain.training.messages import finish_run
 from dstrain.training.plan import make_plan
 from dstrain.training.run import train
@@ -30,6 +33,14 @@ from tests.parity.cases import share_sequences, world
 
 class Crash(Exception):
     """Simulates kill -9: nothing is cleaned up."""
+
+
+def _build_limited_engine(
+    build_engine: Callable[..., DeepSpeedEngine], limit: Mapping[str, Any], *args: Any, **options: Any
+) -> DeepSpeedEngine:
+    engine = build_engine(*args, **options)
+    limit_micro_batch(engine, **limit)
+    return engine
 
 
 def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None, save_at: int | None = None,
@@ -51,9 +62,9 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
         mock.patch.object(
             psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)
         ).start()
-    made = build_run(with_frozen_outputs(plan, ranks), ranks)
     if limit is not None:
-        limit_micro_batch(made.engine, **limit)
+        mock.patch.object(build, "build_engine", partial(_build_limited_engine, build.build_engine, limit)).start()
+    made = build_run(with_frozen_outputs(plan, ranks), ranks)
     seen: list[tuple[int, ...]] = []
     take = made.engine.step
 

@@ -29,7 +29,6 @@ from dstrain.distributed.store import connect_store
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import (
     DstrainError,
-    OutOfMemoryError,
     RunError,
     UsageError,
     describe_decode_error,
@@ -312,10 +311,6 @@ def test_a_kernel_that_cannot_be_compiled_is_explained_by_its_cause(
     error = RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.")
     error.__cause__ = cause
     assert words in str(explain_system_error(error))
-
-
-def test_an_error_out_of_memory_knows_what_the_next_start_does() -> None:
-    assert (str(error := OutOfMemoryError("too much", "batch.micro 2")), error.restart) == ("too much", "batch.micro 2")
 
 
 def test_another_encoding_is_named() -> None:

@@ -383,9 +383,9 @@ COUNTED_EVENTS: Mapping[str, tuple[Level, str, str]] = {
     "out_of_memory": (
         "bad",
         "Ran out of memory {times}.",
-        "`dstrain plan` lists presets that fit; batch.on_oom: shrink continues with less.",
+        "`dstrain plan` lists presets that fit; batch.on_oom: shrink finds a micro-batch that fits.",
     ),
-    "micro_batch_reduced": ("warning", "The micro-batch was reduced, because memory ran out: {last[change]}.", ""),
+    "micro_batch_reduced": ("warning", "The longest batch did not fit into memory: {last[change]}.", ""),
     "stalled": ("warning", "Processes stood still {times}.", "Event stalled names the ranks."),
     "warning": ("info", "{count} warning{s}: see the events.", ""),
 }

@@ -13,6 +13,7 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.patches import (
     accumulate_without_casts,
     disable_muon_compile,
+    drop_gradients_after_overflow,
     find_overflow_by_norm,
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
@@ -24,6 +25,7 @@ from dstrain.distributed.patches import (
     use_foreach_norms,
     use_foreach_reduction,
     use_foreach_step,
+    without_order_checks,
 )
 from dstrain.distributed.world import World
 from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
@@ -38,8 +40,10 @@ from dstrain.training.engine.module import (
     scale_loss_or_nan,
     set_lr,
     step_outcome,
+    with_scores,
+    with_step_stats,
 )
-from dstrain.training.engine.optimizers import make_optimizer
+from dstrain.training.engine.optimizers import allocate_state, make_optimizer
 from dstrain.training.state.files import CheckpointReader
 
 COUNTERS = ("global_steps", "skipped_steps")
@@ -89,6 +93,7 @@ class DeepSpeedEngine(Engine):
             keep_unaligned_gradients(swapper)
         unite_partial_offload(self.engine.optimizer)
         find_overflow_by_norm(self.engine.optimizer)
+        drop_gradients_after_overflow(self.engine.optimizer)
         queue_waits_for_reduction(self.engine.optimizer)
         queue_waits_for_persistent_weights(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
@@ -96,6 +101,7 @@ class DeepSpeedEngine(Engine):
         use_foreach_step(self.engine.optimizer)
         accumulate_without_casts(self.engine.optimizer)
         use_foreach_reduction(self.engine, world.size)
+        self._unsharded_optimizer = None if zero["stage"] else optimizer
         if not zero["stage"]:
             # In bf16 DeepSpeed takes a step with zero gradients to allocate Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).
@@ -109,9 +115,17 @@ class DeepSpeedEngine(Engine):
         batches, weight = self._prepare_step(batches, weight)
         # In every step: the optimizer is built with lr 0 (see make_optimizer).
         set_lr(self.engine.optimizer, self._lr_scales, lr)
-        # DeepSpeed averages gradients over the ranks, and the step is a sum: hence the factor world.size.
-        scale = self.world.size / weight
         sums = StepAccumulator()
+        # DeepSpeed averages gradients over the ranks, and the step is a sum: hence the factor world.size.
+        norm = self._run_passes(batches, self.world.size / weight, sums)
+        norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
+        applied = math.isfinite(norm) and self.engine.was_step_applied()
+        outcome = step_outcome(sums, batches, applied, self.world)
+        self.world.log.activity = ""
+        return sums.result(batches, grad_norm=norm, **outcome)
+
+    def _run_passes(self, batches: Sequence[Batch], scale: float, sums: StepAccumulator) -> float | None:
+        """Make the passes of a step and the update; return the gradient's norm where DeepSpeed does not compute it."""
         norm = None
         for index, batch in enumerate(batches):
             # The watchdog must not take a step of many micro-batches for a stalled one.
@@ -132,15 +146,45 @@ class DeepSpeedEngine(Engine):
                 if self._max_grad_norm:
                     norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
-        norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
-        applied = math.isfinite(norm) and self.engine.was_step_applied()
-        outcome = step_outcome(sums, batches, applied, self.world)
+        return norm
+
+    def try_batch(self, batch: Batch) -> None:
+        """Make the passes of a micro-batch on this rank alone, with the memory of a step. No weight changes.
+
+        Collectives return at once, so a rank that runs out of memory keeps no other rank waiting. The loss is nan, so
+        DeepSpeed skips the update and clears the gradients. After an error the engine cannot be used.
+        """
+        counters = self._counters()
+        self.module.train()
+        with self.world.without_collectives(), without_order_checks():
+            if self._unsharded_optimizer is not None:
+                allocate_state(self._unsharded_optimizer)
+            batches = with_scores(self.module, [batch], self.world)
+            batches = with_step_stats(self.module, self.train_module.loss_inputs, batches, self.world)
+            self._run_passes(batches, math.nan, StepAccumulator())
+            if self.is_sharded:
+                # Gathered weights that stay in memory are not those of the other ranks.
+                self.engine.empty_partition_cache()
+        if self._unsharded_optimizer is not None:
+            self._unsharded_optimizer.state.clear()
+        self._restore_counters(counters)
         self.world.log.activity = ""
-        return sums.result(batches, grad_norm=norm, **outcome)
+
+    def destroy(self) -> None:
+        """Drop what keeps the model in memory, after which the engine cannot be used."""
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        self.engine.destroy()
+        FWD_MODULE_STACK.clear()  # a global list, in which stage 3 leaves the module
+        # A backward pass that failed stays in the queue of this thread, with its activations, until the next one begins.
+        torch.zeros(1, requires_grad=True).sum().backward()
+
+    def _counters(self) -> dict[str, Any]:
+        counters = {name: getattr(self.engine, name) for name in COUNTERS}
+        return {"counters": counters, "loss_scale": self._loss_scaler_state()}
 
     def state_metadata(self) -> dict[str, Any]:
-        counters = {name: getattr(self.engine, name) for name in COUNTERS}
-        return {**super().state_metadata(), "counters": counters, "loss_scale": self._loss_scaler_state()}
+        return {**super().state_metadata(), **self._counters()}
 
     def _restore_counters(self, saved: Mapping[str, Any]) -> None:
         for name, value in saved.get("counters", {}).items():

@@ -140,3 +140,13 @@ def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
                 super().step(closure, step_id)
 
     return Muon(params)
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state of an optimizer whose learning rates are 0, by a step with zero gradients."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None

@@ -555,7 +555,7 @@ def test_a_patch_wraps_once() -> None:
     before = dist.all_reduce
     patches.apply()
     try:
-        assert dist.all_reduce.__wrapped__ is before
+        assert dist.all_reduce.__wrapped__.__wrapped__ is before
     finally:
         patches.undo()
     assert dist.all_reduce is before
@@ -597,3 +597,17 @@ def test_a_gpu_that_does_not_tell_its_free_memory_has_what_is_not_allocated(monk
     monkeypatch.setattr(CUDA_Accelerator, "memory_allocated", lambda self, device: 2)
     ask_cuda_for_free_memory()
     assert CUDA_Accelerator.__new__(CUDA_Accelerator).available_memory(0) == 7
+
+
+def test_disabled_collectives_return_at_once_and_change_nothing() -> None:
+    patches = CollectivePatches(CollectiveLog(), TIMEOUT)
+    patches.apply()
+    try:
+        patches.is_disabled = True
+        value = torch.ones(2)
+        work = dist.all_reduce(value, async_op=True)  # there is no process group
+        assert work.is_completed()
+        assert work.wait()
+        assert value.tolist() == [1, 1]
+    finally:
+        patches.undo()

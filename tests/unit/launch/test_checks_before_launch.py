@@ -17,12 +17,10 @@ from dstrain.cli import main
 from dstrain.commands import preflight, train
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
-from dstrain.config import resolve_batch
 from dstrain.launch.command import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.training import build_run
-from dstrain.training.start import with_reduced_batch, write_reduced_batch
 from tests.vision_recipes import named_recipe
 
 OWN = """
@@ -151,28 +149,6 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dstrain.training.build_run.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         build_run._train_to_end(None)  # type: ignore[arg-type]
-
-
-def test_memory_that_runs_out_twice_restarts_twice(
-    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    micros: list[int] = []
-
-    def train_and_shrink(planned: Any, task: Any, run_dir: Path, resume: Any) -> tuple[int, bool]:
-        run_dir.mkdir(exist_ok=True)
-        # As the ranks do: from the recipe that was asked for.
-        config = with_reduced_batch(task.recipe, run_dir, 2)
-        micros.append(config.batch.micro)
-        reduced = resolve_batch(config.batch, 2).half(2)
-        if reduced is None:
-            return 0, False
-        write_reduced_batch(run_dir, config, reduced, 2, 1)
-        return 1, True
-
-    monkeypatch.setattr("dstrain.commands.train._launch_ranks", train_and_shrink)
-    sets = ("batch.total=16", "batch.micro=8", "batch.on_oom=shrink")
-    assert launch(lambda run_dir: 1, *(word for one in sets for word in ("--set", one))) == 0
-    assert micros == [8, 4, 2, 1]
 
 
 def test_a_start_removes_what_a_killed_preflight_left(launch: Callable[..., int], tmp_path: Path) -> None:

@@ -437,8 +437,8 @@ def test_the_exit_code_follows_records_before_processes(given, ends, result):
     assert compute_outcome(with_records(ends, given), range(2)) == result
 
 
-def failed(rank: int, error: str, restart: str = "") -> RankRecord:
-    return RankRecord(rank, 1, 1, error, "host", is_out_of_memory=True, restart=restart)
+def failed(rank: int, error: str) -> RankRecord:
+    return RankRecord(rank, 1, 1, error, "host", is_out_of_memory=True)
 
 
 def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
@@ -465,34 +465,3 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
     assert outcome.message.startswith(f"rank 1 was killed by SIGKILL: {reason}; lower data.workers and data.prefetch")
     without = compute_outcome(ends, range(2))
     assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"
-
-
-def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> None:
-    """Processes that cannot be ended still hold the memory and the ports that the next start needs."""
-
-    class Group:
-        launch = Launch(argv=[], environment={}, world_size=1, ranks=range(1))
-        abort_reason, run_dir = "", tmp_path
-
-        def start(self) -> None: ...
-
-        alive_ranks: tuple[int, ...] = ()
-
-        def poll(self) -> None: ...
-
-        def is_alive(self) -> bool:
-            return False
-
-        def kill(self) -> list[str]:
-            if self.is_stopped:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return self.remaining
-
-        def __init__(self, is_stopped: bool, remaining: list[str]) -> None:
-            self.is_stopped, self.remaining = is_stopped, remaining
-            self.ends = {0: RankEnd(1, failed(0, "out of memory", "batch.micro 8 -> 4"))}
-
-    for is_stopped, remaining in ((False, []), (True, []), (False, ["4711"])):
-        state = supervise.StopState(can_restart=True)
-        assert supervise.supervise(Group(is_stopped, remaining), state) == 1
-        assert bool(state.restart) is not (is_stopped or bool(remaining))

@@ -108,7 +108,7 @@ def test_every_rank_gets_the_decision_of_all(tmp_path: Path) -> None:
 
 
 def test_rank_0_decides_preset_and_batch_for_all(tmp_path: Path) -> None:
-    """Another host may see an old micro_batch.json, and ranks read different amounts of free memory."""
+    """Ranks read different amounts of free memory."""
     config = RunConfig.model_validate({"task": "rm", "ds_config": "auto", "batch": {"total": 16}})
     choices = iter([SimpleNamespace(preset="zero2", micro=4, reason="it fits")])
 

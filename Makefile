@@ -98,9 +98,8 @@ image:
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Parts of the documentation that come from the code: the module tree, the recipe keys and the commands.
+# Parts of the documentation that come from the code: the recipe keys and the commands.
 pages: $(VENV)/.installed-dev
-	$(BIN)/python tools/make_tree.py
 	$(BIN)/python -m tools.make_pages
 
 clean:

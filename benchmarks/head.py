@@ -13,13 +13,34 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.attention_mask import answers, made_llama
 from benchmarks.checkpointing import measure_peaks, memory_columns
 from benchmarks.common import join_alone, ratio, run, take_turns
+from dstrain.batch import Batch
 from dstrain.models import heads
 from dstrain.models.heads import LinearHead
 from dstrain.tasks.common.forward import answer_log_probs
+
+
+def made_llama(vocabulary: int, hidden: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).to(device, dtype)
+
+
+def answers(vocabulary: int, micro: int, length: int, shortest: int) -> Batch:
+    """Return rows of `shortest` to `length` tokens; all but the first token are trained on."""
+    ids = torch.randint(3, vocabulary, (micro, length), generator=torch.Generator().manual_seed(1))
+    lengths = torch.linspace(shortest, length, micro).long()
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    loss_mask = mask[:, 1:].contiguous()
+    tensors = {"input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask}
+    return Batch(tensors=tensors, weight=float(loss_mask.sum()), samples=())
+
 
 VARIANTS = ("all logits", "chunks", "linear")
 

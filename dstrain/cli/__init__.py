@@ -57,7 +57,7 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     checkpoint (start again).
     """
     # Before torch is imported. Threads that wait for each other while other programs use the cores would spin through
-    # their time slices; threads that never spin take twice as long on cores of their own (docs/log.md).
+    # their time slices; threads that never spin take twice as long on cores of their own.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -16,15 +16,10 @@ TINY: dict[str, dict[str, Any]] = {
     "loader": {"shape": "tiny", "rounds": 1, "steps": 3, "length": 48, "micro": 2, "decode_ms": 0.2},
     "checkpointing": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 48, "micro": 2},
     "saving": {"shape": "tiny", "rounds": 1, "length": 48},
-    "counting": {"rounds": 2, "calls": 3},
     "vision": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
     "frozen_encoder": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
-    "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
-    "balance": {"length": 64, "micro": 2, "total": 8, "world_size": 2, "tokens": 200},
     "head": {"vocabulary": 400, "hidden": 16, "length": 24, "micro": 2, "rounds": 2},
-    "attention_mask": {"hidden": 16, "length": 24, "micro": 2, "rounds": 2},
     "attention": {"heads": 2, "kv_heads": 1, "width": 8, "rounds": 2, "shortest": True},
-    "sources": {"mib": 1, "photos": 3},
     "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
 ROWS = {
@@ -32,22 +27,15 @@ ROWS = {
     "loader": [0.0, 0.0, 0.2, 0.2],
     "checkpointing": ["off", "half of the layers", "on"],
     "saving": ["waiting", "behind"],
-    "counting": ["plain", "counted"],
     "vision": ["every token", "answers", "checkpointing"],
     "frozen_encoder": ["input gradients", "none"],
-    "padding": ["as they come", "sorted"],
-    "balance": ["padded, by length", "padded, by tokens", "packed, by length", "packed, balanced", "packed, by tokens"],
     "head": ["all logits", "chunks", "linear"],
-    "attention_mask": ["a mask", "no mask"],
     "attention": ["1 x 64+32+32"] * 6,
     "images": ["files", "copies"],
-    "sources": ["parquet"] * 3 + ["photos"] * 3,
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name != "sources" else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
-)
+@pytest.mark.parametrize("name", TINY)
 def test_a_measurement_checks_first_and_gives_a_row_each(name: str, one: Workers, tmp_path: Path, capsys: Any) -> None:
     result = one(f"benchmarks.{name}:measure", **TINY[name])[0]
     assert [next(iter(row.values())) for row in result["rows"]] == ROWS[name]

@@ -224,7 +224,7 @@ def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:
     save_world = world.new_group() if save.background else world
     return CheckpointStore(
         folder=plan.run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every,
-        best_mode=plan.config.eval.best, best_metric=plan.config.eval.metric, check_usable=check_state_complete,
+        check_usable=check_state_complete,
         in_use=lambda: plan.copy.in_use if plan.copy else (),
         check_owner=partial(check_lease, plan.run_dir, plan.launch_id),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -12,9 +13,9 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
@@ -24,13 +25,12 @@ from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.source_map import lookup
 from dstrain.training.state.manifest import (
-    CHECKPOINT_NAME_PATTERN,
     MANIFEST_FIELDS,
-    MANIFEST_FILE,
     CheckpointInfo,
     FileEntry,
     finalize_checkpoint,
     find_checkpoints,
+    find_latest_complete,
     gather_or_raise,
     inspect_checkpoint,
     iter_checkpoints,
@@ -39,14 +39,8 @@ from dstrain.training.state.manifest import (
     parse_step,
 )
 
-# `best` is a symbolic link where the file system has them. `cp -rL`, zip and most object stores turn the link
-# best -> step-00000200 into a second copy of the folder, or into a file with the text `step-00000200`. All three are
-# read here, and the first save turns the other two back into a link.
-
-
 BEST_NAME = "best"
-MAX_LINK_TEXT_BYTES = 64
-"""Largest size of a file in place of the link, in bytes; a name has about 13."""
+"""Link to the best checkpoint, for people. Nothing reads it: `find_best` compares the metrics of all checkpoints."""
 
 
 def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
@@ -56,100 +50,94 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
     """
     folder = run_dir / "checkpoints"
     complete = [info for info in find_checkpoints(folder) if info.is_complete]
-    best = find_best(folder) if selector == "best" else None
-    if best is not None and best.name == "best" and (info := inspect_checkpoint(best)).is_complete:
-        return info
     if not complete:
         raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
-    if selector == "last" or (selector == "best" and best is None):
+    if selector == "last":
         return complete[0]
-    if best is None and not re.fullmatch(r"[0-9]{1,15}", selector):
+    if selector == "best":
+        ranking = _rank_by_metric(folder)
+        best = inspect_checkpoint(folder / ranking[0]) if ranking else complete[0]
+        if best.fault:  # the second best is not what was asked for
+            raise UsageError(f"--step best: {best.path} is damaged ({best.fault}); give another step, or last")
+        return best
+    if not re.fullmatch(r"[0-9]{1,15}", selector):
         raise UsageError(f"--step {selector}: must be a step number, best or last")
     for info in complete:
-        if info.path == best or (best is None and info.step == int(selector)):
+        if info.step == int(selector):
             return info
     steps = ", ".join(str(info.step) for info in complete)
     raise UsageError(f"--step {selector}: no complete checkpoint of this step; available: {steps}")
 
 
-def read_best_name(folder: Path) -> str | None:
-    """Return the folder name that `best` refers to; None if there is no `best`, or it is something else."""
-    best = folder / BEST_NAME
-    try:
-        if best.is_symlink():
-            name = os.path.basename(os.path.realpath(best))
-        elif (best / "run.json").is_file():
-            name = f"step-{int(json.loads(read_limited(best / 'run.json', MAX_JSON_BYTES))['step']):08d}"
-        elif best.is_file() and best.stat().st_size <= MAX_LINK_TEXT_BYTES:
-            name = os.path.basename(best.read_text(encoding="utf-8").strip())
-        else:
-            return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return name if CHECKPOINT_NAME_PATTERN.fullmatch(name) else None
+def find_best(folder: Path) -> CheckpointInfo | None:
+    """Return the complete checkpoint with the best metric; None where none has a metric."""
+    for name in _rank_by_metric(folder):
+        checkpoint = inspect_checkpoint(folder / name)
+        if checkpoint.is_complete:
+            return checkpoint
+    return None
 
 
-def find_best(folder: Path) -> Path | None:
-    """Return the folder that `best` refers to; the copy itself if its step's folder no longer exists."""
-    name = read_best_name(folder)
-    if name is None:
-        return None
-    if (folder / name).exists():
-        return folder / name
-    copy = folder / BEST_NAME
-    return copy if copy.is_dir() and not copy.is_symlink() else None
+def _rank_by_metric(folder: Path) -> list[str]:
+    """Return the names of the checkpoints with a metric, the best first, the older of equals first.
 
-
-def set_best(folder: Path, step: int) -> None:
-    """Let `best` link to the checkpoint of this step, or be a file with its name. Raises CheckpointError if damaged."""
-    name = f"step-{step:08d}"
-    if (folder / BEST_NAME).is_symlink() and os.readlink(folder / BEST_NAME) == name:
-        return
-    if fault := inspect_checkpoint(folder / name).fault:
-        raise CheckpointError(f"{name} cannot be the best: {fault}")
-    (folder / "best.new").unlink(missing_ok=True)
-    try:
-        (folder / "best.new").symlink_to(name)
-    except OSError:  # no symbolic links on this file system (exFAT, SMB); the error number differs
-        if read_best_name(folder) == name:
-            return
-        (folder / "best.new").write_text(f"{name}\n", encoding="utf-8")
-    # A rename, so that `best` exists at every moment.
-    os.replace(folder / "best.new", folder / BEST_NAME)
-
-
-def replace_best_copy(folder: Path, latest_step: int) -> None:
-    """Where `best` is a copy of a checkpoint, make it a link; the copy takes the place of one that is missing or damaged.
-
-    Any other folder is renamed with a timestamp, and so is a copy of a step after `latest_step`, the newest of the run:
-    a later start would continue from it.
+    `eval.metric` and `eval.best` are those of the newest complete checkpoint: a run may have gone on with another
+    metric, and checkpoints with the old one are not compared.
     """
-    best, name = folder / BEST_NAME, read_best_name(folder)
-    if best.is_symlink() or not best.is_dir():
-        return
-    if name and (best / MANIFEST_FILE).is_file() and inspect_checkpoint(folder / name).is_complete:
-        shutil.rmtree(best)
-    elif name and parse_step(name) <= latest_step and inspect_checkpoint(best).is_complete:
-        if (folder / name).exists():
-            _rename_with_timestamp(folder / name)
-        best.rename(folder / name)
-    else:
-        _rename_with_timestamp(best)
-        return
-    set_best(folder, parse_step(name))
+    newest = find_latest_complete(folder)
+    if newest is None:
+        return []
+    metric_name, mode = (lookup(newest.run_info, ("recipe", "eval", key)) for key in ("metric", "best"))
+    sign = -1 if mode == "max" else 1
+    ranking = []
+    for name in list_checkpoint_names(folder):
+        info = _read_run_info(folder / name)
+        metric, recorded_name = info.get("metric"), lookup(info, ("recipe", "eval", "metric"))
+        if not isinstance(metric, int | float) or not math.isfinite(metric):
+            continue
+        if metric_name is None or recorded_name in (None, metric_name):
+            ranking.append((sign * metric, parse_step(name), name))
+    return [name for _, _, name in sorted(ranking)]
 
 
-def _rename_with_timestamp(folder: Path) -> None:
-    folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
+def _read_run_info(checkpoint: Path) -> dict[str, Any]:
+    """Return run.json without a look at the other files; empty where it cannot be read."""
+    try:
+        info = json.loads(read_limited(checkpoint / "run.json", MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def link_best(folder: Path) -> CheckpointInfo | None:
+    """Return the best checkpoint, and let the link `best` point to it where the file system has links.
+
+    A file or folder of this name is the user's, such as the copy that `cp -rL` makes of a link.
+    """
+    link, new_link = folder / BEST_NAME, folder / "best.new"
+    best = find_best(folder)
+    if not link.is_symlink() and link.exists():
+        return best
+    if best is None:
+        link.unlink(missing_ok=True)
+        return None
+    if link.is_symlink() and os.readlink(link) == best.path.name:
+        return best
+    new_link.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # exFAT and SMB have no links; the error number differs
+        new_link.symlink_to(best.path.name)
+        os.replace(new_link, link)  # so that it exists at every moment
+    return best
 
 
 def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, Any]]:
     """Return the checkpoints of a folder, newest first, as `dstrain checkpoints --json` prints them."""
-    best = read_best_name(folder)
+    best = find_best(folder)
     return [
         {
             "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,
-            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.status, "best": info.path.name == best,
+            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.status,
+            "best": best is not None and info.path == best.path,
         }
         for info in find_checkpoints(folder, verify)
     ]  # fmt: skip
@@ -181,18 +169,12 @@ class CheckpointStore:
     """Number of newest checkpoints to keep; None for all."""
     keep_every: int | None = None
     """Also keep every checkpoint whose step is a multiple of this."""
-    best_mode: Literal["min", "max"] = "min"
-    """Direction in which the metric is better; the best checkpoint is kept too."""
-    best_metric: str | None = None
-    """`eval.metric`: checkpoints whose recipe has another one are not compared; None compares all."""
     check_usable: Callable[[Path], None] = lambda _: None
     """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
     check_owner: Callable[[], None] = lambda: None
     """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
     in_use: Callable[[], Collection[str]] = tuple
     """Names of checkpoints that are not pruned yet, since they are being copied."""
-    _is_best_checked: bool = field(default=False, init=False, repr=False, compare=False)
-    """True once all metrics were compared, after which `best` follows this run's metric."""
 
     def save(
         self,
@@ -224,8 +206,7 @@ class CheckpointStore:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         # After the rename: an error from here on leaves a complete checkpoint.
-        self.run_on_rank_zero("choosing the best", lambda: self._update_best(final))
-        self.run_on_rank_zero("pruning", lambda: self._prune(progress.step))
+        self.run_on_rank_zero("pruning", lambda: self._prune(progress.step, link_best(self.folder)))
         return final
 
     def _create_partial(self, partial: Path) -> None:
@@ -279,57 +260,21 @@ class CheckpointStore:
             "superseding newer checkpoints", lambda: _replace_newer(self.folder, checkpoint)
         )
         if superseded:
-            self.run_on_rank_zero("choosing the best", self._choose_best)
+            self.run_on_rank_zero("choosing the best", lambda: link_best(self.folder))
         return superseded
 
-    def _update_best(self, saved: Path) -> None:
-        """Let `best` point to the new checkpoint if it is better; compare all if the old best cannot be compared."""
-        new, best = inspect_checkpoint(saved), read_best_name(self.folder)
-        if self._is_best_checked and new.metric is None and best is None:
-            return
-        # Compared with all checkpoints once: `best` may come from a run with another metric.
-        old = (
-            inspect_checkpoint(self.folder / best) if self._is_best_checked and best not in (None, saved.name) else None
-        )
-        if old is None or not old.is_complete or old.metric is None or not new.is_complete:
-            self._choose_best()
-        elif new.metric is not None and math.isfinite(new.metric) and self._sign * new.metric < self._sign * old.metric:
-            set_best(self.folder, new.step)
-
-    @property
-    def _sign(self) -> int:
-        return 1 if self.best_mode == "min" else -1
-
-    def _choose_best(self) -> None:
-        """Point `best` to the complete checkpoint with the best metric, the older of equals; remove it without one."""
-        sign = self._sign
-        self._is_best_checked = True
-        replace_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
-        comparable = (info for info in find_checkpoints(self.folder) if info.is_complete and self._has_metric(info))
-        metrics = [(info.metric, info.step) for info in comparable]
-        found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
-        if found:
-            set_best(self.folder, min(found)[1])
-        else:
-            (self.folder / BEST_NAME).unlink(missing_ok=True)
-
-    def _has_metric(self, checkpoint: CheckpointInfo) -> bool:
-        """Return False for a checkpoint whose metric is another one: the run continued with another `eval.metric`."""
-        recorded = lookup(checkpoint.run_info, ("recipe", "eval", "metric"))
-        return self.best_metric is None or recorded in (None, self.best_metric)
-
-    def _prune(self, current_step: int) -> None:
+    def _prune(self, current_step: int, best: CheckpointInfo | None) -> None:
         """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
         if self.keep is None:
             return
         complete = (info.step for info in iter_checkpoints(self.folder) if info.is_complete)
         # Damaged ones do not count, or they would push out checkpoints that can be loaded.
         oldest = min(itertools.islice(complete, self.keep), default=0)
-        best = read_best_name(self.folder)
+        kept = {*self.in_use(), *([] if best is None else [best.path.name])}
         for name in list_checkpoint_names(self.folder):
             step = parse_step(name)
             multiple = self.keep_every is not None and step % self.keep_every == 0
-            if step < oldest and not multiple and name not in (best, *self.in_use()) and step != current_step:
+            if step < oldest and not multiple and name not in kept and step != current_step:
                 remove_checkpoint(self.folder / name)
         for path in list_old_versions(self.folder):
             if parse_step(path.name) <= current_step:  # the run has reached this step again
@@ -417,7 +362,6 @@ def _remove_incomplete(folder: Path) -> list[str]:
 
 def _replace_newer(folder: Path, checkpoint: CheckpointInfo) -> list[str]:
     last_kept = checkpoint.step if checkpoint.path.parent.resolve() == folder.resolve() else -1
-    replace_best_copy(folder, last_kept)
     newer = [folder / name for name in list_checkpoint_names(folder) if parse_step(name) > last_kept]
     for path in newer:
         rename_folder(path, folder / f"superseded-{time.time_ns()}-{path.name}")

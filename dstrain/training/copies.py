@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrain.errors import UsageError, mask_secrets, one_line
-from dstrain.training.checkpoints import BEST_NAME, clear_path, read_best_name
+from dstrain.training.checkpoints import BEST_NAME, clear_path, find_best
 from dstrain.training.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FILE,
@@ -133,8 +133,9 @@ class RunCopy:
             )
             self._put({source / MANIFEST_FILE: f"{target}/{MANIFEST_FILE}"})
         kept = list_checkpoint_names(self._checkpoints)
-        if best := read_best_name(self._checkpoints):
-            self._filesystem.pipe_file(f"{self._root}/checkpoints/{BEST_NAME}", best.encode())
+        best = find_best(self._checkpoints)
+        if best is not None:
+            self._filesystem.pipe_file(f"{self._root}/checkpoints/{BEST_NAME}", best.path.name.encode())
         for other in self._list_names():
             if other not in kept and other != name:
                 self._remove(f"{self._root}/checkpoints/{other}")
@@ -188,11 +189,17 @@ class RunCopy:
             self._fetch(name, self._run_dir / name)
         # The newest one first: where it exists, nothing is copied at the next start.
         self._partial(newest).rename(self._checkpoints / newest)
-        self._fetch(f"checkpoints/{BEST_NAME}", self._checkpoints / BEST_NAME)
-        best = read_best_name(self._checkpoints)
+        best = self._read_best_name()
         if best in names and best != newest and self._fetch_checkpoint(best):
             self._partial(best).rename(self._checkpoints / best)
         return f"{self._run_dir} has no checkpoint; {newest} was copied from {self.place}"
+
+    def _read_best_name(self) -> str:
+        path = f"{self._root}/checkpoints/{BEST_NAME}"
+        if not self._filesystem.exists(path):
+            return ""
+        name: bytes = self._filesystem.cat_file(path)
+        return name.decode(errors="replace").strip()
 
     def _fetch_checkpoint(self, name: str) -> bool:
         """Copy a checkpoint to its partial folder; return False if files are missing or have other sizes."""

@@ -21,7 +21,7 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.errors import CheckpointError
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
-from dstrain.training.checkpoints import CheckpointStore, list_old_versions, read_best_name, remove_checkpoint
+from dstrain.training.checkpoints import CheckpointStore, find_best, list_old_versions, remove_checkpoint
 from dstrain.training.copies import RunCopy
 from dstrain.training.engine.base import Engine
 from dstrain.training.evaluate import EarlyStopping
@@ -106,8 +106,8 @@ def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool) -> l
 def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
     """Remove superseded, then older checkpoints, the best last, until enough is free; return their names."""
     complete, removed = [info for info in find_checkpoints(folder) if info.is_complete], []
-    best = read_best_name(folder)
-    older = sorted(complete[1:], key=lambda info: (info.path.name == best, info.step))
+    best = find_best(folder)
+    older = sorted(complete[1:], key=lambda info: (best is not None and info.path == best.path, info.step))
     for path in [*list_old_versions(folder), *(info.path for info in older)]:
         if has_room(folder, needed_bytes):
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +110,16 @@ def test_without_a_metric_best_is_the_last(tmp_path: Path, one: Workers) -> None
     assert find_saved_model(tmp_path / "run", "best").step == 2
 
 
-def test_a_best_that_was_set_aside_is_not_the_best(tmp_path: Path) -> None:
-    """A run that went back behind it has to find its own; a best that is damaged is never passed over for another."""
+def test_a_best_that_is_damaged_is_never_passed_over_for_another(tmp_path: Path) -> None:
     run = make_run(tmp_path, "rm")
-    (run / "checkpoints/best").symlink_to("step-00000007")
-    assert find_saved_model(run, "best").step == 1
-    (run / "checkpoints/step-00000007").mkdir()
-    with pytest.raises(UsageError, match="--step best: no complete checkpoint of this step; available: 1"):
+    better = run / "checkpoints/step-00000007"
+    shutil.copytree(run / "checkpoints/step-00000001", better)
+    for name in ("MANIFEST.json", "run.json"):
+        values = json.loads((better / name).read_text())
+        (better / name).write_text(json.dumps(values | {"step": 7, "metric": 0.1}))
+    with pytest.raises(UsageError, match=r"--step best: .*step-00000007 is damaged \(run.json"):
         find_saved_model(run, "best")
+    assert find_saved_model(run, "last").step == 1
 
 
 @pytest.mark.slow

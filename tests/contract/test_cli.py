@@ -274,12 +274,12 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
-    kept = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
+    kept = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
     for step, metric in ((10, 0.9), (20, 0.4)):
         kept.save(
             lambda folder: {"w.dat": write_hashed_file(folder / "w.dat", b"x" * 100)},
             Progress(step, step * 4),
-            {"zero_stage": 2},
+            {"zero_stage": 2, "recipe": {"eval": {"best": "max"}}},
             metric,
         )
     (tmp_path / "checkpoints/step-00000020/w.dat").write_bytes(b"y" * 100)

@@ -23,7 +23,7 @@ import pytest
 import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
-from dstrain.training.checkpoints import CheckpointStore, select_checkpoint
+from dstrain.training.checkpoints import CheckpointStore, find_best
 from dstrain.training.state import manifest
 from dstrain.training.state.manifest import (
     MANIFEST_FORMAT,
@@ -56,10 +56,17 @@ def write(folder: Path) -> dict[str, FileEntry]:
 
 
 def save(
-    checkpoints: CheckpointStore, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
+    checkpoints: CheckpointStore,
+    *steps: int,
+    metric: float | None = None,
+    by: Callable[..., Any] = write,
+    mode: str = "min",
+    metric_name: str = "loss",
 ) -> None:
+    """Save checkpoints of a run whose recipe has this `eval.best` and `eval.metric`."""
+    recipe = {"eval": {"best": mode, "metric": metric_name}}
     for step in steps:
-        checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
+        checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2", "recipe": recipe}, metric)
 
 
 def steps(folder: Path) -> list[int]:
@@ -226,9 +233,9 @@ def test_a_copy_under_another_name_with_a_file_that_someone_added_is_whole(tmp_p
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
-    checkpoints = solo(tmp_path, keep=2, keep_every=40, best_mode="max")
+    checkpoints = solo(tmp_path, keep=2, keep_every=40)
     for step in range(10, 110, 10):
-        save(checkpoints, step, metric={30: 0.9}.get(step, 0.5))
+        save(checkpoints, step, metric={30: 0.9}.get(step, 0.5), mode="max")
     assert steps(tmp_path) == [100, 90, 80, 40, 30]
     assert best(tmp_path) == "step-00000030"
 
@@ -255,9 +262,9 @@ def test_the_checkpoint_just_written_is_kept_beside_newer_ones(tmp_path: Path) -
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", 2), ("max", 3)])
 def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path, mode: Any, expected: int) -> None:
-    checkpoints = solo(tmp_path, keep=1, best_mode=mode)
+    checkpoints = solo(tmp_path, keep=1)
     for step, metric in enumerate([0.5, 0.1, 0.9, 0.1, 0.9, float("nan"), None], start=1):
-        save(checkpoints, step, metric=metric)
+        save(checkpoints, step, metric=metric, mode=mode)
     assert best(tmp_path) == f"step-{expected:08d}"
     assert steps(tmp_path) == [7, expected]
 
@@ -466,9 +473,7 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
 def test_metrics_of_another_name_are_not_compared(tmp_path: Path) -> None:
     """The run went on with `eval.metric: accuracy`: a loss of 1.2 is no better accuracy than 0.8."""
     for step, name, metric in ((1, "loss", 1.2), (2, "accuracy", 0.8)):
-        checkpoints = solo(tmp_path, best_metric=name, best_mode="min" if name == "loss" else "max")
-        recipe = {"eval": {"metric": name}}
-        checkpoints.save(write, Progress(step, step), {"recipe": recipe}, metric)
+        save(solo(tmp_path), step, metric=metric, metric_name=name, mode="min" if name == "loss" else "max")
         assert best(tmp_path) == f"step-{step:08d}"
 
 
@@ -578,82 +583,27 @@ def test_best_is_put_right_wherever_it_leads(tmp_path: Path, target: str) -> Non
     assert best(tmp_path) == "step-00000001"
 
 
-# `best` as a folder, which a copy without links makes of it: no save removes the only copy of a checkpoint.
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_folder_in_place_of_the_link_is_neither_read_nor_removed(is_whole: bool, tmp_path: Path) -> None:
+    """`cp -rL` and zip make a second copy of the link."""
+    save(solo(tmp_path), 1, metric=0.5)
+    shutil.copytree(tmp_path / "best", tmp_path / "copy")
+    (tmp_path / "best").unlink()
+    os.rename(tmp_path / "copy", tmp_path / "best")
+    if not is_whole:
+        (tmp_path / "best/rank-00000.dat").unlink()
+    before = sorted(path.relative_to(tmp_path / "best") for path in (tmp_path / "best").rglob("*"))
+    save(solo(tmp_path), 2, metric=0.1)
+    assert sorted(path.relative_to(tmp_path / "best") for path in (tmp_path / "best").rglob("*")) == before
+    found = find_best(tmp_path)
+    assert found is not None
+    assert found.step == 2
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The best checkpoint, of step 1, as a folder `best` beside that of step 3."""
-    at = tmp_path / "run/checkpoints"
-    save(solo(at, best_mode="max"), 1, metric=0.9)
-    save(solo(at, best_mode="max"), 3, metric=0.8)
-    (at / "best").unlink()
-    os.rename(at / "step-00000001", at / "best")
-    return at
-
-
-def aside(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith("best-")]
-
-
-def test_a_copy_whose_checkpoint_is_not_beside_it_is_that_checkpoint_again(folder: Path) -> None:
-    assert select_checkpoint(folder.parent, "best").metric == 0.9
-    save(solo(folder, best_mode="max"), 4, metric=0.7)
-    assert os.readlink(folder / "best") == "step-00000001"
-    assert select_checkpoint(folder.parent, "best").metric == 0.9
-    assert [info.step for info in find_checkpoints(folder, check_hashes=True) if info.is_complete] == [4, 3, 1]
-
-
-def test_a_better_one_takes_its_place_and_it_is_kept_as_any_other(folder: Path) -> None:
-    save(solo(folder, best_mode="max"), 4, metric=0.95)
-    assert os.readlink(folder / "best") == "step-00000004"
-    assert [info.metric for info in find_checkpoints(folder)] == [0.95, 0.8, 0.9]
-    assert not aside(folder)
-
-
-def test_a_copy_of_the_replaced_best_is_removed(folder: Path) -> None:
-    shutil.copytree(folder / "best", folder / "step-00000001")
-    save(solo(folder, best_mode="max"), 4, metric=0.95)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "best", "step-00000001", "step-00000003", "step-00000004",
-    ]  # fmt: skip
-
-
-def test_a_copy_takes_the_place_of_a_damaged_checkpoint(folder: Path) -> None:
-    shutil.copytree(folder / "best", folder / "step-00000001")
-    (folder / "step-00000001/rank-00000.dat").unlink()
-    save(solo(folder, best_mode="max"), 4, metric=0.7)
-    assert select_checkpoint(folder.parent, "best").metric == 0.9
-    assert os.readlink(folder / "best") == "step-00000001"
-    assert [path.name[:14] for path in folder.iterdir() if len(path.name) > 20] == ["step-00000001-"], "set aside"
-
-
-def test_a_damaged_copy_is_set_aside(folder: Path) -> None:
-    (folder / "best/rank-00000.dat").unlink()
-    save(solo(folder, best_mode="max"), 4, metric=0.7)
-    assert os.readlink(folder / "best") == "step-00000003"
-    assert [(folder / name / "MANIFEST.json").is_file() for name in aside(folder)] == [True]
-
-
-@pytest.mark.parametrize("saved", [4, 10])
-def test_a_copy_of_a_later_step_than_the_run_goes_on_from_is_set_aside(saved: int, folder: Path) -> None:
-    """A later start must not go on from it: the steps before it are not those of this run any more."""
-    os.rename(folder / "best", folder / "aside")
-    save(solo(folder, best_mode="max"), 9, metric=0.9)
-    (folder / "best").unlink()
-    os.rename(folder / "step-00000009", folder / "best")
-    checkpoints = solo(folder, best_mode="max")
-    start, _ = checkpoints.find_latest_valid()
-    assert start is not None
-    checkpoints.supersede_newer(start)
-    save(checkpoints, saved, metric=0.7)
-    save(checkpoints, 12, metric=0.7)
-    assert os.readlink(folder / "best") == "step-00000003"
-    assert [info.step for info in find_checkpoints(folder)] == [12, saved, 3]
-    assert [(folder / name / "MANIFEST.json").is_file() for name in aside(folder)] == [True]
-
-
-def test_a_run_without_metrics_keeps_the_copy(folder: Path) -> None:
-    shutil.rmtree(folder / "step-00000003")
-    save(solo(folder, best_mode="max"), 4, metric=None)
-    assert os.readlink(folder / "best") == "step-00000001"
+def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1, metric=0.1)
+    save(solo(tmp_path), 2, metric=0.3)
+    _truncate(tmp_path / "step-00000001")
+    found = find_best(tmp_path)
+    assert found is not None
+    assert found.step == 2

@@ -14,7 +14,7 @@ import pytest
 
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
-from dstrain.training.checkpoints import read_best_name
+from dstrain.training.checkpoints import select_checkpoint
 from dstrain.training.copies import RunCopy
 from dstrain.training.plan import open_copy
 from dstrain.training.start import ResumeOptions
@@ -63,14 +63,14 @@ def test_a_new_disk_gets_the_newest_checkpoint_the_best_and_the_files_of_the_run
     run_dir.mkdir()
     assert "step-00000030 was copied from" in RunCopy(place, run_dir).restore()
     assert steps(run_dir / "checkpoints") == [30, 10]
-    assert read_best_name(run_dir / "checkpoints") == "step-00000010"
+    assert select_checkpoint(run_dir, "best").step == 10
     assert before == {file.name: file.read_bytes() for file in (run_dir / "checkpoints/step-00000030").rglob("*.*")}
     assert (run_dir / "metrics.jsonl").read_text() == "metrics.jsonl\n"
     assert (run_dir / "tokenizer/vocab.json").is_file()
     assert not (run_dir / "recipe.yaml").exists(), "the start writes it"
     save(solo(run_dir / "checkpoints", keep=9), 40, metric=50.0)
     assert (run_dir / "checkpoints/best").is_symlink()
-    assert read_best_name(run_dir / "checkpoints") == "step-00000010"
+    assert select_checkpoint(run_dir, "best").step == 10
 
 
 def test_a_run_folder_with_a_checkpoint_is_left_as_it_is(place: str, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class DeviceError(RunError):
 
 
 class SelftestError(RunError):
-    """A check of `dstrain selftest` failed. Raised alike by all ranks."""
+    """A check of `dstrain selftest` failed."""
 
 
 class CheckpointError(RunError):

@@ -21,12 +21,11 @@ from click.testing import CliRunner
 from dstrain import errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main, run_and_exit
-from dstrain.commands.selftest import PresetRuns, SelftestJob
+from dstrain.commands.selftest import Commands, Processes
 from dstrain.config import read_recipe
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import read_column
 from dstrain.distributed.store import connect_store
-from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import (
     DstrainError,
     RunError,
@@ -106,8 +105,7 @@ def no_memory(folder: Path) -> None:
 
 
 def failed_check(folder: Path) -> None:
-    job = SelftestJob(phase="stop", folder=folder, presets=["zero2"], batch=8)
-    PresetRuns("zero2", job, SingleProcessWorld()).raise_on_all_ranks("the losses differ")
+    Commands(folder, Processes(1, True), Processes(1, True)).start(["tasks", "nonsense"])
 
 
 def full_disk(folder: Path) -> None:
@@ -135,7 +133,7 @@ EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "RunFolderLockedError": (1, lost_run_folder, r"process \d+ on .*; "),
     "OutOfMemoryError": (1, no_memory, r"(?s)out of memory: rank 0 on .*\n.*1\. batch\.micro"),
     "DeviceError": (1, lost_card, r"rank 0, step 3: the card failed: uncorrectable ECC error .*; .*; "),
-    "SelftestError": (1, failed_check, r"the losses differ"),
+    "SelftestError": (1, failed_check, r"`dstrain tasks` ended with exit code 2 instead of 0: error: .*nonsense"),
     "CheckpointError": (1, full_disk, r".*; "),
 }  # fmt: skip
 """Class -> exit code, real code that raises it, and the message."""

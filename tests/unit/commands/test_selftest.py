@@ -1,4 +1,4 @@
-"""Launches of the selftest: how many processes, what a dead launch costs, and what is left."""
+"""Commands of the selftest: how many processes, what a dead command costs, and what is left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +18,46 @@ from dstrain.commands import selftest
 from dstrain.commands.environment import EnvironmentLine, show_environment
 from dstrain.commands.selftest import (
     CHECKS,
-    COLUMNS,
     TOLERANCE,
     CheckResult,
-    Phase,
     SelftestReport,
-    append_results,
     compare_losses,
     plan_processes,
-    read_results,
     report_as_json,
     run_name,
     run_selftest,
     show_report,
-    with_skipped,
     work_folder,
 )
-from dstrain.errors import UsageError
+from dstrain.errors import EXIT_STOPPED, UsageError
 from tests.vocabulary import invoke
 
 
-def good(folder: Path, phase: Phase, preset: str) -> None:
-    append_results(folder, phase, [CheckResult(preset=preset, check=check, state="ok") for check in CHECKS[phase]])
+class FakeCommands:
+    """Stands for child processes: `broken` presets end their first command, all others do what is expected of them."""
 
+    def __init__(self, *broken: str) -> None:
+        self.broken, self.calls = broken, list[tuple[str, str]]()
 
-class FakeLaunch:
-    """Stands for child processes: `broken` presets end them, all presets before it write good results."""
-
-    def __init__(self, folder: Path, *broken: str) -> None:
-        self.folder, self.broken, self.calls = folder, broken, list[list[str]]()
-
-    def __call__(self, command: Sequence[str], env: dict[str, str], output: int) -> int:
-        presets = [command[at + 1] for at, word in enumerate(command) if word == "--preset"]
-        phase: Phase = "stop" if "stop" in command else "resume"
-        self.calls.append([phase, *presets])
-        for preset in presets:
-            if preset in self.broken:
-                os.write(output, b"started\nSegmentation fault\n\n")
-                return -11
-            good(self.folder, phase, preset)
-        return 0
+    def __call__(
+        self, command: Sequence[str], env: dict[str, str], output: int, errors: int,
+        signal_when: Callable[[], bool] | None = None,
+    ) -> int:  # fmt: skip
+        words = list(command)[list(command).index("dstrain.cli") + 1 :]
+        if words[0] == "evaluate":
+            os.write(output, b'{"loss": 0.5}')
+        if words[0] != "train":
+            self.calls.append((words[0], Path(words[1]).name))
+            return 0
+        preset, run_dir = words[words.index("--ds-config") + 1], Path(words[words.index("--run-dir") + 1])
+        self.calls.append(("stop" if signal_when else "train", run_dir.name))
+        if preset in self.broken:
+            os.write(errors, b"started\nSegmentation fault\n\n")
+            return -11
+        run_dir.mkdir(exist_ok=True)
+        rows = [{"split": split, "step": 1, "loss": 0.5} for split in ("train", "eval")]
+        (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return EXIT_STOPPED if signal_when else 0
 
 
 @pytest.mark.parametrize(
@@ -72,42 +72,56 @@ def test_a_run_is_resumed_by_another_number_of_processes(gpus: int, first: str, 
     assert [str(each) for each in plan_processes(gpus)] == [first, second]
 
 
-def test_two_launches_do_for_all_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path))
-    report = run_selftest(["zero0", "zero3"], tmp_path, lambda line: None)
-    assert launch.calls == [["stop", "zero0", "zero3"], ["resume", "zero0", "zero3"]]
+def test_each_preset_trains_until_a_signal_resumes_exports_and_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "run_child", commands := FakeCommands())
+    report = run_selftest(["zero3"], tmp_path, lambda line: None)
+    assert commands.calls == [
+        ("train", "zero0-unbroken"), ("stop", "zero3-stopped"), ("train", "zero3-stopped"),
+        ("export", "zero3-stopped"), ("evaluate", "zero3-export"),
+    ]  # fmt: skip
     assert report.passed
-    assert len(report.results) == 12
+    assert [row.check for row in report.results] == list(CHECKS)
 
 
-def test_a_launch_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "run_child", launch := FakeLaunch(tmp_path, "zero1"))
+def test_a_command_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run_child", FakeCommands("zero1"))
     report = run_selftest(["zero0", "zero1", "zero2"], tmp_path, lambda line: None)
-    assert launch.calls == [["stop", "zero0", "zero1", "zero2"], ["stop", "zero2"], ["resume", "zero0", "zero2"]]
     states = {(row.preset, row.check): row.state for row in report.results}
     assert states["zero1", "train"] == "failed"
     assert {state for (preset, _), state in states.items() if preset != "zero1"} == {"ok"}
     failed = next(row for row in report.results if row.state == "failed")
-    assert failed.detail == "the processes ended with exit code -11: Segmentation fault"
+    assert failed.detail == "`dstrain train` ended with exit code -11 instead of 75: Segmentation fault"
     assert "`dstrain train demo-rm --ds-config zero1` shows this preset alone" in failed.fix
-    assert [row.preset for row in report.results] == ["zero0"] * 6 + ["zero1"] * 6 + ["zero2"] * 6
+    assert [row.preset for row in report.results] == ["zero0"] * 5 + ["zero1"] * 5 + ["zero2"] * 5
+
+
+def test_without_losses_to_compare_with_nothing_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "run_child", FakeCommands("zero0"))
+    report = run_selftest(["zero2"], tmp_path, lambda line: None)
+    assert not report.passed
+    losses = next(row for row in report.results if row.check == "losses")
+    assert (losses.state, losses.detail) == (
+        "failed",
+        "the run without a break with zero0 failed: `dstrain train` ended with exit code -11 instead of 0: "
+        "Segmentation fault",
+    )
 
 
 def test_the_reason_is_the_last_error_in_the_output() -> None:
     log = "x\ndstrain: rank 0 failed with code 1: no memory\nmore\ndstrain: the logs of the processes are kept in /tmp/x\n"
     assert selftest.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
     assert selftest.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
-    assert selftest.find_reason("") == "they have printed nothing"
+    assert selftest.find_reason("") == "it printed nothing"
 
 
-def test_a_launch_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "LAUNCH_TIMEOUT_SECONDS", 0.2)
+def test_a_command_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "TIMEOUT_SECONDS", 0.2)
     with (tmp_path / "log").open("wb") as log:
         start = time.monotonic()
-        assert (
-            selftest.run_child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), log.fileno())
-            is None
-        )
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        assert selftest.run_child(command, dict(os.environ), log.fileno(), log.fileno()) is None
     assert time.monotonic() - start < 30
 
 
@@ -125,7 +139,7 @@ def test_a_signal_ends_the_child_and_removes_the_folder(number: signal.Signals, 
     thread = threading.Thread(target=strike)
     thread.start()
     with (tmp_path / "log").open("wb") as log, pytest.raises(KeyboardInterrupt), work_folder(None) as folder:
-        selftest.run_child([sys.executable, "-c", code], dict(os.environ), log.fileno())
+        selftest.run_child([sys.executable, "-c", code], dict(os.environ), log.fileno(), log.fileno())
     thread.join()
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):
@@ -171,7 +185,7 @@ def test_the_environment_comes_first_and_a_failure_exits_with_1(monkeypatch: pyt
     done = invoke("selftest", "--preset", "zero1")
     assert done.exit_code == 1
     assert done.stdout.splitlines()[0].startswith("system ")
-    assert "zero1, train: the processes ended with exit code 1: they have printed nothing" in done.stdout
+    assert "zero1, train: `dstrain train` ended with exit code 1 instead of 75: it printed nothing" in done.stdout
 
 
 # Losses are compared row by row, and what differs is named.
@@ -207,16 +221,6 @@ def test_losses_are_compared_and_the_step_that_differs_most_is_named(
     assert bool(told) == bool(problem)
 
 
-def test_results_are_read_as_written_without_those_of_a_killed_process(tmp_path: Path) -> None:
-    results = [CheckResult(preset="zero2", check="train", state="ok", seconds=1.5)]
-    append_results(tmp_path, "stop", results)
-    with (tmp_path / "stop.jsonl").open("a") as file:
-        file.write('\n{"preset": "zero3", "che')
-    append_results(tmp_path, "stop", results)
-    assert read_results(tmp_path, "stop") == [*results, *results]
-    assert read_results(tmp_path, "resume") == []
-
-
 def test_a_json_file_is_named_without_its_folder() -> None:
     assert run_name("presets/mine.json") == "mine"
     assert run_name("zero2") == "zero2"
@@ -237,24 +241,29 @@ def report(*results: CheckResult) -> SelftestReport:
     )  # fmt: skip
 
 
-STOPPED = CheckResult(
-    preset="zero2", check="stop", state="failed", detail="first line\nsecond line", fix="check the disk"
-)
-BROKEN = (*passed("zero0", *COLUMNS), *with_skipped("zero2", [*passed("zero2", "train"), STOPPED]))
+BROKEN = [
+    *passed("zero0", *CHECKS),
+    *passed("zero2", "train"),
+    CheckResult(preset="zero2", check="resume", state="failed", detail="first line\nsecond line", fix="check the disk"),
+    *(
+        CheckResult(preset="zero2", check=check, state="skipped", detail="resume failed")
+        for check in ("losses", "export", "evaluate")
+    ),
+]
 
 
 def test_every_preset_is_a_row_and_every_check_a_column() -> None:
-    lines = show_report(report(*passed("zero0", *COLUMNS), *passed("zero3", *COLUMNS))).splitlines()
-    assert lines[0].split() == ["preset", "train", "stop", "resume", "losses", "export", "evaluate"]
-    assert lines[1].split() == ["zero0", "ok", "ok", "ok", "1.2e-07", "ok", "0.0e+00"]
+    lines = show_report(report(*passed("zero0", *CHECKS), *passed("zero3", *CHECKS))).splitlines()
+    assert lines[0].split() == ["preset", "train", "resume", "losses", "export", "evaluate"]
+    assert lines[1].split() == ["zero0", "ok", "ok", "1.2e-07", "ok", "0.0e+00"]
     assert lines[-1] == "selftest: passed in 61 s"
     assert "trained with 2 processes on the CPU, resumed with 1 process on the CPU" in lines[-2]
 
 
 def test_a_failure_is_explained_with_what_to_do() -> None:
     text = show_report(report(*BROKEN))
-    assert "zero2   ok        FAILED    -         -         -         -" in text
-    assert "zero2, stop: first line second line\n  what to do: check the disk" in text
+    assert "zero2   ok        FAILED    -         -         -" in text
+    assert "zero2, resume: first line second line\n  what to do: check the disk" in text
     assert text.endswith("selftest: 1 check failed in 61 s")
     assert not report(*BROKEN).passed
 
@@ -266,7 +275,7 @@ def test_nothing_tested_is_not_passed() -> None:
 def test_the_json_holds_all_that_the_table_shows() -> None:
     values = json.loads(report_as_json(report(*BROKEN)))
     assert values["passed"] is False
-    assert [row["detail"] for row in values["results"] if row["state"] == "skipped"] == ["stop failed"] * 4
+    assert [row["detail"] for row in values["results"] if row["state"] == "skipped"] == ["resume failed"] * 3
     assert {row["fix"] for row in values["results"] if row["state"] == "failed"} == {"check the disk"}
     assert values["environment"] == [
         {"name": "ports", "value": "unusable", "warning": "no loopback; fix it", "is_fault": False}

@@ -15,7 +15,6 @@ from dstrain.commands.untrusted import (
     check_folder,
     check_head,
     check_no_pickles,
-    check_tokenizer_terminates,
     is_module_export,
     is_precision_enabled,
     load_folder_recipe,
@@ -142,8 +141,6 @@ class SavedModel:
             check_head(self.task, self.folder)
         else:
             self._check_inputs(self.checkpoint)
-        if isinstance(self.task, TextTask) and self.task.reads_text:
-            check_tokenizer_terminates(self.task.tokenizer, self.folder)
 
     def check_forward(self, task: Task, device: Device) -> None:
         """Raise RecipeError where this GPU needs kernels for batches of `task` that cannot be compiled here."""

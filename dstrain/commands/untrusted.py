@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import stat
-import string
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.read import read_yaml
 from dstrain.config.schema import LaunchConfig
-from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, PresetError, RecipeError, UsageError
 from dstrain.files import MAX_JSON_BYTES, read_limited
@@ -31,11 +27,6 @@ from dstrain.tasks.common.reference import ReferenceTask
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
 NO_CODE_REASON = "code that only the folder names is not run"
-TOKENIZER_LIMITS = ResourceLimits(1 << 30, 10, 60.0)
-"""Limits for encoding a text of 600 characters; it usually takes a millisecond and some kilobytes."""
-PATTERN_TIMEOUT_SECONDS = 5
-"""Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
-microsecond."""
 
 
 def read_forward_preset(folder: Path) -> Preset:
@@ -130,28 +121,6 @@ def check_no_pickles(folder: Path, recipe_name: str) -> None:
         raise UsageError("\n".join(f"{fault.problem}; {fault.fix}" for fault in error.faults)) from error
 
 
-def check_tokenizer_terminates(tokenizer: Any, folder: Path) -> None:
-    """Raise UsageError if the tokenizer of a folder does not encode a short text within limits.
-
-    A normalizer may replace a character by many, again and again. It is tried with one text; a fault that occurs only
-    with other texts is not found.
-    """
-    tried = run_limited(lambda: _encode_probe(tokenizer), TOKENIZER_LIMITS, attempts=2)
-    if tried.status in ("lost", "time", "memory"):
-        limits = f"{TOKENIZER_LIMITS.memory_bytes >> 20} MiB and {TOKENIZER_LIMITS.cpu_seconds} seconds"
-        problem = f"its tokenizer does not encode a text of {len(_PROBE_TEXT)} characters within {limits}"
-        raise UsageError(f"{folder}: {problem}; name a tokenizer that you trust: --set model.tokenizer=FOLDER")
-
-
-_PROBE_TEXT = string.printable * 6
-
-
-def _encode_probe(tokenizer: Any) -> None:
-    if sys.platform == "linux":  # in a process of its own: a failed allocation in Rust prints a backtrace
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    tokenizer(_PROBE_TEXT)
-
-
 def _find_file_fault(path: Path) -> str | None:
     """Return why a path is not a regular file; None if it is one, or a folder."""
     try:
@@ -171,43 +140,14 @@ def _adapter_fault(config: Mapping[str, Any]) -> str:
         return f"peft_type is {config['peft_type']!r}, but dstrain supports only LORA"
     if config.get("megatron_config"):
         return "megatron_config names a module to import"
-    return next(filter(None, (pattern_fault(key, config.get(key)) for key in _PATTERN_KEYS)), "")
+    for key in _MODULE_NAME_KEYS:
+        value = config.get(key)
+        if not isinstance(value, (str, list, dict, type(None))):
+            return f"{key} is {value!r}, but must be names of modules"
+    return ""
 
 
-_PATTERN_KEYS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""Keys whose texts peft uses as regular expressions for module names; for an object, its keys."""
-_SAMPLE_MODULE_NAMES = (
-    "model.layers.0.self_attn.q_proj",
-    "transformer.h.11.mlp.c_fc",
-    "model.language_model.layers.31.mlp.up_proj",
-)
-
-
-def pattern_fault(key: str, value: Any) -> str:
-    """Return why a regular expression cannot be used, else ''. Matching is tried in a process with a time limit."""
-    if not isinstance(value, (str, list, dict, type(None))):
-        return f"{key} is {value!r}, but must be names of modules"
-    texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
-    patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
-    if not patterns:
-        return ""
-    # In a process of its own: re cannot be interrupted from Python.
-    result = run_limited(
-        lambda: [_matches(text, name) for text in patterns for name in _SAMPLE_MODULE_NAMES],
-        ResourceLimits(1 << 30, PATTERN_TIMEOUT_SECONDS, 60.0),
-    )
-    if result.status == "raised":
-        return f"{key} is a regular expression that cannot be used ({result.value[1]})"
-    if result.status == "lost":
-        return f"{key} is a regular expression that could not be tried within 60 seconds"
-    return f"{key} is a regular expression that does not end" if result.status in ("time", "memory") else ""
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return bool(re.fullmatch(pattern, name) or re.match(rf"(.*\.)?({pattern})$", name))
-    except re.error:  # reported where it is used
-        return False
+_MODULE_NAME_KEYS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
 def config_fault(config: Mapping[str, Any]) -> str:
@@ -281,8 +221,6 @@ def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> It
             fix = "add --set model.trust_remote_code=true if you trust that code, or =false to continue without it"
             yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_CODE_REASON}", fix)
         return
-    if model.lora is not None and (fault := pattern_fault("targets", model.lora.targets)):
-        yield Fault(f"{file} model.lora", fault, "name the modules")
     if fault := config_fault(model.config or {}):
         yield Fault(f"{file} model.config", fault, "remove the key")
     for _, name in _iter_model_references(config, named_keys):

@@ -18,13 +18,11 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
-from dstrain.commands import untrusted
 from dstrain.commands.export import export_model
 from dstrain.commands.trained_model import find_saved_model
-from dstrain.commands.untrusted import load_folder_recipe, pattern_fault, read_forward_preset
+from dstrain.commands.untrusted import load_folder_recipe, read_forward_preset
 from dstrain.config.schema import RunConfig
-from dstrain.data.limited_process import ResourceLimits
-from dstrain.errors import UsageError
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
 from tests.contract.export_cases import make_run
 
@@ -50,8 +48,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(handed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dstrain.commands.untrusted.PATTERN_TIMEOUT_SECONDS", 1)
+def folder(handed: Path, tmp_path: Path) -> Path:
     shutil.copytree(handed, tmp_path / "got", symlinks=True)
     return tmp_path / "got"
 
@@ -172,7 +169,8 @@ def test_a_folders_trust_in_remote_code_is_none(kind: str, folder: Path) -> None
             file.write_text(json.dumps(values | {"auto_map": autos, "model_type": "evil"}))
     asked = COMMANDS["evaluate"](folder, folder / kind)
     said = dstrain(*asked)  # trust_remote_code: false, as it is written
-    assert said.exit_code in (0, 2), said.output  # where transformers knows the class it takes its own
+    # The run's model is built from its recipe, and transformers has a class for its tokenizer.
+    assert said.exit_code == {"run": 0, "exported": 2}[kind], said.output
     assert not mark.exists()
     change(recipe_of(folder, kind), model__trust_remote_code=True)
     said = dstrain(*asked)
@@ -340,12 +338,6 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
         ("adapter_config.json", {"target_modules": 5}, "target_modules is 5, but must be names of modules"),
         ("adapter_config.json", {"rank_pattern": 7}, "rank_pattern is 7, but must be names of modules"),
         ("adapter_config.json", {"layers_pattern": True}, "layers_pattern is True, but must be names of modules"),
-        (
-            "adapter_config.json",
-            {"target_modules": "((.*)*)*[A-Z]$"},
-            "target_modules is a regular expression that does",
-        ),
-        ("adapter_config.json", {"rank_pattern": {"((.*)*)*[A-Z]$": 4}}, "rank_pattern is a regular expression that"),
     ],
 )
 def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, problem: str, folder: Path) -> None:
@@ -354,19 +346,6 @@ def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, pr
     file.write_text(json.dumps(held | values if isinstance(values, dict) else values))
     said = dstrain(*COMMANDS["evaluate"](folder, folder / "exported"))
     assert (said.exit_code, problem in said.output) == (2, True), said.output
-
-
-def test_patterns_that_end_are_taken() -> None:
-    for value in (None, [], {}, "", "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
-        assert not pattern_fault("targets", value)
-
-
-def test_a_recipes_targets_end(folder: Path) -> None:
-    change(recipe_of(folder, "run"), model__lora={"targets": "((.*)*)*[A-Z]$"})
-    with pytest.raises(
-        UsageError, match=r"model.lora: targets is a regular expression that does not end; name the mod"
-    ):
-        find_saved_model(folder / "run", "last")
 
 
 def test_a_model_config_names_no_kernel(folder: Path) -> None:
@@ -474,15 +453,19 @@ def test_odd_values_in_a_manifest_are_damage(key: str, value: Any, folder: Path)
     assert "damaged" in said.output
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "state/about.json", "state/index.json"])
-def test_deep_json_in_a_checkpoint_is_damage(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "exit_code"),
+    [("MANIFEST.json", EXIT_USAGE), ("state/about.json", EXIT_FAILED), ("state/index.json", EXIT_FAILED)],
+)
+def test_deep_json_in_a_checkpoint_is_damage(name: str, exit_code: int, folder: Path) -> None:
+    """Without a whole checkpoint nothing starts; what is damaged behind a whole manifest is found while it is loaded."""
     checkpoint, content = folder / "run/checkpoints/step-00000001", b"[" * 200_000
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
     manifest["files"][name] = {"size": len(content), "sha256": [hashlib.sha256(content).hexdigest()]}
     (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
     (checkpoint / name).write_bytes(content)
     said = dstrain(*COMMANDS["evaluate"](folder, folder / "run"))
-    assert said.exit_code in (1, 2)
+    assert said.exit_code == exit_code, said.output
     assert isinstance(said.exception, SystemExit), said.exception
     (checkpoint / "MANIFEST.json").unlink()
     os.mkfifo(checkpoint / "MANIFEST.json")
@@ -515,21 +498,6 @@ def test_an_exported_config_with_layers_that_its_files_lack_is_refused(layers: i
     assert (
         "config.json: num_hidden_layers is 1000000000" if layers > 100 else "does not hold all weights"
     ) in said.output
-
-
-def test_a_tokenizer_that_makes_texts_endless_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(untrusted, "TOKENIZER_LIMITS", ResourceLimits(64 << 20, 10, 60.0))
-    file = folder / "exported/tokenizer.json"
-    replace = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
-    normalizer = {"type": "Sequence", "normalizers": [replace] * 8}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
-    with limited_memory():
-        said = dstrain(*COMMANDS["evaluate"](folder, folder / "exported"))
-    assert said.exit_code == 2, said.output
-    assert f"{folder}/exported: its tokenizer does not encode a text of 600 characters within 64 MiB" in said.output
-    assert "memory allocation" not in capfd.readouterr().err
 
 
 def test_a_huge_recipe_is_refused(folder: Path) -> None:
@@ -611,8 +579,9 @@ def test_no_processor_of_a_folder_is_code(tmp_path: Path) -> None:
         (there / name).write_text(json.dumps(json.loads(held or "{}") | {"auto_map": autos} | odd))
         words = COMMANDS["evaluate"](tmp_path, run)
         said = CliRunner().invoke(main, [*map(str, words)], input="y\ny\n")
-        assert said.exit_code in (0, 2), said.output
+        is_read = name in ("processor_config.json", "tokenizer_config.json")  # the others are not, beside these
+        assert said.exit_code == (2 if is_read else 0), said.output
         assert not mark.exists()
-        if said.exit_code == 2:
+        if is_read:
             assert "add --set model.trust_remote_code=true if you trust" in said.output
         (there / name).unlink() if held is None else (there / name).write_text(held)

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
-from dstrain.commands.init_from import read_command
+from dstrain.commands.init_scripts import read_command
 from dstrain.config.aliases import iter_foreign_keys
 from dstrain.config.schema import EvalConfig
 from dstrain.source_map import lookup

@@ -1,0 +1,130 @@
+"""Commands of other trainers in shell scripts, for `dstrain init --from`. Nothing of a script is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrain.config.aliases import find_answer
+from dstrain.config.read import read_text, read_yaml
+from dstrain.errors import UsageError, one_line
+from dstrain.files import not_file_reason
+from dstrain.source_map import SourceMap
+
+_COMMANDS = {
+    "llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL", "axolotl": "axolotl",
+}  # fmt: skip
+_COMMAND = re.compile(
+    r"(?:^|\s)(?:(llamafactory-cli|swift|megatron|trl|axolotl)\s+(train|sft|pt|rlhf|dpo|kto|reward|grpo|rloo)\b"
+    r"|\S*src/(train)\.py(?=\s)|\S*?(sft|rlhf|dpo|kto|reward|prm|grpo|ppo)\w*\.py(?=\s))"
+)
+"""A trainer's command, LLaMA-Factory's script, or a script of TRL's form, or one of ms-swift's."""
+_LAUNCH_KEYS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+"""Keys of accelerate's deepspeed_config that say what ds_config is."""
+SHELL_VALUE = object()
+"""Stands for a value that a shell would fill in."""
+
+
+def read_command(path: Path) -> tuple[SourceMap, str]:
+    """Return the options of the first command of a trainer in a shell script, and the trainer. Raises UsageError.
+
+    Nothing is run.
+    """
+    if reason := not_file_reason(path):
+        raise UsageError(f"{path}: {reason}; give the script's file")
+    lines = re.sub(r"\\\n", " \x00", read_text(path)).split("\n")  # \0 stands for the end of a line that goes on
+    for index, line in enumerate(lines):
+        if line.lstrip().startswith("#") or not (found := _COMMAND.search(line.replace("\x00", " "))):
+            continue
+        place = index + 1 + sum(other.count("\x00") for other in lines[:index])
+        try:
+            before, words = (
+                shlex.split(part.replace("\x00", " ")) for part in (line[: found.start()], line[found.end() :])
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
+            ) from None
+        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3] or found[4], words)
+        if "accelerate" in before and (launch := _read_launch(_read_options(before)[0])):
+            source.values["accelerate_config"] = launch
+            source.locations["accelerate_config",] = f"{path.name}:{place}"
+        return source, _COMMANDS[
+            found[1] or ("llamafactory-cli" if found[3] else "swift" if "swift/" in found[0] else "trl")
+        ]
+    known = "`swift sft`, `llamafactory-cli train`, `axolotl train`, `trl dpo` and a script named as dpo.py"
+    raise UsageError(f"{path}: has no command that is known ({known} are); give the YAML file of the training")
+
+
+def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a command, as argparse and HfArgumentParser spell them, and the words before them."""
+    given: dict[str, list[str]] = {}
+    plain: list[str] = []
+    last = plain
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            is_off = name.startswith("no_") and not equals and find_answer((name,)) is None
+            last = given[name.removeprefix("no_") if is_off else name] = ["false"] if is_off else [value] * bool(equals)
+        elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
+            break
+        else:
+            last.append(word)
+    return {name: _parse_words(values) for name, values in given.items()}, plain
+
+
+def _read_launch(options: Mapping[str, Any]) -> Any:
+    """Return the file that `accelerate launch` is given, or its options in the form of such a file."""
+    if file := options.get("config_file"):
+        return file
+    block = {name: options[name] for name in _LAUNCH_KEYS if name in options}
+    return {"deepspeed_config": block, "mixed_precision": options.get("mixed_precision")} if block else None
+
+
+def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> SourceMap:
+    """Return the options of a command as a file would have them; those of a YAML file that it names are under them."""
+    parsed, plain = _read_options(words)
+    for word in plain:
+        name, equals, value = word.partition("=")
+        if equals:  # as LLaMA-Factory reads it
+            parsed[name] = _parse_words([value])
+        elif word.endswith((".yaml", ".yml", ".json")):
+            parsed["config"] = word
+    source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
+    if isinstance(config := parsed.pop("config", None), str):
+        file = find_file(config, path)
+        if file is None:
+            raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
+        below = read_yaml(file)
+        source.values, source.locations = {**below.values, **parsed}, {**below.locations, **source.locations}
+    if command != "train":
+        source.values.setdefault("stage" if command != "rlhf" else "rlhf_type", "dpo" if command == "rlhf" else command)
+    return source
+
+
+def _parse_words(words: list[str]) -> Any:
+    """Return the value of an option: true for none, a number, a text, or a list."""
+    if any("$" in word or "`" in word for word in words):
+        return SHELL_VALUE
+    try:
+        values = [
+            yaml.safe_load(word) if "\n" not in word and not re.search(r"[:#&*!]", word) else word for word in words
+        ]
+    except (yaml.YAMLError, ValueError):
+        values = list(words)
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def find_file(name: str, other: Path) -> Path | None:
+    """Return the file of that name here, or in the folder of another file or one above it."""
+    here = Path.cwd()
+    folders = (
+        folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in other.resolve().parents
+    )
+    return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)

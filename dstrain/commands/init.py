@@ -6,8 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 
-import yaml
-
+from dstrain.config.read import dump_yaml
 from dstrain.config.schema import (
     BatchConfig,
     DataConfig,
@@ -149,8 +148,4 @@ def to_yaml(value: object) -> str:
     """Return a value as YAML in one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # on one line; YAML reads it alike
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
-        .removesuffix("...\n")
-        .strip()
-    )
+    return dump_yaml(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

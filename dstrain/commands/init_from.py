@@ -105,7 +105,7 @@ def convert_file(path: Path, task: str | None = None) -> ConvertedRecipe:
     if path.suffix in (".sh", ".bash"):
         source, trainer = read_command(path)
     else:
-        source, trainer = read_yaml(path), None
+        source, trainer = read_yaml(path, "1.1"), None
     return _Converter(path, source, task, trainer or _check_trainer(path, source)).convert()
 
 
@@ -445,7 +445,7 @@ class _Converter(Conversion):
         name, value = self.take("deepspeed", "ds_cfgs")
         launch, block = self.take("accelerate_config")
         if isinstance(block, str) and (file := find_file(block, self.path)):
-            block = read_yaml(file).values
+            block = read_yaml(file, "1.1").values
         if isinstance(block, dict):
             given = block.get("deepspeed_config")
             if not name and isinstance(given, dict):

@@ -101,7 +101,7 @@ def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> S
         file = find_file(config, path)
         if file is None:
             raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
-        below = read_yaml(file)
+        below = read_yaml(file, "1.1")
         source.values, source.locations = {**below.values, **parsed}, {**below.locations, **source.locations}
     if command != "train":
         source.values.setdefault("stage" if command != "rlhf" else "rlhf_type", "dpo" if command == "rlhf" else command)

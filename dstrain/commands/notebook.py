@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import yaml
-
 from dstrain.commands.generate import check_prompt, get_text_task, max_prompt_tokens
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.commands.trained_model import LoadedModel, load_trained_model
+from dstrain.config.read import dump_yaml
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.records import BadRecord
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, RunError, UsageError
@@ -269,7 +268,7 @@ def _to_sets(values: Mapping[str, Any] | None) -> list[str]:
 
 def _to_yaml(value: Any) -> str:
     """Return a value on one line that YAML reads as the same value; paths become texts."""
-    text = yaml.safe_dump(_to_plain(value), default_flow_style=True, width=sys.maxsize, allow_unicode=True)
+    text = dump_yaml(_to_plain(value), default_flow_style=True, width=sys.maxsize)
     return text.strip().removesuffix("\n...")
 
 

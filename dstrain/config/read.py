@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
@@ -14,6 +16,11 @@ from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origi
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from dstrain.config.aliases import find_answer, find_trainer, find_value, iter_foreign_keys, read_values
 from dstrain.config.rules import check_cross_fields
@@ -25,7 +32,7 @@ from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 COMMAND_LINE = "--set"
 """Location of a key that --set wrote."""
 MAX_RECIPE_BYTES = 1 << 20
-"""Largest recipe that is read: PyYAML takes seconds for a megabyte."""
+"""Largest recipe that is read: a megabyte takes seconds."""
 MAX_VALUES = 10_000
 """Limit on the values of a recipe: an alias (*) inside the block that it names would otherwise be followed forever."""
 
@@ -40,32 +47,26 @@ class OptionLookup(Protocol):
         """Return `options.NAME`, with the task where it is another one, for a name of an option; else an empty text."""
 
 
-def read_yaml(path: Path) -> SourceMap:
-    """Read the mapping in a YAML file. Raises RecipeError, with the line, for anything else."""
+def read_yaml(path: Path, version: str = "1.2") -> SourceMap:
+    """Read the mapping in a YAML file. Raises RecipeError, with the line, for anything else.
+
+    `version`: of YAML; in 1.1 `no` is false, `010` is 8 and `1:30` is 90.
+    """
     source = SourceMap(path.name)
     if reason := not_file_reason(path):
         raise RecipeError(f"{path}: {reason}; save the recipe as a file")
     if path.suffix in (".sh", ".bash"):
         fix = f"`dstrain init --from {shlex.quote(str(path))} --to recipe.yaml` reads the training that it starts"
         raise RecipeError(f"{path}: is a script; {fix}")
+    text = read_text(path)
     try:
-        root, values = _parse_yaml(path)
-    except ValueError as error:
-        raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
-    except (KeyError, AttributeError):  # PyYAML raises them too, for a tag with the wrong kind of value
-        raise RecipeError(f"{path}: a tag (`!!name`) does not fit its value; write the plain value") from None
-    except RecursionError:
-        raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
+        values = _load_yaml(text, source, version)
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise _explain_yaml_error(error, text, source, path) from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
-    try:
-        faults = list(_record_locations(root, (), source))
-    except RecursionError:
-        raise RecipeError(f"{path}: has an alias (*) inside the block it names; write the values out") from None
-    if faults:
-        raise RecipeError(faults)
     source.values = values
     return source
 
@@ -81,82 +82,76 @@ def read_text(path: Path) -> str:
         raise RecipeError(f"{path}: {describe_decode_error(content, error)}") from None
 
 
-def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
-    """Return the nodes of a YAML file, which know their lines, and its value. Raises RecipeError."""
-    text = read_text(path)
-    try:
-        # Twice: only the nodes have line numbers, and safe_load runs no code.
-        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.reader.ReaderError as error:
+def _load_yaml(text: str, source: SourceMap, version: str = "1.2", key: KeyPath = ()) -> Any:
+    """Return the value of a YAML text, and record the lines of its keys below `key`. Runs no code."""
+    reader = YAML(typ="safe", pure=True)
+    reader.version = version
+    node = reader.compose(StringIO(text))
+    _record_locations(node, key, source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)  # of 1e-5 in YAML 1.1
+        return None if node is None else reader.constructor.construct_document(node)
+
+
+def _explain_yaml_error(error: Exception, text: str, source: SourceMap, path: Path | str) -> RecipeError:
+    """Return the error for a YAML text that cannot be read."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, RecursionError):
+        return RecipeError(
+            f"{path}: is nested too deeply, or has an alias (*) inside the block it names; write the values out"
+        )
+    if isinstance(error, ReaderError):
         place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
-        raise RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        known = next((words for part, words in _YAML_ERRORS.items() if part in problem), None)
-        message = known or f"{problem}; check the indentation and the colons there"
-        raise RecipeError(f"{path}{line}: {message}") from None
+        return RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it")
+    if isinstance(error, DuplicateKeyError):
+        name = _DUPLICATE.search(str(error.problem))
+        place = _place(source, mark)
+        return RecipeError(f"{place} {one_line(name[1]) if name else ''}: is set twice; keep one of them")
+    if not isinstance(error, YAMLError):
+        return RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text")
+    line = f":{mark.line + 1}" if mark else ""
+    problem = getattr(error, "problem", None) or "not valid YAML"
+    known = next((words for part, words in _YAML_ERRORS.items() if part in problem), None)
+    return RecipeError(f"{path}{line}: {known or f'{problem}; check the indentation and the colons there'}")
 
 
 _YAML_ERRORS = {
     "found character '\\t'": "a tab, which YAML does not accept as indentation; use spaces",
     "another document": "a second YAML document begins; a recipe is one: remove the `---`",
-    "could not determine a constructor for the tag": "a tag (`!name`), which is not accepted; write the plain value",
     "expected alphabetic or numeric character": "a value begins with `*` or `&`; put it in quotes",
+    "undefined alias": "a value begins with `*` or `&`; put it in quotes",
+    "failed to construct": "a tag (`!!name`) does not fit its value; write the plain value",
     "found undefined tag handle": "a tag (`!name`), which is not accepted; write the plain value",
 }
-"""Part of PyYAML's message -> our message."""
-_REFUSED_TAGS = ("binary", "set", "omap", "pairs")
-"""Tags of YAML 1.1 whose values are no numbers, texts, lists or mappings."""
-_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+"""Part of the library's message -> our message."""
+_DUPLICATE = re.compile('found duplicate key "(.*?)" with')
+_PLAIN_TAGS = ("null", "bool", "int", "float", "str", "map", "seq", "merge", "timestamp")
 
 
-def _find_number_problem(node: yaml.Node) -> tuple[str, str] | None:
-    """Return problem and fix of a number that YAML 1.1 reads unlike every reader: 1:30 is base 60, 010 is octal."""
-    if not isinstance(node, yaml.ScalarNode) or node.tag.rpartition(":")[2] not in ("int", "float"):
-        return None
-    if not (_BASE_60.fullmatch(node.value) or _OCTAL.fullmatch(node.value)):
-        return None
-    number = yaml.safe_load(node.value)
-    if ":" not in node.value and int(node.value) == number:
-        return None
-    notation = "base 60" if ":" in node.value else "octal"
-    problem = f"{node.value} means {number:.15g} in YAML 1.1 ({notation})"
-    return problem, "write the intended number, or quote it if it is text"
-
-
-def _record_locations(node: yaml.Node | None, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
-    """Record the line of every key below the node; yield a fault for each key written twice."""
-    if node is not None and node.tag.rpartition(":")[2] in _REFUSED_TAGS:
-        raise RecipeError(
-            f"{_node_location(node, source)}: a tag (`!!name`), which is not accepted; write the plain value"
-        )
-    if isinstance(node, yaml.MappingNode):
+def _record_locations(node: Node | None, key: KeyPath, source: SourceMap) -> None:
+    """Record the line of every key below the node. Raises RecipeError for a tag that makes another type."""
+    if node is None:
+        return
+    if str(node.tag).rpartition("2002:")[2] not in _PLAIN_TAGS:
+        place = _place(source, node.start_mark)
+        raise RecipeError(f"{place}: a tag (`!name`), which is not accepted; write the plain value")
+    if len(source.locations) > MAX_VALUES:
+        problem = f"holds more than {MAX_VALUES} values, each alias (*) counted"
+        raise RecipeError(f"{source.name}: {problem}; write fewer")
+    if isinstance(node, MappingNode):
         for name, value in node.value:
             child = (*key, str(name.value))
-            if len(source.locations) > MAX_VALUES:
-                problem = f"holds more than {MAX_VALUES} values, each alias (*) counted"
-                raise RecipeError(f"{source.name}: {problem}; write fewer")
-            place = _node_location(name, source)
-            # PyYAML itself keeps the last of two values without a word.
-            if child in source.locations:
-                problem = f"is set twice, also at {source.locations[child]}"
-                yield Fault(f"{place} {dotted_name(child)}", problem, "keep one of them")
-            source.locations[child] = place
-            yield from _record_locations(value, child, source)
-    elif isinstance(node, yaml.SequenceNode):
+            source.locations[child] = _place(source, name.start_mark)
+            _record_locations(value, child, source)
+    elif isinstance(node, SequenceNode):
         for index, value in enumerate(node.value):
-            source.locations[(*key, index)] = _node_location(value, source)
-            yield from _record_locations(value, (*key, index), source)
-    elif node is not None and key and (found := _find_number_problem(node)) is not None:
-        yield Fault(source.get_location(key), *found)
+            source.locations[(*key, index)] = _place(source, value.start_mark)
+            _record_locations(value, (*key, index), source)
 
 
-def _node_location(node: yaml.Node, source: SourceMap) -> str:
+def _place(source: SourceMap, mark: Any) -> str:
     """Return `recipe.yaml:12`; `--set` for the command line, which has no lines."""
-    return source.name if source.name == COMMAND_LINE else f"{source.name}:{node.start_mark.line + 1}"
+    return source.name if source.name == COMMAND_LINE else f"{source.name}:{mark.line + 1}"
 
 
 def apply_override(source: SourceMap, text: str, options: OptionLookup | None = None, task: str = "") -> None:
@@ -173,18 +168,18 @@ def apply_override(source: SourceMap, text: str, options: OptionLookup | None = 
         raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
     accepted = _find_types(names, options, task)
     is_text = str in accepted and accepted <= {str, NoneType}
+    override = SourceMap(COMMAND_LINE, locations={names: COMMAND_LINE})
     try:
-        parsed, root = yaml.safe_load(value), yaml.compose(value, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError):
+        parsed = _load_yaml(value, override, key=names)
+    except (YAMLError, ValueError, RecursionError, RecipeError) as error:
+        if not is_text and isinstance(error, DuplicateKeyError):
+            raise _explain_yaml_error(error, value, override, COMMAND_LINE) from None
         if not is_text:
             problem = "the value is not valid YAML; quote it for the shell and for YAML"
             raise RecipeError(f"--set {text}: {problem}") from None
-        parsed, root = value, None
+        parsed = value
     if is_text and parsed is not None and not isinstance(parsed, str):
-        parsed, root = value.strip(), None
-    override = SourceMap(COMMAND_LINE, locations={names: COMMAND_LINE})
-    if faults := list(_record_locations(root, names, override)):
-        raise RecipeError(faults)
+        parsed = value.strip()
     if parsed is None and accepted and NoneType not in accepted:
         _drop_key(source, names)
         return
@@ -342,7 +337,23 @@ def check_keys(names: Sequence[str], option: str) -> None:
 
 def dump_recipe(config: RunConfig) -> str:
     """Return the recipe as YAML, with every key."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's, which quotes the texts that are numbers in YAML 1.2 only, too: all readers read the same."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_.]*[eE][-+]?[0-9]+"), [*"-+0123456789"]
+)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7_]+"), ["0"])
+
+
+def dump_yaml(value: Any, **options: Any) -> str:
+    """Return a value as YAML, with its keys in their order. `options`: of `yaml.dump`."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
+    return text
 
 
 def _schema_faults(error: ValidationError, source: SourceMap, options: OptionLookup | None) -> Iterator[Fault]:

@@ -148,7 +148,7 @@ def test_text_is_taken_as_text_where_a_key_is_text() -> None:
     assert read("demo-rm", "launch.slurm.time=null").launch.slurm.time is None
     assert read("demo-rm", "model.chat_template={{ x }}").model.chat_template == "{{ x }}"
     assert read("docqa", "options.prompt_template={question}").options["prompt_template"] == "{question}"
-    with pytest.raises(RecipeError, match=r"means 86400 in YAML 1\.1 \(base 60\)"):
+    with pytest.raises(RecipeError, match=r"steps: must be a whole number, got '24:00:00'"):
         read("demo-rm", "steps=24:00:00")
 
 

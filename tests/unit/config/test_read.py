@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dstrain.config import RunConfig, read_recipe, resolve_batch
+from dstrain.config.read import dump_yaml, read_yaml
 from dstrain.config.resolve import find_learning_changes
 from dstrain.config.schema import EvalConfig, ProcessorConfig
 from dstrain.errors import RecipeError
@@ -52,9 +54,28 @@ def test_an_option_is_a_word_and_no_yaml() -> None:
 
 @pytest.mark.parametrize("value", ["true", "yes", "off"])
 def test_true_is_no_number_and_a_number_may_be_true(value: str) -> None:
-    with pytest.raises(RecipeError, match="must be a number, got "):
+    with pytest.raises(RecipeError, match=r"must be a (whole )?number, got "):
         read_recipe(None, [f"seed={value}"], "rm")
+    assert read_recipe(None, ["deterministic=off", "log.tensorboard=yes"], "rm").config.deterministic is False
     assert read_recipe(None, ["deterministic=1"], "rm").config.deterministic is True
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("1e3", 1000), ("0o17", 15), ("1_000", 1000)])
+def test_numbers_are_those_of_yaml_1_2(text: str, value: int) -> None:
+    assert read_recipe(None, [f"steps={text}"], "rm").config.steps == value
+
+
+@pytest.mark.parametrize("text", ["1e5", "1e-4", "0o17", "010", "1:30", "no", "y", "0x1F", "1_000", "2020-01-01", "~"])
+def test_a_written_text_is_read_as_text_by_yaml_1_1_and_1_2(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, dump_yaml({"options": {text: text}}))
+    assert read_yaml(path).values == yaml.safe_load(path.read_text()) == {"options": {text: text}}
+
+
+def test_words_of_yaml_1_1_are_text() -> None:
+    assert read_recipe(None, ["data.columns={no: chosen, y: rejected}"], "rm").config.data.columns == {
+        "no": "chosen",
+        "y": "rejected",
+    }
 
 
 def test_a_shared_block_is_no_fault(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dstrain.commands.trained_model import LoadedModel
+from dstrain.config.read import dump_yaml
 from dstrain.config.schema import DatasetConfig, RunConfig
 from dstrain.data.encoding.chat_template import has_chat_template
 from dstrain.data.sources.hub import is_hub_name
@@ -137,7 +136,7 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
 
     `name`: of the model. Texts of the run are escaped; paths are shown by their last part.
     """
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
     task = loaded.task
     checkpoint = None if loaded.checkpoint is None else inspect_checkpoint(loaded.checkpoint)
@@ -162,34 +161,47 @@ def make_card(loaded: LoadedModel, run_dir: Path, is_merged: bool, name: str, ta
         model_name=one_line(name) if results else None,
         eval_results=results,
     )
-    inputs = _as_mapping(info.get("inputs"))
     own_keys = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"launch", "log", "save", "profile"})
-    parts = [
-        f"# {_escape(name)}",
-        _describe_training(recipe, info, base, is_merged),
-        "## Use",
-        _describe_use(
-            target.repo_id or "FOLDER",
-            auto_class,
-            base if is_adapter else None,
-            known_task == "custom",
-            _quantization_arguments(loaded) if is_adapter else None,
-        ),
-        *_describe_generation(loaded, target.repo_id or "FOLDER", is_adapter),
-        "## Training data",
-        _make_table(("data", "samples", "digest"), _data_rows(recipe, inputs)),
-        "## Evaluation",
-        _describe_evaluation(row, recipe, inputs),
-        "## Recipe",
-        "Keys that differ from the defaults; paths by their last part. `dstrain_recipe.yaml` has every key.",
-        _fence(yaml.safe_dump(_without_paths(own_keys), sort_keys=False, allow_unicode=True), "yaml"),
-        "## Versions",
-        _make_table(("library", "version"), _as_mapping(info.get("versions")).items()) or "Not recorded.",
-        "## License",
-        _describe_license(license_values, target.license is not None),
-    ]
-    text = "\n\n".join(part for part in parts if part)
-    return mask_secrets(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+    place = target.repo_id or "FOLDER"
+    quantization = _quantization_arguments(loaded) if is_adapter else None
+    card = ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        name=_escape(name),
+        training=_list_facts(_describe_training(recipe, info, base, is_merged)),
+        use=_describe_use(place, auto_class, base if is_adapter else None, known_task == "custom", quantization),
+        generation=_describe_generation(loaded, place, is_adapter),
+        recipe=_fence(dump_yaml(_without_paths(own_keys)), "yaml"),
+    )
+    return mask_secrets(str(card))
+
+
+_TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+Trained with dstrain.
+
+{{ training }}
+
+## Use
+
+{{ use }}
+{% if generation %}
+## Generation
+
+{{ generation }}
+{% endif %}
+## Recipe
+
+Keys that differ from the defaults; paths by their last part. `dstrain_recipe.yaml` has every key.
+
+{{ recipe }}
+"""
+"""The card's form, for `ModelCard.from_template`. All texts of the run are escaped before; metrics and license are in the
+metadata."""
 
 
 def write_card(folder: Path, card: str) -> None:
@@ -250,27 +262,22 @@ def _make_eval_results(row: Mapping[str, Any], recipe: RunConfig, auto_class: st
     ]
 
 
-def _describe_training(recipe: RunConfig, info: Mapping[str, Any], base: str | None, is_merged: bool) -> str:
+def _describe_training(recipe: RunConfig, info: Mapping[str, Any], base: str | None, is_merged: bool) -> dict[str, Any]:
+    """Return the facts of the training: name -> value, None where there is none."""
     model, lora = recipe.model, recipe.model.lora
-    versions = _as_mapping(info.get("versions"))
     trained = "all weights" if lora is None else f"LoRA adapters (rank {lora.rank}, alpha {lora.alpha:g})"
     trained += ", merged into the base model" if is_merged else ""
-    rows = [
-        ("task", _name(recipe.task)),
-        ("base model", _name(base) if base else "none: trained from scratch"),
-        ("base revision", model.revision),
-        ("initial weights", model.init and _name(model.init)),
-        ("base in training", f"quantized, {model.quantize}" if model.quantize else None),
-        ("trained", trained + (f", without {', '.join(model.freeze)}" if model.freeze else "")),
-        ("checkpoint", f"step {info['step']} of {info.get('steps', '?')}" if "step" in info else None),
-        ("samples taken", info.get("samples")),
-        ("processes", info.get("world_size")),
-        ("ZeRO stage", info.get("zero_stage")),
-        ("preset", info.get("preset")),
-    ]
-    with_version = f"dstrain {versions['dstrain']}" if "dstrain" in versions else "dstrain"
-    table = _make_table(("training", ""), [(key, value) for key, value in rows if value is not None])
-    return f"Trained with {_escape(with_version)}.\n\n{table}"
+    data = _as_mapping(_as_mapping(info.get("inputs")).get("data.train"))
+    return {
+        "task": _name(recipe.task),
+        "base model": _name(base) if base else "none: trained from scratch",
+        "base revision": model.revision,
+        "base in training": f"quantized, {model.quantize}" if model.quantize else None,
+        "trained": trained + (f", without {', '.join(model.freeze)}" if model.freeze else ""),
+        "data": ", ".join(_describe_source(source) for source in recipe.data.train),
+        "samples in the data": data.get("samples"),
+        "checkpoint": f"step {info['step']} of {info.get('steps', '?')}" if "step" in info else None,
+    }
 
 
 def _quantization_arguments(loaded: LoadedModel) -> str | None:
@@ -324,33 +331,29 @@ def _describe_use(
     return _fence("\n".join(lines), "python")
 
 
-def _describe_generation(loaded: LoadedModel, place: str, is_adapter: bool) -> list[str]:
+def _describe_generation(loaded: LoadedModel, place: str, is_adapter: bool) -> str:
     """Return what a program needs to know to answer as `dstrain generate` does; empty for a model that scores."""
     task, model = loaded.task, unwrap_peft(loaded.model)
     if not isinstance(task, TextTask) or not task.model_source.can_generate or not hasattr(model, "generation_config"):
-        return []
+        return ""
     tokenizer, source = task.tokenizer, task.model_source
     stops = sorted(collect_stop_ids(model.generation_config, tokenizer))
-    rows = [
-        ("an answer ends at", ", ".join(f"{token} ({tokenizer.decode([token])})" for token in stops) or "no token"),
-        ("pad token", f"{tokenizer.pad_token_id} ({tokenizer.pad_token}), on the left"),
-        ("prompts", _describe_prompts(tokenizer, task.recipe.model.chat_template_kwargs)),
-    ]
+    facts = {
+        "an answer ends at": ", ".join(f"{token} ({tokenizer.decode([token])})" for token in stops) or "no token",
+        "pad token": f"{tokenizer.pad_token_id} ({tokenizer.pad_token}), on the left",
+        "prompts": _describe_prompts(tokenizer, task.recipe.model.chat_template_kwargs),
+    }
     if source.vision_processor is not None:
-        wanted = task.recipe.model.processor
-        limit = getattr(wanted, "max_pixels", None)
-        rows.append(("images", "the processor in the folder" + (f", at most {limit} pixels" if limit else "")))
-    parts = ["## Generation", _make_table(("generation", ""), rows)]
-    if is_adapter:
-        lines = [
-            *("from transformers import GenerationConfig", ""),
-            f"model.generation_config = GenerationConfig.from_pretrained({place!r})",
-        ]
-        parts += [
-            "peft takes the generation config of the base model; this sets the adapters':",
-            _fence("\n".join(lines), "python"),
-        ]
-    return parts
+        limit = getattr(task.recipe.model.processor, "max_pixels", None)
+        facts["images"] = "the processor in the folder" + (f", at most {limit} pixels" if limit else "")
+    if not is_adapter:
+        return _list_facts(facts)
+    code = (
+        "from transformers import GenerationConfig\n\n"
+        f"model.generation_config = GenerationConfig.from_pretrained({place!r})"
+    )
+    why = "peft takes the generation config of the base model; this sets the adapters':"
+    return f"{_list_facts(facts)}\n\n{why}\n\n{_fence(code, 'python')}"
 
 
 def _describe_prompts(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
@@ -360,42 +363,10 @@ def _describe_prompts(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
     return "the chat template in the folder" + (f", with {fixed} unless you set them" if fixed else "")
 
 
-def _data_rows(recipe: RunConfig, inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return (names, samples, digest) of the training data and of the held-out data."""
-    splits: dict[str, Sequence[DatasetConfig]] = {"data.train": recipe.data.train}
-    splits |= {"data.eval": [recipe.data.eval]} if recipe.data.eval else {}
-    rows = []
-    for key, items in splits.items():
-        recorded = _as_mapping(inputs.get(key))
-        names = ", ".join(_describe_source(item) for item in items)
-        rows.append((f"{key}: {names}", recorded.get("samples"), recorded.get("digest")))
-    return rows
-
-
 def _describe_source(source: DatasetConfig) -> str:
     more = [part for part in (source.name, source.split) if part]
     weight = getattr(source, "weight", 1.0)
     return _name(source.path) + "".join(f":{part}" for part in more) + (f" x {weight:g}" if weight != 1.0 else "")
-
-
-def _describe_evaluation(row: Mapping[str, Any], recipe: RunConfig, inputs: Mapping[str, Any]) -> str:
-    metrics, source = _metrics(row), _eval_source(recipe)
-    if not metrics or source is None:
-        return "There is no evaluation at the step of this checkpoint."
-    recorded = _as_mapping(inputs.get("data.eval"))
-    what = _describe_source(source) if recipe.data.eval else f"{recipe.data.eval_fraction:g} of the training records"
-    facts = [f"{recorded['samples']} samples"] if "samples" in recorded else []
-    facts += [f"digest {recorded['digest']}"] if "digest" in recorded else []
-    about = f"Measured after step {row.get('step')} on {what}" + (f" ({', '.join(facts)})" if facts else "")
-    table = _make_table(("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
-    return f"{_escape(about)}.\n\n{table}"
-
-
-def _describe_license(values: Mapping[str, Any], is_chosen: bool) -> str:
-    if not values:
-        return "Not stated: neither the export nor the model card of the base model names one."
-    named = _escape(values.get("license_name") or values["license"])
-    return f"{named}." if is_chosen else f"{named}, of the base model."
 
 
 def _read_license(recipe: RunConfig) -> dict[str, str]:
@@ -458,12 +429,9 @@ def _escape(value: Any) -> str:
     return re.sub("[<>&]", lambda found: _ENTITIES[found[0]], text)
 
 
-def _make_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table; empty without rows. None is an empty cell."""
-    lines = ["| " + " | ".join("" if cell is None else _escape(cell) for cell in row) + " |" for row in rows]
-    if not lines:
-        return ""
-    return "\n".join([f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *lines])
+def _list_facts(facts: Mapping[str, Any]) -> str:
+    """Return a list of the facts that are known."""
+    return "\n".join(f"- {_escape(name)}: {_escape(value)}" for name, value in facts.items() if value is not None)
 
 
 def _fence(text: str, language: str) -> str:

@@ -58,7 +58,7 @@ def metadata(text: str) -> dict[str, Any]:
     return found
 
 
-def test_a_card_names_data_metrics_versions_and_recipe(tmp_path: Path) -> None:
+def test_a_card_names_data_metrics_and_recipe(tmp_path: Path) -> None:
     rows = [eval_row(2, loss=9.0), eval_row(4, loss=0.25, token_accuracy=0.75), eval_row(8, loss=8.0)]
     text = card(tmp_path, rows=rows, license="apache-2.0")
     data = metadata(text)
@@ -71,8 +71,8 @@ def test_a_card_names_data_metrics_versions_and_recipe(tmp_path: Path) -> None:
     assert {one["type"]: one["value"] for one in result["metrics"]} == {"loss": 0.25, "token_accuracy": 0.75}
     assert result["dataset"]["name"] == "eval.jsonl"
     for part in (
-        "| data.train: train.jsonl | 64 | ab12 |", "| data.eval: eval.jsonl | 16 | cd34 |", "step 4 of 8", "| torch | 2.9 |",
-        "Measured after step 4 on eval.jsonl (16 samples, digest cd34).", "apache-2.0.", "hidden_size: 32",
+        "- data: train.jsonl\n", "- samples in the data: 64\n", "- checkpoint: step 4 of 8\n",
+        "hidden_size: 32",
     ):  # fmt: skip
         assert part in text, part
     assert str(tmp_path) not in text
@@ -88,7 +88,6 @@ def test_a_metric_that_is_no_finite_number_is_left_out(value: Any, tmp_path: Pat
 def test_a_run_without_an_evaluation_has_a_card_without_metrics(tmp_path: Path) -> None:
     text = card(tmp_path, {"data": {"eval": None}})
     assert "model-index" not in metadata(text)
-    assert "There is no evaluation at the step of this checkpoint." in text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_a_run_without_an_evaluation_has_a_card_without_metrics(tmp_path: Path) 
 def test_names_are_shown_literally(name: str, tmp_path: Path) -> None:
     data = tmp_path / f"{name.replace('/', '')}.jsonl"
     data.write_text("")
-    text = card(tmp_path, {"data": {"eval": str(data)}}, [eval_row(4)], name=name, info={"preset": name})
+    text = card(tmp_path, {"data": {"eval": str(data)}}, [eval_row(4)], name=name, info={"steps": name})
     body = text.split("\n---\n", 1)[1]
     assert "license" not in metadata(text)
     assert metadata(text)["model-index"][0]["name"] == name.replace("\n", "\\n")
@@ -152,7 +151,6 @@ def test_the_license_of_a_base_is_read_from_its_card_and_never_guessed(
     text = card(tmp_path, {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": "x/y"}})
     data = metadata(text)
     assert {key: data[key] for key in data if key.startswith("license")} == found
-    assert ("of the base model." if found else "Not stated") in text
     assert "base_model" not in data  # it is no name on the Hub
 
 
@@ -161,7 +159,7 @@ def test_files_that_are_no_files_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "base/README.md")
     (tmp_path / "base/config.json").write_text(json.dumps(find_task("sft").tiny(tmp_path)["model"]["config"]))
     text = card(tmp_path, {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": "x/y"}}, None)
-    assert "Not stated" in text
+    assert "license" not in metadata(text)
 
 
 @pytest.mark.parametrize("base_id", ["org/base", "gpt2"])

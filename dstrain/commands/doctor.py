@@ -1,7 +1,5 @@
 """dstrain doctor: what would stop a run, on this host or on those of a hostfile, each with its fix."""
 
-# On another host: `python -m dstrain.commands.doctor TIMEOUT NONCE`, an agent that also reports the host's environment.
-
 from __future__ import annotations
 
 import contextlib
@@ -10,10 +8,9 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,15 +19,9 @@ from dstrain.commands.environment import EnvironmentLine, collect_host_lines, ne
 from dstrain.commands.run_job import Job, Prepared, run_job
 from dstrain.config import RunConfig
 from dstrain.errors import DstrainError, Fault
-from dstrain.launch.multihost.agent import Agent, serve
-from dstrain.launch.multihost.agent_client import (
-    AgentClient,
-    iter_host_faults,
-    open_agents,
-    request_host_info,
-    request_replies,
-)
-from dstrain.launch.multihost.hostfile import Host, read_hostfile
+from dstrain.launch.hostfile import Host, read_hostfile
+from dstrain.launch.hosts import HostSession, ask, iter_host_faults, open_sessions, request_host_info
+from dstrain.launch.probe import open_port, try_connect
 from dstrain.launch.topology import is_cpu_requested, visible_gpus
 from dstrain.process_setup import log_stderr
 from dstrain.units import format_bytes
@@ -39,7 +30,8 @@ if TYPE_CHECKING:
     from dstrain.distributed.world import World
 
 State = Literal["ok", "warning", "fault"]
-HEARTBEAT_SECONDS = 30.0
+HOST_TIMEOUT_SECONDS = 30.0
+"""A host whose network does not answer for this long is lost."""
 MAX_CLOCK_SECONDS = 60.0
 """Largest difference of the clocks of two hosts without a warning."""
 ALL_REDUCE_BYTES, ALL_REDUCE_ROUNDS = 64 << 20, 3
@@ -90,31 +82,36 @@ def check_hosts(hosts: Sequence[Host], run_dir: Path, folder: Path) -> list[Find
 
     with (
         tempfile.TemporaryDirectory(prefix="dstrain-doctor-") as logs,
-        open_agents(hosts, Path(logs), HEARTBEAT_SECONDS, "dstrain.commands.doctor") as clients,
+        open_sessions(hosts, Path(logs), HOST_TIMEOUT_SECONDS) as sessions,
     ):
-        request_host_info(clients, folder, is_cpu_requested(os.environ))
-        for client in clients:
-            name = client.host.name
-            if client.host_info:
+        request_host_info(sessions, folder, is_cpu_requested(os.environ))
+        for session in sessions:
+            name = session.host.name
+            if session.info:
                 findings.append(Finding(host=name, check="ssh", state="ok", value="answers without a prompt"))
             else:
-                findings.append(_make_finding("ssh", client.connection_fault(), name))
-        answering = [client for client in clients if client.host_info]
-        by_place = {f"{client.host.location} {client.host.name}": client.host.name for client in answering}
+                findings.append(_make_finding("ssh", session.connection_fault(), name))
+        answering = [session for session in sessions if session.info]
+        by_place = {f"{session.host.location} {session.host.name}": session.host.name for session in answering}
         if answering:
             faults = iter_host_faults(answering, run_dir)
             findings += [_make_finding(check, fault, by_place[fault.where]) for check, fault in faults]
             findings += _check_clocks(answering)
             findings += _check_network(answering)
             # Its own last, and long: another process imports torch.
-            replies = request_replies(answering, lambda _: {"health": str(run_dir)}, "lines")
-            for client in answering:
-                lines = [EnvironmentLine(**line) for line in replies.get(client, [])]
-                findings += _judge_lines(client.host.name, lines)
+            replies = ask(answering, describe_environment, run_dir=str(run_dir))
+            for session in answering:
+                lines = [EnvironmentLine(**line) for line in replies.get(session, [])]
+                findings += _judge_lines(session.host.name, lines)
                 if not lines:
-                    findings.append(_make_finding("ssh", client.connection_fault(), client.host.name))
+                    findings.append(_make_finding("ssh", session.connection_fault(), session.host.name))
     order = [host.name for host in hosts]
     return sorted(findings, key=lambda finding: order.index(finding.host))
+
+
+def describe_environment(run_dir: str) -> list[dict[str, Any]]:
+    """Return the lines on this host's environment. Called on each host."""
+    return [asdict(line) for line in collect_host_lines(Path(run_dir), several_hosts=True)]
 
 
 def _make_finding(check: str, fault: Fault, host: str) -> Finding:
@@ -130,10 +127,10 @@ def _judge_lines(host: str, lines: Sequence[EnvironmentLine]) -> list[Finding]:
     ]
 
 
-def _check_clocks(clients: Sequence[AgentClient]) -> Iterator[Finding]:
+def _check_clocks(sessions: Sequence[HostSession]) -> Iterator[Finding]:
     """Compare the hosts' clocks with this host's."""
     asked_at = time.time()
-    for client, theirs in request_replies(clients, lambda _: {"clock": True}, "clock").items():
+    for session, theirs in ask(sessions, time.time).items():
         # Between the request and now.
         ahead = theirs - min(max(theirs, asked_at), time.time())
         problem = ""
@@ -143,27 +140,26 @@ def _check_clocks(clients: Sequence[AgentClient]) -> Iterator[Finding]:
                 "wrong times, and Slurm and TLS may refuse it; start a time service there (chrony, systemd-timesyncd)"
             )
         state: State = "warning" if problem else "ok"
-        yield Finding(host=client.host.name, check="clock", state=state, value=f"{ahead:+.0f} s", problem=problem)
+        yield Finding(host=session.host.name, check="clock", state=state, value=f"{ahead:+.0f} s", problem=problem)
 
 
-def _check_network(clients: Sequence[AgentClient]) -> Iterator[Finding]:
+def _check_network(sessions: Sequence[HostSession]) -> Iterator[Finding]:
     """Connect from every host to a free port of the first one, and from the first one to every other."""
-    first, others = clients[0], clients[1:]
+    first, others = sessions[0], sessions[1:]
     if not others:
         return
-    ports: dict[AgentClient, Mapping[str, Any]] = {}
+    ports: dict[HostSession, int] = {}
     addresses = {
-        client: client.host_info["reached_at"] or next(iter(client.host_info["addresses"]), "") for client in clients
+        session: session.info["reached_at"] or next(iter(session.info["addresses"]), "") for session in sessions
     }
-    for client, opened in request_replies(
-        clients, lambda client: {"open": {"address": addresses[client], "port": 0}}, "opened"
-    ).items():
-        ports[client] = opened
+    for session, address in addresses.items():
+        opened = ask([session], open_port, address=address, port=0).get(session, {})
+        ports[session] = opened.get("port", 0)
     ways = [(other, first) for other in others] + [(first, other) for other in others]
     for source, target in ways:
         # One after another: a host answers one request at a time.
-        place = {"address": addresses[target], "port": ports.get(target, {}).get("port", 0)}
-        reply = request_replies([source], lambda _, place=place: {"reach": place}, "reachability").get(source, {})  # type: ignore[misc]
+        place = {"address": addresses[target], "port": ports[target]}
+        reply = ask([source], try_connect, **place).get(source, {})
         fault = reply.get("fault", "" if reply else "no answer")
         value = (
             f"reaches {target.host.name} at {place['address']} over {reply.get('interface') or 'an unknown interface'}"
@@ -259,20 +255,3 @@ def findings_as_json(findings: Sequence[Finding]) -> str:
     """Return the findings as JSON: {"ok": true if nothing stops a run, "checks": [...]}."""
     checks = [asdict(finding) for finding in findings]
     return json.dumps({"ok": not any(finding.state == "fault" for finding in findings), "checks": checks}, indent=2)
-
-
-class DoctorAgent(Agent):
-    """Agent that also tells the host's clock and environment."""
-
-    def make_handlers(self) -> Mapping[str, Callable[[Any], None]]:
-        return {
-            **super().make_handlers(),
-            "clock": lambda _: self._channel.send(clock=time.time()),
-            "health": lambda run_dir: self._channel.send(
-                lines=[asdict(line) for line in collect_host_lines(Path(run_dir), several_hosts=True)]
-            ),
-        }
-
-
-if __name__ == "__main__":
-    sys.exit(serve(DoctorAgent))

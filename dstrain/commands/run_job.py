@@ -288,7 +288,7 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
 def _launch_workers(launch: Launch, scratch_dir: Path) -> JobResult:
     """Start the workers and wait for them. If they fail, their logs are kept."""
     from dstrain.errors import EXIT_DONE, EXIT_FAILED
-    from dstrain.launch.multihost.worker_group import open_worker_group
+    from dstrain.launch.hosts import open_worker_group
     from dstrain.launch.supervise import StopState, supervise
 
     make_scratch(scratch_dir)

@@ -189,7 +189,7 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
 
 def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptions) -> int:
     """Acquire the run folder's lease, start the processes and supervise them. Returns the exit code."""
-    from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
+    from dstrain.launch.hosts import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_worker_files
 
     is_new = not run_dir.exists()
@@ -276,14 +276,14 @@ def train_as_rank(worker: Worker, request: TrainRequest) -> int:
 
 
 def _train(worker: Worker, request: TrainRequest) -> int:
-    from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
+    from dstrain.launch.worker import LAUNCH_ID_ENV, exit_with_parent, run_worker
     from dstrain.training.health.signals import SignalHandler, run_with_signals
 
     exit_with_parent()
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
     check_run_dir_writable(run_dir)
-    has_terminal = worker.rank == 0 and os.isatty(1) and AGENT_ENV not in os.environ
+    has_terminal = worker.rank == 0 and os.isatty(1)
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     resume = ResumeOptions(request.resume, request.allowed_changes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.hostfile import Host, select_hosts
+from dstrain.launch.hostfile import Host, select_hosts
 from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, list_gpu_uuids, visible_devices
 from dstrain.process_setup import count_available_cores
@@ -44,7 +44,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Ranks that one command starts, on this host or over ssh; and what an agent starts of them on its host."""
+    """Ranks that one command starts, on this host or over ssh; and the ones of each such host there."""
 
     argv: Sequence[str]
     """Command of every rank."""
@@ -63,7 +63,7 @@ class Launch:
     hosts: tuple[Host, ...] = ()
     """Hosts that are reached over ssh; empty for a launch on this host."""
     heartbeat_timeout: float = 0.0
-    """Seconds without a message after which such a host counts as lost."""
+    """Seconds without an answer after which such a host is lost, and after which its ranks end without this process."""
 
     @property
     def has_all_ranks(self) -> bool:

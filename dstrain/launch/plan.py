@@ -22,8 +22,8 @@ from dstrain.launch.command import (
     plan_local_launch,
     rank_command,
 )
-from dstrain.launch.multihost.agent_client import agent_command
-from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
+from dstrain.launch.hostfile import Host, read_hostfile, select_hosts
+from dstrain.launch.hosts import host_command
 from dstrain.launch.spawn import HOST_ONLY_VARIABLES
 from dstrain.launch.topology import count_gpus, is_cpu_requested
 
@@ -92,10 +92,10 @@ def _plan_this_host(
 
 
 def show_launch(launch: Launch) -> str:
-    """Return the command lines for --dry-run: of the agents, and of each rank. What only the hosts know is in angle
+    """Return the command lines for --dry-run: of the ssh sessions, and of each rank. What only the hosts know is in angle
     brackets.
     """
-    lines = [shlex.join(agent_command(host, launch.heartbeat_timeout, "ID")) for host in launch.hosts]
+    lines = [shlex.join(host_command(host, launch.heartbeat_timeout)) for host in launch.hosts]
     first = launch.hosts[0].name if launch.hosts else ""
     address = launch.master_addr or f"<address of {first}>"
     port = launch.master_port or f"<free port{f' on {first}' if first else ''}>"

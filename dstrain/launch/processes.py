@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -56,29 +56,21 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def kill_descendants(excluded_pids: set[int], kept_pids: Collection[int]) -> list[int]:
-    """SIGKILL all descendants and reap the orphans, but not `kept_pids`, whose exit codes are read later.
+    """SIGKILL all descendants, for at most 10 s, and reap the orphans, but not `kept_pids`, whose exit codes are read later.
 
     Returns the pids that did not end.
     """
 
-    def reap() -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        left = descendants(excluded_pids)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         for child in psutil.Process().children():
             if child.pid not in excluded_pids and child.pid not in kept_pids:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-
-    return kill_processes(lambda: descendants(excluded_pids), reap)
-
-
-def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILL what `find` returns until it returns nothing, for at most 10 s. Returns the pids that did not end."""
-    deadline = time.monotonic() + 10
-    while True:
-        left = find()
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        reap()
         # Again until none is left: a process may have forked between the listing and the signal.
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]

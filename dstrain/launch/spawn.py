@@ -21,11 +21,11 @@ from dstrain.errors import UsageError
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.command import Launch, check_port
 from dstrain.launch.processes import descendants, kill_descendants
-from dstrain.launch.worker import AGENT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
+from dstrain.launch.worker import HOST_TIMEOUT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
 from dstrain.process_setup import set_parent_death_signal
 
 _REAP_SECONDS = 5.0
-HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, AGENT_ENV, LISTENER_ENV)
+HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, HOST_TIMEOUT_ENV, LISTENER_ENV)
 """Variables of the ranks of one launch on one host."""
 
 
@@ -93,8 +93,8 @@ class WorkerGroup(ABC):
 class LocalWorkerGroup(WorkerGroup):
     """Ranks of this host, children of this process.
 
-    Under an agent, `listener` is the socket for rank 0 that it has opened, and `output` the file for what a rank prints
-    before it opens its log; stdin is then /dev/null.
+    On a host that is reached over ssh, `listener` is the socket for rank 0 that was opened before the start, and `output`
+    the file for what a rank prints before it opens its log; stdin is then /dev/null.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class LocalWorkerGroup(WorkerGroup):
             "MASTER_ADDR": launch.master_addr,
             **({"MASTER_PORT": str(port)} if port else {}),
             SUPERVISOR_ENV: f"{socket.gethostname()} {os.getpid()}",
-            **({AGENT_ENV: f"{launch.heartbeat_timeout:g}"} if launch.heartbeat_timeout else {}),
+            **({HOST_TIMEOUT_ENV: f"{launch.heartbeat_timeout:g}"} if launch.heartbeat_timeout else {}),
         }
         for rank in launch.ranks:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank - launch.ranks.start)}
@@ -142,8 +142,7 @@ class LocalWorkerGroup(WorkerGroup):
                 stdin=None if self._output is None else subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output and subprocess.STDOUT,
-                # Ctrl-C in a terminal reaches this process only; the ranks of an agent are in its process group.
-                start_new_session=self._output is None,
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process only
                 preexec_fn=_prepare_rank,
             )
             self._children[rank] = child

@@ -30,15 +30,12 @@ from dstrain.launch.processes import process_state
 from dstrain.process_setup import log_stderr, set_parent_death_signal
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
-"""`HOST PID` of the parent of this launch's ranks on this host: the `dstrain` command, or its agent."""
-AGENT_ENV = "DSTRAIN_AGENT"
-"""launch.heartbeat_timeout_seconds; set for ranks that an agent has started."""
+"""`HOST PID` of the parent of this launch's ranks on this host: the `dstrain` command, or `host_worker` over ssh."""
+HOST_TIMEOUT_ENV = "DSTRAIN_HOST_TIMEOUT"
+"""launch.heartbeat_timeout_seconds; set for the ranks of a host that is reached over ssh."""
 LAUNCH_ID_ENV = "DSTRAIN_LAUNCH_ID"
 """ID of this launch in the lease of its run folder and in the file names of its rank records."""
-STOPPED_TIMEOUT_FACTOR = 3
-"""A rank ends itself where its agent has been stopped for this many times launch.heartbeat_timeout_seconds; the launch
-has dropped the agent by then."""
-_POLLS_PER_TIMEOUT = 2
+_POLLS_PER_TIMEOUT = 4
 _PRINT_TIMEOUT_SECONDS = 2.0
 """Limit for writing an error line: the log may be on a file system that hangs."""
 
@@ -109,7 +106,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     ):  # before torch is imported: it writes a C++ traceback for each lost connection, which is reported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     record_start(run_dir, rank)
-    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and AGENT_ENV not in os.environ)
+    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and HOST_TIMEOUT_ENV not in os.environ)
     code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]
     try:
         code = fn()
@@ -187,18 +184,19 @@ def remove_worker_files(run_dir: Path, ranks: Collection[int]) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process when its parent ends: `dstrain`, an agent, or another launcher. Call it first.
+    """End this process when its parent ends: `dstrain`, `host_worker`, or another launcher. Call it first.
 
-    The kernel signals the parent's end. A parent that is stopped does not end: under an agent, whose host the launch
-    then drops, a thread looks at its state.
+    The kernel signals the parent's end. A parent that is stopped does not end: on a host that is reached over ssh, a
+    thread looks at its state, since nobody else sees it.
     """
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # it ended before prctl; init adopted this process
         os.kill(os.getpid(), signal.SIGKILL)
-    if (timeout := os.environ.get(AGENT_ENV)) and parent == _supervisor_pid():
+    timeout = os.environ.get(HOST_TIMEOUT_ENV)
+    if timeout and parent == _supervisor_pid():
         threading.Thread(
-            target=_exit_with_stopped, args=(parent, float(timeout)), name="watch-agent", daemon=True
+            target=_exit_with_stopped, args=(parent, float(timeout)), name="watch-parent", daemon=True
         ).start()
 
 
@@ -219,19 +217,20 @@ def _supervisor_pid() -> int | None:
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
 
 
-def _exit_with_stopped(agent: int, heartbeat_timeout: float) -> None:
-    """Kill this process once its agent was seen stopped, or waiting for a disk, at each of several polls in a row.
+def _exit_with_stopped(parent: int, timeout: float) -> None:
+    """Kill the parent and this process once the parent was seen stopped, or waiting for a disk, for `timeout` seconds.
 
-    After a pause of the whole machine the agent runs again before the next poll.
+    After a pause of the whole machine the parent runs again before the next poll.
     """
-    seen, limit = 0, STOPPED_TIMEOUT_FACTOR * _POLLS_PER_TIMEOUT
-    while seen < limit:
-        time.sleep(heartbeat_timeout / _POLLS_PER_TIMEOUT)
-        seen = seen + 1 if process_state(agent) in ("T", "t", "D") else 0
+    seen = 0
+    while seen <= _POLLS_PER_TIMEOUT:
+        time.sleep(timeout / _POLLS_PER_TIMEOUT)
+        seen = seen + 1 if process_state(parent) in ("T", "t", "D") else 0
     print_error(
-        f"error: the agent of this host has been stopped for {STOPPED_TIMEOUT_FACTOR * heartbeat_timeout:g} s, or it waits "
-        "for a disk. This rank is no longer supervised, so it ends itself; start the same command again to resume"
+        f"error: the process that supervises the ranks of this host has been stopped for {timeout:g} s, or it waits for "
+        "a disk. The ranks here are no longer supervised, so they end; start the same command again to resume"
     )
+    os.kill(parent, signal.SIGKILL)  # its ssh session ends with it, so that the launching process is told
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -24,7 +24,7 @@ from dstrain.errors import (
 )
 from dstrain.files import get_host_id
 from dstrain.launch.command import describe_port_owner
-from dstrain.launch.multihost.probe import hash_source_tree, iter_version_diffs, read_package_versions
+from dstrain.launch.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
 from dstrain.training.health.diagnosis import Failure
 from dstrain.training.health.liveness import (

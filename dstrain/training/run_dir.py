@@ -18,7 +18,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.launch.multihost.probe import read_installed_versions
+from dstrain.launch.probe import read_installed_versions
 from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
 from dstrain.models.weights import find_cached_config

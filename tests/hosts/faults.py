@@ -24,10 +24,10 @@ HARM_AT = 7
 """The step that is waited for: two after a checkpoint."""
 LEFT_SECONDS = 2 * SILENCE
 """What is left may take so long to notice that it is alone, where nobody can tell it."""
-CLEANED = 12
-"""Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
+CLEANED = 6
+"""Seconds for a launch to end once a host was given up."""
 PYTHON = r"^\S*python\S* (-[Pu] )*-m "
-AGENT = PYTHON + r"dstrain\.launch\.multihost\.agent"
+HOST_WORKER = PYTHON + r"dstrain\.launch\.host_worker"
 SSHD = "^sshd: "
 SECRET = {"HF_TOKEN": "hf-a-secret-of-these-tests"}
 """In the environment of every launch: it must reach no disk."""
@@ -212,7 +212,7 @@ FAULTS = (
     Fault("SIGKILL of a rank", "host2", lambda scene: scene.kill_rank(1), 1, f"rank 1 on host2 {KILLED}"),
     Fault("SIGKILL of a rank", "host1", lambda scene: scene.kill_rank(0), 1, f"rank 0 on host1 {KILLED}"),
     Fault("SIGKILL of dstrain", "host1", _signals(signal.SIGKILL), -signal.SIGKILL, "", within=1.0),
-    Fault("SIGKILL of the agent", "host2", lambda scene: scene.kill(2, AGENT), 1, "^dstrain: .*host2"),
+    Fault("SIGKILL of the host worker", "host2", lambda scene: scene.kill(2, HOST_WORKER), 1, "^dstrain: .*host2"),
     Fault("SIGTERM", "host1", _signals(signal.SIGTERM), 75, ASKED, lost=0),
     Fault("SIGINT to the group: Ctrl-C", "host1", _signals(signal.SIGINT, group=True), 75, ASKED, lost=0),
     Fault("SIGHUP to the group: terminal closed", "host1", _signals(signal.SIGHUP, group=True), 75, ASKED, lost=0),

@@ -63,10 +63,10 @@ REFUSALS = (
     Refusal("the run folder is not shared", ("host1 slots=1", "host2 slots=1"), "host2: does not see .* share",
             before=lambda lab, run: lab.keep_apart(2, run.run_dir)),
     Refusal("other versions and other code; noisy login shells", ("host1 slots=1", "host2 slots=1"),
-            r"host2: has transformers 4\.0\.0, host1 has .*\n.*host2: has other code of dstrain .*: units\.py; install",
+            r"host2: has transformers 4\.0\.0, host1 has .*\n.*host2: has other code of dstrain .*; install",
             before=_other_software),
     Refusal("the login shell ends with exit 1", ("host1 slots=1", "host2 slots=1"),
-            "host2: its login shell or its agent ended with code 1 before it answered .*bashrc",
+            "host2: its login shell or dstrain ended with code 1 before it answered .*bashrc",
             before=lambda lab, run: lab.login_script("[ $(hostname) = host1 ] || exit 1\n")),
 )  # fmt: skip
 

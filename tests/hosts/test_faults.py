@@ -67,8 +67,8 @@ def test_stopping_the_command_of_one_host_stops_all(lab: Lab, tmp_path: Path) ->
     assert starts.stopped_without_ssh(lab, tmp_path / "job").wrong == ()
 
 
-def test_a_host_whose_agent_is_stopped_is_cleaned_before_one_may_start_again(lab: Lab, tmp_path: Path) -> None:
-    assert stopped.agent_stopped(lab, tmp_path / "job", (), again=False).wrong == ()
+def test_a_host_whose_worker_is_stopped_ends_its_ranks(lab: Lab, tmp_path: Path) -> None:
+    assert stopped.host_worker_stopped(lab, tmp_path / "job", (), again=False).wrong == ()
 
 
 @pytest.mark.slow

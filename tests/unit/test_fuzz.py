@@ -22,7 +22,7 @@ from dstrain.cli import main
 from dstrain.commands.data import check_file
 from dstrain.commands.plan import PlanRequest, make_report
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.hostfile import read_hostfile, select_hosts
+from dstrain.launch.hostfile import read_hostfile, select_hosts
 from dstrain.launch.plan import read_env_file
 from dstrain.launch.topology import visible_devices, worker_from_env
 from dstrain.planner.workload import parse_bytes

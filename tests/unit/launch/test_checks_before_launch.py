@@ -50,7 +50,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
             yield LocalWorkerGroup(make_launch([], {}), run_dir)
 
-        monkeypatch.setattr("dstrain.launch.multihost.worker_group.open_worker_group", gathered)
+        monkeypatch.setattr("dstrain.launch.hosts.open_worker_group", gathered)
         monkeypatch.setattr("dstrain.commands.train.supervise", lambda group, *_: work(group.run_dir))
         words = ("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2", *words)
         told = CliRunner().invoke(main, words)

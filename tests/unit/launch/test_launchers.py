@@ -17,7 +17,7 @@ import yaml
 
 from dstrain.cli import main
 from dstrain.config.schema import RunConfig
-from dstrain.launch.multihost.hostfile import parse_hostfile
+from dstrain.launch.hostfile import parse_hostfile
 from dstrain.resources import find_resource_dir
 from tests.workers import ROOT
 

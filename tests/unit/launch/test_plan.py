@@ -13,9 +13,9 @@ import torch
 from dstrain.config.schema import LaunchConfig, RunConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError
+from dstrain.launch import probe
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning, rank_command
-from dstrain.launch.multihost import probe
-from dstrain.launch.multihost.agent_client import agent_command
+from dstrain.launch.hosts import host_command
 from dstrain.launch.plan import (
     build_remote_env,
     plan_launch,
@@ -42,12 +42,12 @@ def plan(tmp_path, monkeypatch):
     return make
 
 
-def test_an_agents_command_survives_the_remote_shell(plan, monkeypatch):
+def test_a_hosts_command_survives_the_remote_shell(plan, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/a b:c:")
-    words = agent_command(plan().hosts[1], 30.0, "a1b2")
+    words = host_command(plan().hosts[1], 30.0)
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
     assert shlex.split(words[-1]) == ["/usr/bin/env", f"PYTHONPATH=/a b:{os.getcwd()}/c", sys.executable, "-P", "-u", "-m",
-                                      "dstrain.launch.multihost.agent", "30", "a1b2"]  # fmt: skip
+                                      "dstrain.launch.host_worker"]  # fmt: skip
 
 
 def test_no_secret_stands_on_a_command_line(plan):
@@ -117,10 +117,10 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
 def test_what_a_run_needs_travels_and_the_rest_stays():
     env = {"HF_TOKEN": "s", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "ib0", "TORCH_LOGS": "x",
            "OMP_NUM_THREADS": "3", "CUDA_HOME": "/c", "DSTRAIN_CACHE": "/d", "HOME": "/h", "PATH": "/p",
-           "CUDA_VISIBLE_DEVICES": "1", "DSTRAIN_SUPERVISOR": "host 1", "DSTRAIN_AGENT": "30",
+           "CUDA_VISIBLE_DEVICES": "1", "DSTRAIN_SUPERVISOR": "host 1", "DSTRAIN_HOST_TIMEOUT": "30",
            "DSTRAIN_LISTENER": "3"}  # fmt: skip
     assert set(env) - set(build_remote_env(env, [], ())) == {
-        "HOME", "PATH", "CUDA_VISIBLE_DEVICES", "DSTRAIN_SUPERVISOR", "DSTRAIN_AGENT", "DSTRAIN_LISTENER",
+        "HOME", "PATH", "CUDA_VISIBLE_DEVICES", "DSTRAIN_SUPERVISOR", "DSTRAIN_HOST_TIMEOUT", "DSTRAIN_LISTENER",
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.hostfile import Host, parse_hostfile, read_hostfile, select_hosts
+from dstrain.launch.hostfile import Host, parse_hostfile, read_hostfile, select_hosts
 
 TEXT = "# ours\nhost2 slots=4\n\nhost1\tslots=8  # the old one\nhost3 slots=2 max_slots=2\n"
 HOSTS = parse_hostfile(TEXT, "F")

@@ -1,4 +1,4 @@
-"""What each host offers: devices, versions, clocks, shared folders."""
+"""What each host offers: devices, versions, addresses, shared folders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import psutil
 
 import dstrain
 from dstrain.distributed.store import find_own_address
+from dstrain.errors import UsageError
 from dstrain.files import get_host_id
-from dstrain.launch.processes import start_time
+from dstrain.launch.spawn import open_listener
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 from dstrain.process_setup import count_available_cores
 from dstrain.resources import find_resource_dir
@@ -49,21 +50,20 @@ def read_package_versions() -> dict[str, str]:
 
 
 @cache
-def hash_source_files() -> dict[str, str]:
-    """Return a hash of each source file of dstrain, by its path in the package."""
-    root, found = Path(dstrain.__file__).parent, {}
-    presets = find_resource_dir(_PRESETS_DIR)  # next to the package in a checkout
-    for base, above in ((root, root), (presets, presets.parent)):
-        for path in base.rglob("*"):
-            name = path.relative_to(above).as_posix()
-            if path.suffix in _SOURCE_SUFFIXES and not name.startswith(_EXCLUDED_PREFIX) and path.is_file():
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_LENGTH]
-    return dict(sorted(found.items()))
-
-
 def hash_source_tree() -> str:
-    """Return one hash of all source files."""
-    return hashlib.sha256(repr(sorted(hash_source_files().items())).encode()).hexdigest()[:_HASH_LENGTH]
+    """Return one hash of all source files of dstrain."""
+    package = Path(dstrain.__file__).parent
+    presets = find_resource_dir(_PRESETS_DIR)  # next to the package in a checkout
+    paths = {}
+    for base, parent in ((package, package), (presets, presets.parent)):
+        for path in base.rglob("*"):
+            name = path.relative_to(parent).as_posix()
+            if path.suffix in _SOURCE_SUFFIXES and not name.startswith(_EXCLUDED_PREFIX) and path.is_file():
+                paths[name] = path
+    digest = hashlib.sha256()
+    for name, path in sorted(paths.items()):
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:_HASH_LENGTH]
 
 
 def iter_version_diffs(expected: Mapping[str, str], actual: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -71,12 +71,6 @@ def iter_version_diffs(expected: Mapping[str, str], actual: Mapping[str, str]) -
     for name in expected:
         if expected[name] != actual.get(name, ""):
             yield name, expected[name] or "none", actual.get(name, "") or "none"
-
-
-def find_source_diff(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first file that differs and their number; ("", 0) if there is no difference."""
-    differ = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
-    return (differ[0], len(differ)) if differ else ("", 0)
 
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -93,10 +87,8 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "machine": get_host_id(),
-        "pid": os.getpid(),
-        "started": start_time(os.getpid()),
         "versions": read_package_versions(),
-        "digests": hash_source_files(),
+        "code": hash_source_tree(),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
         "cores": count_available_cores(),
@@ -123,6 +115,16 @@ def _ssh_server_address() -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     return "" if address.startswith(("127.", "::1")) else address
+
+
+def open_port(address: str, port: int) -> dict[str, Any]:
+    """Listen for the ranks. Returns the port and the descriptor of the socket, which stays open, or a fault."""
+    try:
+        listener = open_listener(address, port)
+    except UsageError as error:
+        return {"fault": str(error)}
+    port = listener.getsockname()[1]
+    return {"port": port, "listener": listener.detach()}
 
 
 def try_connect(address: str, port: int) -> dict[str, Any]:

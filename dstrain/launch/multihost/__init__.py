@@ -1,1 +1,0 @@
-"""Launches on several hosts: hostfile, agents, channels, probes."""

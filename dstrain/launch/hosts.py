@@ -385,8 +385,5 @@ class MultiHostWorkerGroup(WorkerGroup):
     def wait_for_event(self, timeout: float) -> None:
         wait_readable([session.messages.read_fd for session in self._ranks if not session.messages.closed], timeout)
 
-    def find_output(self, rank: int | None) -> Path | None:
-        for session, ranks in self._ranks.items():
-            if rank is None or rank in ranks:
-                return session.log_path
-        return None
+    def find_output(self, rank: int) -> Path | None:
+        return next(session.log_path for session, ranks in self._ranks.items() if rank in ranks)

@@ -85,7 +85,7 @@ class WorkerGroup(ABC):
     def wait_for_event(self, timeout: float) -> None:
         """Sleep until a rank ends or a message arrives, at most `timeout` seconds."""
 
-    def find_output(self, rank: int | None) -> Path | None:
+    def find_output(self, rank: int) -> Path | None:
         """Return the file with what the rank printed before its own log; None if that is on the terminal."""
         return None
 

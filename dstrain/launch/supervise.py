@@ -16,7 +16,6 @@ from dstrain.host_memory import HOST_MEMORY_FIX
 from dstrain.launch.spawn import RankEnd, WorkerGroup
 from dstrain.launch.worker import (
     DUPLICATE_SIGNAL_SECONDS,
-    TRACEBACK_HINT,
     RankRecord,
     finish_log_copy,
     log_path,
@@ -157,7 +156,7 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
 
 
 def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOutcome) -> int:
-    """Print the error, after the last log lines of the failed rank. Returns the exit code."""
+    """Print the error, once: rank 0's output is on the terminal already. Returns the exit code."""
     if stop_state.killed and outcome.code == EXIT_FAILED:
         _log_stderr(
             "ended at once, as asked" + ("; what was not in a checkpoint is lost" if stop_state.is_stopping else "")
@@ -169,18 +168,16 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
         _log_stderr("the signal came before a worker had begun, so there was nothing to save")
         return outcome.code
     record = group.ends[outcome.rank].record if outcome.rank in group.ends else None
-    # Rank 0's output is copied to the terminal: its error is there already.
-    is_on_terminal = outcome.rank == 0 and record is not None and record.exit is not None
-    if record is not None and record.is_out_of_memory:  # one message for all ranks, and no end of a log
-        _log_stderr(outcome.message if not is_on_terminal else outcome.message.split("\n", 1)[0])
-        return outcome.code
-    own = None if outcome.rank is None else log_path(group.run_dir, outcome.rank)
-    # The end of such a log is a traceback, and the message names the log.
-    is_summarized = record is not None and TRACEBACK_HINT in (record.error or "") and not is_debug()
-    if not (is_on_terminal or is_summarized or _print_log_tail(own)):
-        _print_log_tail(group.find_output(outcome.rank))
-    if not (is_on_terminal and outcome.code == EXIT_USAGE):
+    has_error = record is not None and record.error is not None
+    if outcome.rank is not None and (is_debug() or not has_error):  # only its output may tell more than the message
+        log = log_path(group.run_dir, outcome.rank)
+        is_shown = outcome.rank == 0 and log.exists()
+        if not is_shown and not _print_log_tail(log):
+            _print_log_tail(group.find_output(outcome.rank))
+    if outcome.rank != 0 or not has_error:
         _log_stderr(outcome.message)
+    elif outcome.code != EXIT_USAGE:
+        _log_stderr(outcome.message.split("\n", 1)[0])
     return outcome.code
 
 

@@ -42,9 +42,6 @@ _PRINT_TIMEOUT_SECONDS = 2.0
 DUPLICATE_SIGNAL_SECONDS = 0.5
 """A signal repeated within this time counts once: `timeout` and batch systems signal a process and its group."""
 
-TRACEBACK_HINT = "; the full traceback is in "
-"""Words before the path of the log in the message of an unexpected error."""
-
 SHARED_FILE_PREFIX = "seen-"
 """Prefix of a file that the hosts of a launch look for, to learn whether they share the run folder."""
 MAX_RECORD_BYTES = 1 << 20
@@ -119,7 +116,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
                 finish_log_copy()
                 log_stderr(format_traceback(fault))  # into the log alone: a compiler's output may be in it
         else:
-            error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
+            error = f"{describe_unexpected(fault)}; the full traceback is in {log_path(run_dir, rank)}"
             _log_traceback(fault, rank, error)
     record_end(run_dir, rank, code, error)
     return code

@@ -136,22 +136,26 @@ def test_one_rank_with_a_usage_error_exits_2(run):
     assert "rank 1 failed with code 2: data.train: no such file" in said
 
 
-def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
-    code, said = run("""
+@pytest.mark.parametrize("has_error", [False, True])
+def test_a_failed_rank_is_1_and_named_with_its_error_or_after_the_end_of_its_log(has_error, run):
+    ending = 'end(1, "the loss is nan at step 7")' if has_error else "os._exit(1)"
+    code, said = run(f"""
         if rank == 1:
             redirect_output(run / "logs" / "rank-00001.log", copy_to_terminal=False)
             for line in range(30):
                 print("line", line)
-            end(1, "the loss is nan at step 7")
+            {ending}
         work()
         time.sleep(1)  # the one to blame ends well before
         os._exit(1)
     """).end()
     assert code == 1
-    assert "line 9\n" not in said
-    assert (
-        said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 failed with code 1: the loss is nan")
-    )
+    if has_error:
+        assert "rank 1 failed with code 1: the loss is nan at step 7" in said
+        assert "| line" not in said
+    else:
+        assert "line 9\n" not in said
+        assert said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 ended with code 1")
 
 
 @pytest.mark.parametrize("bad", [0, 1])

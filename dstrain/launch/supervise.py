@@ -74,7 +74,7 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
     result = compute_outcome(group.ends, group.launch.ranks, ended if stop_state.failed_at else [*group.ends])
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
-        _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
+        _log_stderr(aborted)
         return EXIT_FAILED
     return _report_outcome(stop_state, group, result)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig, check_limits
@@ -60,7 +60,7 @@ class Distill(SFT, FrozenReferenceTask):
     """
 
     path_options = ("teacher",)
-    checks_class: ClassVar[type[DistillChecks]] = DistillChecks
+    packs_batches = True
     metric_names = ("kl", "token_accuracy")
     ref_columns = ("teacher_log_probs", "teacher_ids")
 
@@ -82,6 +82,10 @@ class Distill(SFT, FrozenReferenceTask):
         check_limits(self, "ce_weight", below=1)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature:g}, but it must be above 0")
+
+    @cached_property
+    def checks(self) -> DistillChecks:
+        return DistillChecks(parse_record=self.parse_record, task=self)
 
     @cached_property
     def teacher_source(self) -> ModelSource:

@@ -56,7 +56,7 @@ class DocQA(SFT):
     metric_names = ("token_accuracy", *ANSWER_METRICS)
     default_answer_metrics = tuple(ANSWER_METRICS)
     default_max_new_tokens = 32
-    checks_class = VLMChecks
+    packs_batches = True
     needs_vision = True
     default_lora = LoraConfig()
 
@@ -90,6 +90,10 @@ class DocQA(SFT):
         check_limits(self, "focal_gamma")
         if self.prompt_template.count(QUESTION_FIELD) != 1:
             raise ValueError(f"prompt_template must contain {QUESTION_FIELD} once")
+
+    @cached_property
+    def checks(self) -> VLMChecks:
+        return VLMChecks(parse_record=self.parse_record, task=self)
 
     @cached_property
     def document_options(self) -> DocumentOptions:

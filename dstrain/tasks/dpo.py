@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
 from dstrain.tasks.common.pairs import PairChecks, PairTask, pair_metrics, tiny_pair_recipe
 from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
-from dstrain.tasks.common.task import Loss, ReferenceKind
-from dstrain.tasks.common.text import TextChecks
+from dstrain.tasks.common.task import Loss, ReferenceKind, Task, select_subclass
 from dstrain.tasks.safety.options import REWARD_MODEL_OPTIONS, SafetyOptions
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ class DPO(PairTask, ReferenceTask):
     """
 
     path_options = (*ReferenceTask.path_options, *REWARD_MODEL_OPTIONS)
-    variants: ClassVar[Mapping[str, str]] = {"safety": "dstrain.tasks.safety.safe_dpo:SafeDPO"}
+    packs_batches = True
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
-    checks_class: ClassVar[type[TextChecks]] = DPOChecks
 
     beta: float = 0.1
     """Strength of the penalty on the divergence from the reference; IPO's tau, ORPO's lambda, SimPO's scale."""
@@ -74,10 +72,20 @@ class DPO(PairTask, ReferenceTask):
             raise ValueError(
                 f"rpo_alpha is {self.rpo_alpha:g}, but it must be at least 0, and unset for orpo, whose loss has an SFT term"
             )
-        if self.safety is not None and self.variants:
+        if self.safety is not None and self.select_class({"safety": self.safety}) is not type(self):
             raise ValueError("safety belongs to SafeDPO, which make_task takes where it is set")
         if self.loss_type in REFERENCE_FREE_LOSSES and (self.precompute_ref_log_probs or self.ref_model):
             raise ValueError(f"loss_type {self.loss_type} has no reference; leave its options out")
+
+    @classmethod
+    def select_class(cls, options: Mapping[str, Any]) -> type[Task]:
+        if options.get("safety") is None:
+            return cls
+        return select_subclass(cls, "safety", "dstrain.tasks.safety.safe_dpo:SafeDPO")
+
+    @cached_property
+    def checks(self) -> DPOChecks:
+        return DPOChecks(parse_record=self.parse_record, task=self)
 
     @cached_property
     def reference_kind(self) -> ReferenceKind:

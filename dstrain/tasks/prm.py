@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,6 @@ class ProcessRewardModel(TextTask):
     is the F1 of ProcessBench (Zheng et al., arXiv 2412.06559, section 3.3).
     """
 
-    source_class = StepModelSource
     packs_batches = True
     rows_per_sample = 1
     scores_answers = False
@@ -84,6 +84,10 @@ class ProcessRewardModel(TextTask):
     """Text after each step. The score of a step is read at its last token."""
     disable_dropout: bool = True
     """Train without dropout."""
+
+    @cached_property
+    def model_source(self) -> StepModelSource:
+        return StepModelSource(task=self)
 
     def parse(self, record: Mapping[str, Any]) -> Solution:
         return read_solution(record)

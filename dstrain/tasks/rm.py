@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, check_limits
 from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
-from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.task import Loss, Task, select_subclass
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,13 +100,9 @@ class RewardModel(PairTask):
     Christiano et al. (arXiv 1706.03741); the loss is eq. 1 of Ouyang et al. (arXiv 2203.02155), summed over pairs.
     """
 
-    source_class = RewardModelSource
-    checks_class = RewardChecks
+    packs_batches = True
     metric_names = ("accuracy", "margin", "calibration_error", *MARGIN_BINS)
     learning_rate = 1.0e-5
-    variants: ClassVar[Mapping[str, str]] = {
-        "objectives": "dstrain.tasks.common.objectives:ObjectivesRewardModel",
-    }
     modules_to_save = ("score", "classifier", "classification_head")
 
     center_rewards_coefficient: float = 0.0
@@ -125,8 +121,22 @@ class RewardModel(PairTask):
     def __post_init__(self) -> None:
         check_limits(self, "label_smoothing", below=0.5)
         check_limits(self, "center_rewards_coefficient")
-        if self.variants and (self.loss_type != "bradley_terry" or self.objective_weights is not None):
+        if self.objectives is None and (self.loss_type != "bradley_terry" or self.objective_weights is not None):
             raise ValueError("loss_type and objective_weights need objectives; name the columns with labels there")
+
+    @classmethod
+    def select_class(cls, options: Mapping[str, Any]) -> type[Task]:
+        if options.get("objectives") is None:
+            return cls
+        return select_subclass(cls, "objectives", "dstrain.tasks.common.objectives:ObjectivesRewardModel")
+
+    @cached_property
+    def model_source(self) -> RewardModelSource:
+        return RewardModelSource(task=self)
+
+    @cached_property
+    def checks(self) -> RewardChecks:
+        return RewardChecks(parse_record=self.parse_record, task=self)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         # One forward pass for both answers: the chosen rows come first.

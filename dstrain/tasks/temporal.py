@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -278,9 +278,6 @@ class Temporal(SFT):
     et al., arXiv 2310.03744). classify trains a classifier on the encoder, masked reconstructs hidden patches.
     """
 
-    checks_class = TemporalChecks
-    export_class = TemporalExport
-    source_class = TemporalModelSource
     learning_rate = 1.0e-4
     packs_batches = False
     answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = {
@@ -327,7 +324,15 @@ class Temporal(SFT):
 
     @cached_property
     def model_source(self) -> TemporalModelSource:
-        return cast("TemporalModelSource", super().model_source)
+        return TemporalModelSource(task=self)
+
+    @cached_property
+    def checks(self) -> TemporalChecks:
+        return TemporalChecks(parse_record=self.parse_record, task=self)
+
+    @property
+    def export(self) -> TemporalExport:
+        return TemporalExport(self, self.modules_to_save)
 
     @property
     def training_items(self) -> Sequence[TrainDatasetConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class VLM(SFT):
 
     metric_names = ("token_accuracy", "exact_match")
     needs_vision = True
-    checks_class = VLMChecks
+    packs_batches = True
 
     group_by_image: bool = False
     """Group consecutive training records with the same images into one multi-turn conversation."""
@@ -61,6 +62,10 @@ class VLM(SFT):
     def __post_init__(self) -> None:
         if not 0 <= self.horizontal_flip <= 1:
             raise ValueError(f"horizontal_flip is {self.horizontal_flip:g}, but a probability is between 0 and 1")
+
+    @cached_property
+    def checks(self) -> VLMChecks:
+        return VLMChecks(parse_record=self.parse_record, task=self)
 
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]

@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
@@ -59,8 +60,7 @@ class ObjectivesRewardModel(RewardModel):
     labels that records have, weighted by objective.
     """
 
-    variants: ClassVar[Mapping[str, str]] = {}
-    source_class = ObjectivesSource
+    packs_batches = True
 
     objectives: list[str] = field(default_factory=list)
     """Columns with a number for each answer, such as [helpfulness, correctness]: one score is trained on each of them."""
@@ -79,6 +79,10 @@ class ObjectivesRewardModel(RewardModel):
         measure = "accuracy" if self.has_pairs else "mse"
         # Metrics depend on the options; the fields of a frozen dataclass are set this way in __post_init__.
         object.__setattr__(self, "metric_names", (measure, *(f"{measure}_{name}" for name in names)))
+
+    @cached_property
+    def model_source(self) -> ObjectivesSource:
+        return ObjectivesSource(task=self)
 
     @property
     def has_pairs(self) -> bool:  # type: ignore[override]  # depends on the loss

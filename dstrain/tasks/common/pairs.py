@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.data.dataset import Samples
@@ -46,10 +47,13 @@ class PairChecks(TextChecks):
 class PairTask(TextTask):
     """A task on a chosen and a rejected answer to one prompt."""
 
-    checks_class: ClassVar[type[TextChecks]] = PairChecks
     packs_batches = True
     has_pairs = True
     token_columns = ("chosen", "rejected")
+
+    @cached_property
+    def checks(self) -> PairChecks:
+        return PairChecks(parse_record=self.parse_record, task=self)
 
     def parse(self, record: Mapping[str, Any]) -> Preference:
         return read_preference(record)

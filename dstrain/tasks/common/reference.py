@@ -67,10 +67,13 @@ class FrozenReferenceTask(TextTask):
 
     path_options: ClassVar[tuple[str, ...]] = ("ref_model",)
     """The option that names the other model first."""
-    checks_class: ClassVar[type[TextChecks]] = ReferenceChecks
 
     precompute_ref_log_probs: bool = False
     """Compute the reference's outputs once, before training, and cache them: no second model in memory."""
+
+    @cached_property
+    def checks(self) -> ReferenceChecks:
+        return ReferenceChecks(parse_record=self.parse_record, task=self)
 
     @property
     def reference_path(self) -> str | None:
@@ -167,7 +170,6 @@ class ReferenceTask(FrozenReferenceTask):
     """A task that compares the log-probabilities of answers under the policy and a reference."""
 
     learning_rate = 1.0e-6
-    export_class = ReferenceExport
 
     beta: float = 0.1
     """Strength of the penalty on the divergence from the reference."""
@@ -185,6 +187,10 @@ class ReferenceTask(FrozenReferenceTask):
         kind = super().reference_kind
         is_policy = self.recipe.model.lora is not None and self.ref_model is None
         return "adapter" if kind == "model" and is_policy else kind
+
+    @property
+    def export(self) -> ReferenceExport:
+        return ReferenceExport(self, self.modules_to_save)
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         from dstrain.tasks.common.forward import answer_log_probs

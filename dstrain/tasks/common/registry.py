@@ -408,7 +408,7 @@ def make_task(recipe: RunConfig) -> Task:
     if faults := list(_find_unused_keys(task, recipe)):
         raise TaskError(faults)
     values = validate_options(task, recipe)
-    task = _find_variant(task, values)
+    task = task.select_class(values)
     try:
         made = task(recipe=recipe, **values)
     except (TypeError, ValueError) as error:
@@ -455,23 +455,6 @@ def _check_generation(made: Task) -> None:
     if generate.metrics is None and not made.generated_metric_names:
         problem = "names neither metrics nor a reward_model, so there is nothing to compute"
         raise TaskError(Fault("eval.generate", problem, "write metrics: [anls], or reward_model: FOLDER"))
-
-
-def _find_variant(task: type[Task], values: Mapping[str, Any]) -> type[Task]:
-    """Return the class that takes the task's place by an option that is set, else the task. Raises TaskError.
-
-    A task derived from one with variants must derive from the variant itself, or its own code would not run.
-    """
-    for option, target in task.variants.items():
-        if values.get(option) is None:
-            continue
-        module, _, name = target.partition(":")
-        if "variants" not in vars(task):
-            problem = f"is set, but {task.__name__} derives from a task without it"
-            raise TaskError(Fault(f"options.{option}", problem, f"derive it from {module}.{name}"))
-        variant: type[Task] = getattr(importlib.import_module(module), name)
-        return variant
-    return task
 
 
 def _find_unused_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:

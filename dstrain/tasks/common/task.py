@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import textwrap
@@ -275,11 +276,11 @@ class Task(ABC):
     """Options that name a model's folder or Hub id, `safety.harmless_rm` in a block: looked up next to the recipe too,
     and not downloaded where only a folder of somebody else names it."""
 
-    variants: ClassVar[Mapping[str, str]] = {}
-    """Option -> `module:Class` of the task that takes the place of this class where the option is set."""
-
     packs_batches: ClassVar[bool] = False
-    """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
+    """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches.
+
+    Where the recipe leaves it open, rows are packed only if the class itself says so: a class that inherits the value
+    may have methods that expect padded rows."""
 
     has_pairs: ClassVar[bool] = False
     """True where the rows of a sample begin with the same tokens."""
@@ -289,6 +290,11 @@ class Task(ABC):
 
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe that the task was made for; not an option."""
+
+    @classmethod
+    def select_class(cls, options: Mapping[str, Any]) -> type[Task]:
+        """Return the class that is made with these options: this one, unless one of them has a class of its own."""
+        return cls
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Any] | None:
@@ -386,6 +392,21 @@ def check_sequence_parallel(task: Task) -> None:
     size = task.recipe.parallel.sequence
     if size > 1 and (reason := task.sequence_parallel_unsupported_reason(size)):
         raise RecipeError(Fault("parallel.sequence", f"is {size}, but {reason}", "write 1"))
+
+
+def select_subclass(task: type[Task], option: str, target: str) -> type[Task]:
+    """Return the subclass `target`, MODULE:CLASS, of a packaged task, for an option that only the subclass has.
+
+    A user's class must derive from the subclass itself, or its own code would not run. Raises TaskError.
+    """
+    module, _, name = target.partition(":")  # a name, since the module imports the packaged task's
+    subclass: type[Task] = getattr(importlib.import_module(module), name)
+    if issubclass(task, subclass):
+        return task
+    if task not in subclass.__bases__:
+        problem = f"is set, but {task.__name__} derives from a task without it"
+        raise TaskError(Fault(f"options.{option}", problem, f"derive it from {module}.{name}"))
+    return subclass
 
 
 def has_dropout_disabled(task: Task) -> bool:

@@ -59,12 +59,12 @@ def resolve_packing(
     batch: BatchConfig,
     find_unsupported_reason: FindUnsupportedReason,
     has_pairs: bool,
-    override_reason: str | None = None,
+    untested: str | None = None,
 ) -> PackingMode:
     """Return the mode that batch.packing and batch.prefix_sharing ask for; auto is on where nothing is in the way.
 
-    `override_reason`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError
-    where a value is true, and something is in the way.
+    `untested`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError where
+    a value is true, and something is in the way.
     """
     shares = batch.prefix_sharing
     if shares is True and not has_pairs:
@@ -81,7 +81,7 @@ def resolve_packing(
     if reason and forced:
         key = "batch.packing" if batch.packing is True else "batch.prefix_sharing"
         raise RecipeError(Fault(key, f"is true, but {reason}", "set it to auto or false"))
-    reason = reason or (None if forced else override_reason)
+    reason = reason or (None if forced else untested)
     if reason:
         return PackingMode(False, message=f"batches are padded, not packed: {reason}")
     if not has_pairs or shares is False:
@@ -240,19 +240,11 @@ class TextTask(RecordTask):
     Rows of a batch: R sequences of token ids.
     """
 
-    source_class: ClassVar[type[ModelSource]] = ModelSource
-    checks_class: ClassVar[type[TextChecks]] = TextChecks
-    export_class: ClassVar[type[TextExport]] = TextExport
     is_planned = True
     rows_per_sample: ClassVar[int] = 2
     """Sequences of a sample in a batch."""
     ref_columns: ClassVar[tuple[str, ...]] = ()
     """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
-    row_members: ClassVar[tuple[str, ...]] = (
-        "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
-        "scores", "source_class", "step_stats",
-    )  # fmt: skip
-    """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
     answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = ANSWER_METRICS
     label_column: ClassVar[str] = ""
     """Column of the examples with the label of each; empty: they have none."""
@@ -433,9 +425,13 @@ class TextTask(RecordTask):
     @cached_property
     def packing(self) -> PackingMode:
         """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
-        return resolve_packing(
-            self.recipe.batch, self.packing_unsupported_reason, self.has_pairs, self._find_overridden_method()
-        )
+        untested = None
+        if "packs_batches" not in vars(type(self)):
+            untested = (
+                f"{type(self).__name__} derives from a task that packs and may expect padded rows; if it does not, "
+            )
+            untested += "write packs_batches = True in the class, or set batch.packing: true"
+        return resolve_packing(self.recipe.batch, self.packing_unsupported_reason, self.has_pairs, untested)
 
     def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
@@ -457,14 +453,6 @@ class TextTask(RecordTask):
             return self.packing.message or "batch.packing is false: only the tokens of packed batches can be shared"
         if router_loss_coefficient(config, self.recipe.model.router_aux_loss_coef):
             return "the loss of a router reads all tokens of a micro-batch; write model.router_aux_loss_coef: 0"
-        return None
-
-    def _find_overridden_method(self) -> str | None:
-        """Return a reason where a task file replaces a member that may expect padded rows."""
-        for name in self.row_members:
-            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
-            if owner is not None and not owner.__module__.startswith("dstrain."):
-                return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
         return None
 
     def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
@@ -542,7 +530,7 @@ class TextTask(RecordTask):
     @cached_property
     def model_source(self) -> ModelSource:
         """The model that the recipe names: its config, tokenizer, processor and class."""
-        return self.source_class(task=self)
+        return ModelSource(task=self)
 
     @property
     def texts_name(self) -> str:
@@ -580,8 +568,8 @@ class TextTask(RecordTask):
 
     @property
     def has_own_source_load(self) -> bool:
-        """True where `source_class` loads in its own way: model.path may then mean anything."""
-        return self.source_class.load is not ModelSource.load
+        """True where `model_source` loads in its own way: model.path may then mean anything."""
+        return type(self.model_source).load is not ModelSource.load
 
     @property
     def loads_own_model(self) -> bool:
@@ -601,7 +589,7 @@ class TextTask(RecordTask):
 
     @cached_property
     def checks(self) -> TextChecks:
-        return self.checks_class(parse_record=self.parse_record, task=self)
+        return TextChecks(parse_record=self.parse_record, task=self)
 
     def answer_tensors(
         self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]
@@ -626,4 +614,4 @@ class TextTask(RecordTask):
 
     @property
     def export(self) -> TextExport:
-        return self.export_class(self, self.modules_to_save)
+        return TextExport(self, self.modules_to_save)

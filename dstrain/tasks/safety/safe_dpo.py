@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.data.dataset import Dataset
@@ -188,8 +188,7 @@ class SafeDPO(DPO):
     of pairs with images, whose images are corrupted. Labels and scores reorder pairs in the loss, not in the batch.
     """
 
-    checks_class = SafeDPOChecks
-    variants: ClassVar[Mapping[str, str]] = {}
+    packs_batches = True
 
     safety: SafetyOptions = field(default_factory=SafetyOptions)
     """Safety-aware DPO: a block of options. An empty one, safety: {}, logs the safety metrics of the data's labels."""
@@ -211,6 +210,10 @@ class SafeDPO(DPO):
                 )
         # Metrics depend on the options; the fields of a frozen dataclass are set this way in __post_init__.
         object.__setattr__(self, "metric_names", (*self.metric_names, *options.metric_names))
+
+    @cached_property
+    def checks(self) -> SafeDPOChecks:
+        return SafeDPOChecks(parse_record=self.parse_record, task=self)
 
     @property
     def shows_corrupted(self) -> bool:

@@ -345,31 +345,27 @@ def test_padded_rows_share_nothing() -> None:
         resolve(packing=False, prefix_sharing=True)
 
 
-def test_methods_of_a_task_file_are_packed_only_if_asked_for() -> None:
-    assert resolve(untested="`loss` of the task file").message.endswith("`loss` of the task file")
-    assert resolve(untested="`loss` of the task file", packing=True) == PackingMode(True, True)
+def test_untested_rows_are_packed_only_if_asked_for() -> None:
+    assert resolve(untested="Own may expect padded rows").message.endswith("Own may expect padded rows")
+    assert resolve(untested="Own may expect padded rows", packing=True) == PackingMode(True, True)
 
 
-MEMBERS = {
-    "dpo.DPO": "def reference_outputs(self, model, batch): return super().reference_outputs(model, batch)",
-    "rm.RewardModel": "def scores(self, model, batch): return super().scores(model, batch)",
-    "kto.KTO": "def step_stats(self, model, batch): return super().step_stats(model, batch)",
-    "sft.SFT": "loss_inputs = property(lambda self: super(Own, self).loss_inputs)",
-}
-
-
-@pytest.mark.parametrize("base", MEMBERS)
-def test_members_of_a_task_file_that_read_rows_get_padded_ones(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["dpo.DPO", "rm.RewardModel", "kto.KTO", "sft.SFT"])
+def test_a_derived_task_gets_padded_rows_unless_it_says_that_it_packs(base: str, tmp_path: Path) -> None:
     module, name = base.split(".")
-    file = tmp_path / "own.py"
-    file.write_text(
-        f"from dataclasses import dataclass\nfrom dstrain.tasks.{module} import {name}\n\n"
-        f"@dataclass(frozen=True, kw_only=True)\nclass Own({name}):\n    {MEMBERS[base]}\n"
-    )
-    recipe = named_recipe(module, tmp_path)[1] | {"task": str(file)}
-    made: Any = make_task(RunConfig.model_validate(recipe))
-    assert not made.packing.is_packed
-    assert "of the task file may expect padded rows" in made.packing.message
+    made: dict[str, Any] = {}
+    for body in ("pass", "packs_batches = True"):
+        file = tmp_path / f"{body[:4]}.py"
+        file.write_text(
+            f"from dataclasses import dataclass\nfrom dstrain.tasks.{module} import {name}\n\n"
+            f"@dataclass(frozen=True, kw_only=True)\nclass Own({name}):\n    {body}\n"
+        )
+        recipe = named_recipe(module, tmp_path)[1] | {"task": str(file)}
+        made[body] = make_task(RunConfig.model_validate(recipe))
+    assert made["packs_batches = True"].packing.is_packed
+    assert not made["pass"].packing.is_packed
+    assert "write packs_batches = True in the class" in made["pass"].packing.message
+    recipe["task"] = str(tmp_path / "pass.py")
     forced: Any = make_task(RunConfig.model_validate(recipe | {"batch": {**recipe["batch"], "packing": True}}))
     assert forced.packing.is_packed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,9 @@ class OwnSource(ModelSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Own(SFT):
-    source_class = OwnSource
+    @cached_property
+    def model_source(self) -> OwnSource:
+        return OwnSource(task=self)
 
 
 def test_where_a_task_loads_in_its_own_way_a_path_means_anything() -> None:

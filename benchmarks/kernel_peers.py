@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -260,25 +260,25 @@ def _models_on_device(work: Workload) -> Iterator[None]:
 
     On the host their weights would take their size of memory.
     """
+    from dstrain.tasks.common import reference
     from dstrain.training.build_model import build_model
 
     kind = type(work.task)
-    build_plain, build_reference = kind.build_model, getattr(kind, "build_reference", None)
+    build_plain, load_plain = kind.build_model, reference.load_reference
 
     def build_on_device(task: Any) -> Any:
         # Quantized and with adapters, where the recipe says so.
         with mock.patch.object(kind, "build_model", build_plain), work.world.device:
             return build_model(task)
 
-    def build_reference_on_device(task: Any) -> Any:
-        assert build_reference is not None
+    def load_on_device(task: Any, config: Any) -> Any:
         with work.world.device:
-            return build_reference(task)
+            return load_plain(task, config)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kind, "build_model", build_on_device))
-        if build_reference is not None:
-            stack.enter_context(mock.patch.object(kind, "build_reference", build_reference_on_device))
+    with (
+        mock.patch.object(kind, "build_model", build_on_device),
+        mock.patch.object(reference, "load_reference", load_on_device),
+    ):
         yield
 
 

@@ -161,7 +161,7 @@ def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **set
     recipe, steps = task.recipe, math.ceil(len(examples) / task.recipe.batch.total)
     words: dict[str, Any] = {"model": task.build_model(), "args": config(**{**_arguments(recipe), **settings})}
     if name == DPO:
-        words["ref_model"] = task.build_reference()
+        words["ref_model"] = task.reference.build()
     if settings.get("bf16"):  # weights too; buffers such as rotary frequencies stay in fp32, as after from_pretrained
         for model in (words["model"], words.get("ref_model")):
             for parameter in model.parameters() if model is not None else ():

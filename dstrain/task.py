@@ -30,11 +30,11 @@ from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenColumns, TokenStore
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError, RecipeError, TaskError
+from dstrain.tasks.common.generation import GenerationMetrics
 from dstrain.tasks.common.record_task import RecordTask, policy_of
 from dstrain.tasks.common.task import (
     Checks,
     Export,
-    GenerationMetrics,
     Loss,
     LossInputs,
     Reference,

@@ -21,7 +21,7 @@ class PlainDeepSpeed:
         optim = task.recipe.optim
         model = task.build_model()
         self._task, self._name, self._examples, self._step = task, name, examples, 0
-        self._reference = task.build_reference() if name == "dpo" else None
+        self._reference = task.reference.build() if name == "dpo" else None
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay),

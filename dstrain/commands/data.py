@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_recipe
-from dstrain.commands.show_records import show_records
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.documents.source import DocumentSource
@@ -21,12 +20,10 @@ from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_so
 from dstrain.data.records import BadRow
 from dstrain.data.series import SERIES_TOKEN_ID
 from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, list_unread
-from dstrain.data.sources.open import open_source
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.files import match_files
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks import TaskOptions, make_task
-from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.text import TextTask
 
 NO_TOKENIZER_HINT = (
@@ -80,9 +77,6 @@ def check_file(
     if parse is None:
         raise TaskError(f"task {config.task}: has no record format to check; the task reads its records itself")
     item, told = _find_item(config, file, recipe)
-    if not isinstance(made, RecordTask):
-        opened = open_source(item, config.data.columns)
-        return check_source(opened, parse, count_available_cores(), show_progress), "\n".join(told)
     opened = made.open_source(item)
     check_columns_exist([opened])
     source = made.wrap_source(opened, item)
@@ -97,9 +91,10 @@ def check_file(
     if config.model.path is None:
         return found, "\n".join([*told, NO_TOKENIZER_HINT])
     skipping = make_task(config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})}))
-    assert isinstance(skipping, TextTask)
-    told += [f"warning: {line}" for line in describe_missing_end(skipping.tokenizer)]
-    return found, "\n".join(filter(None, [*told, _describe_truncation(source, skipping, found)]))
+    assert skipping.prompts is not None, "it reads text"
+    text_task: TextTask = skipping.prompts.task
+    told += [f"warning: {line}" for line in describe_missing_end(text_task.tokenizer)]
+    return found, "\n".join(filter(None, [*told, _describe_truncation(source, text_task, found)]))
 
 
 def _describe_truncation(source: Source, task: TextTask, validation: ValidationReport) -> str:
@@ -144,31 +139,31 @@ def show_file(
     data = config.data.model_copy(update=changes | {"on_error": "skip"})
     made = make_task(config.model_copy(update={"data": data}))
     yield from (f"--- {line}" for line in told)
-    describes = isinstance(made, RecordTask) and made.describes_records
-    if isinstance(made, RecordTask) and describes:
-        yield from show_records(made, limit)
-    if not isinstance(made, TextTask) or not made.reads_text:
-        if describes:
+    if made.describes_records:
+        yield from made.show_records(limit)
+    if made.prompts is None or not made.reads_text:
+        if made.describes_records:
             return
         raise TaskError(f"task {config.task}: its records are not texts; `dstrain data check` lists the bad ones")
-    if not made.model_source.is_named and not made.has_own_tokenizer:
-        if describes:
+    text_task: TextTask = made.prompts.task
+    if not text_task.model_source.is_named and not made.has_own_tokenizer:
+        if made.describes_records:
             yield f"--- {TOKENS_HINT}"
             return
         raise RecipeError(
             Fault("model.path", "is not set, and the tokens depend on the model", "add --set model.path=FOLDER")
         )
-    source = made.open_sources(made.training_items)
-    store = made.build_store(source)
+    source = text_task.open_sources(text_task.training_items)
+    store = text_task.build_store(source)
     for row in store.report.bad:
         yield f"--- {row.location}: cannot be used: {row.reason}"
     examples = [store[index] for index in range(len(store))]
     for example in examples:
-        yield _show_example(made, source.location(example["sample"]), example, use_color)
+        yield _show_example(text_task, source.location(example["sample"]), example, use_color)
     counts = {"kept": store.report.kept, "cuts": store.report.cuts}
     yield from (f"--- {line}" for line in describe_examples(counts))
     if examples:
-        yield _show_batch(made, examples)
+        yield _show_batch(text_task, examples)
 
 
 def _show_example(task: TextTask, location: str, example: Mapping[str, Any], use_color: bool) -> str:

@@ -280,7 +280,7 @@ def _save_model(
         copy_task_files(task, folder)
         task.export.save_extras(folder)
         if answers is not None:
-            write_generation_config(unwrap_peft(model).generation_config, answers.task.tokenizer, folder)
+            write_generation_config(unwrap_peft(model).generation_config, answers.source.tokenizer, folder)
         recipe = folder / EXPORT_RECIPE
         recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
         write_card(folder, card)

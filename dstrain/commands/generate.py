@@ -204,13 +204,14 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
 
 def get_text_task(saved: SavedModel | LoadedModel, needs_generation: bool = True) -> TextTask:
     """Return the model's task. Raises TaskError where it does not generate text, or without that need reads none."""
-    task = saved.task
-    if not isinstance(task, TextTask):
-        raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
-    if needs_generation and not task.model_source.can_generate:
+    prompts, name = saved.task.prompts, saved.task.recipe.task
+    if prompts is None:
+        raise TaskError(f"task {name}: does not generate text; `dstrain evaluate` shows its metrics")
+    if needs_generation and not saved.task.can_generate:
         raise TaskError(
-            f"task {task.recipe.task}: this model scores and does not generate text; `dstrain evaluate` shows its metrics"
+            f"task {name}: this model scores and does not generate text; `dstrain evaluate` shows its metrics"
         )
+    task: TextTask = prompts.task
     return task
 
 
@@ -218,7 +219,7 @@ def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]
     """Return the prompts of `data.eval`. Raises DataError for more bad records than data.on_error allows."""
     data = task.recipe.data
     assert data.eval is not None
-    source = task.open_prompts(data.eval)
+    source = task.prompts.open_source(data.eval)
     report = BuildReport()
     encode = PromptEncode(source, PromptReader(task, max_tokens))
     prompts = [row["prompt"] for chunk in iter_encoded(source, encode, report) for row in chunk]

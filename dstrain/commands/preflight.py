@@ -107,11 +107,12 @@ def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
 def _check_records(config: RunConfig) -> None:
     """Raise DataError if too many of the first records are bad for the limit of all records."""
     task = make_task(config.model_copy(update={"model": ModelConfig()}))  # records are parsed without a tokenizer
-    if not isinstance(task, TextTask):
+    if task.prompts is None:
         return
+    text_task: TextTask = task.prompts.task
     for items in (config.data.train, [config.data.eval] if config.data.eval else []):
         if items:
-            check_bad_records(_scan_first_records(task, task.open_sources(items)), policy_of(config))
+            check_bad_records(_scan_first_records(text_task, text_task.open_sources(items)), policy_of(config))
 
 
 def _scan_first_records(task: TextTask, source: ConcatSource) -> BuildReport:

@@ -22,7 +22,6 @@ from dstrain.process_setup import log_if_slow
 from dstrain.report.run_history import is_number
 from dstrain.report.run_log import find_last_row, task_metric_names
 from dstrain.tasks import Task, builtin_tasks
-from dstrain.tasks.common.text import TextTask
 from dstrain.training.generation_config import collect_stop_ids
 from dstrain.training.start import read_recorded_recipe
 from dstrain.training.state.manifest import inspect_checkpoint
@@ -211,7 +210,7 @@ def write_card(folder: Path, card: str) -> None:
 
 def _find_auto_class(task: Task) -> str:
     """Return the name of the class that loads the exported model; empty for a model that is the task's own."""
-    source = getattr(task, "model_source", None)
+    source = task.model_source
     if source is None or task.loads_own_model:
         return ""
     return str(getattr(source.auto_class, "__name__", type(source.auto_class).__name__))
@@ -334,9 +333,10 @@ def _describe_use(
 def _describe_generation(loaded: LoadedModel, place: str, is_adapter: bool) -> str:
     """Return what a program needs to know to answer as `dstrain generate` does; empty for a model that scores."""
     task, model = loaded.task, unwrap_peft(loaded.model)
-    if not isinstance(task, TextTask) or not task.model_source.can_generate or not hasattr(model, "generation_config"):
+    source = task.model_source
+    if source is None or not source.can_generate or not hasattr(model, "generation_config"):
         return ""
-    tokenizer, source = task.tokenizer, task.model_source
+    tokenizer = source.tokenizer
     stops = sorted(collect_stop_ids(model.generation_config, tokenizer))
     facts = {
         "an answer ends at": ", ".join(f"{token} ({tokenizer.decode([token])})" for token in stops) or "no token",

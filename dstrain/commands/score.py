@@ -27,7 +27,6 @@ from dstrain.files import atomic_write
 from dstrain.preset import Device
 from dstrain.tasks.common.scoring import AnswerScores, make_scores
 from dstrain.tasks.common.task import FrozenModel
-from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +71,7 @@ class ScoreJob(Job):
 
     def _find_task(self) -> tuple[SavedModel, AnswerScores]:
         found = self.selector.find_model(self.data)
-        scores = make_scores(found.task) if isinstance(found.task, TextTask) else None
+        scores = make_scores(found.task)
         if scores is None:
             name = found.task.recipe.task
             raise TaskError(f"task {name}: has no answers to score; `dstrain evaluate` shows its metrics")

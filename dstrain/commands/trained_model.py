@@ -29,7 +29,6 @@ from dstrain.preset import Device, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import EXPORT_RECIPE
-from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +164,7 @@ class SavedModel:
             for key, what in iter_input_changes(recorded, {"model.path": {"digest": digest}} if digest else {}):
                 fix = f"restore its config.json, or name a copy of the old folder: --set {key}=FOLDER"
                 raise UsageError(Fault(model.path, f"{what} (step {checkpoint.step})", fix))
-        if not isinstance(self.task, TextTask) or str(own.resolve()) not in (model.tokenizer, model.processor):
+        if self.task.model_source is None or str(own.resolve()) not in (model.tokenizer, model.processor):
             return
         if self.task.has_own_tokenizer or model.chat_template is not None or model.chat_template_kwargs:
             return
@@ -312,7 +311,6 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     """Return the model with its trained weights, sharded if the JSON has stage 3. Collective."""
     from dstrain.models.meta_init import weights_loaded_later
     from dstrain.models.params import is_zero3, zero3_init
-    from dstrain.tasks.common.text import TextTask
     from dstrain.training.build_model import build_model, build_model_without_init
     from dstrain.training.state.engine_state import load_weights
 
@@ -323,7 +321,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     with log_if_slow("loading the model", world.rank == 0), zero3_init(ds_config):
         if info is None and ((saved.folder / ADAPTER_CONFIG).is_file() or is_module_export(saved.folder)):
             reloaded = task.export.reload(saved.folder)
-            return task.enable_packing(reloaded) if isinstance(task, TextTask) else reloaded
+            return task.enable_packing(reloaded)
         if info is None:
             return task.build_model()
         if adapted:

@@ -22,7 +22,6 @@ from dstrain.preset import Preset, check_ds_config
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import Task, TaskOptions, builtin_tasks, find_task
 from dstrain.tasks.common.judge import JUDGE_KEY
-from dstrain.tasks.common.reference import ReferenceTask
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
@@ -309,7 +308,7 @@ def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]
     check_folder(saved_config, run_dir=run_dir)
     found = [f"model.path={json.dumps(str(saved_config.resolve()))}", "model.revision=null"]
     task = find_task(config.task) if config.task in builtin_tasks() else None
-    if task is not None and issubclass(task, ReferenceTask) and not config.options.get("ref_model"):
+    if task is not None and "ref_model" in task.path_options and not config.options.get("ref_model"):
         found.append(f"options.ref_model={json.dumps(base)}")  # also gone: reported where it is needed
     return found
 

@@ -26,7 +26,6 @@ from dstrain.planner.workload import Cluster, detect_gpu_bytes, parse_bytes
 from dstrain.preset import Preset, read_preset
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks import fill_learning_rate, find_task
-from dstrain.tasks.common.text import TextTask
 from dstrain.units import format_bytes
 
 PRESETS_BY_SPEED = (
@@ -391,7 +390,7 @@ def suggest_model(task: str, hardware: Hardware) -> tuple[str | None, bool]:
     Without a GPU, or if none fits, it is the smallest one. None for tasks that build their own model.
     """
     found = find_task(task)
-    if not issubclass(found, TextTask):
+    if not found.names_model:
         return None, False
     models = suggested_models("vision" if found.needs_vision else "text")
     is_planned = found.is_planned and bool(hardware.gpus and hardware.gpu_bytes)

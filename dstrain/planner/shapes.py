@@ -30,7 +30,6 @@ from dstrain.models.params import Component, check_patterns, is_selected
 from dstrain.models.weights import find_weight_files
 from dstrain.tasks import make_task
 from dstrain.tasks.common.judge import make_judge
-from dstrain.tasks.common.task import has_dropout_disabled
 
 Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "embedding", "layers", "other", "head", "lora")
@@ -297,7 +296,7 @@ def read_properties(config: RunConfig) -> TaskProperties:
         reference_model=inputs.reference.config if inputs.reference.recipe_key else None,
         reward_models=(*online, *([] if judge is None else [judge.task.recipe.model])),
         packs_batches=task.packs_batches,
-        disables_dropout=has_dropout_disabled(task),
+        disables_dropout=task.disables_dropout,
         images_per_row=getattr(task, "max_pages", 1),
         page_dpi=getattr(task, "dpi", None),
     )

@@ -1,5 +1,6 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
+from dstrain.tasks.common.generation import GenerationMetrics
 from dstrain.tasks.common.registry import (
     TaskOptions,
     builtin_tasks,
@@ -13,7 +14,6 @@ from dstrain.tasks.common.registry import (
 from dstrain.tasks.common.task import (
     Checks,
     Export,
-    GenerationMetrics,
     Loss,
     LossInputs,
     Option,

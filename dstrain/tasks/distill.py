@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig, check_limits
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.reference import FrozenReferenceTask, ReferenceChecks
-from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.reference import cached_target_outputs, make_reference
+from dstrain.tasks.common.task import Loss, LossInputs, Reference, ReferenceKind
+from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ TEACHER_KEY = "options.teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillChecks(ReferenceChecks):
+class DistillChecks(TextChecks):
     """The checks of a text task, and of the teacher and its vocabulary."""
 
     task: Distill
@@ -52,7 +53,7 @@ class DistillChecks(ReferenceChecks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distill(SFT, FrozenReferenceTask):
+class Distill(SFT):
     """Students trained on the probabilities of a teacher's most probable tokens, and on the answers themselves.
 
     Hinton et al. (arXiv 1503.02531), section 2, summed over the tokens that are trained on. The teacher's outputs are
@@ -62,7 +63,8 @@ class Distill(SFT, FrozenReferenceTask):
     path_options = ("teacher",)
     packs_batches = True
     metric_names = ("kl", "token_accuracy")
-    ref_columns = ("teacher_log_probs", "teacher_ids")
+    ref_columns: ClassVar[tuple[str, ...]] = ("teacher_log_probs", "teacher_ids")
+    """Names of the teacher's outputs."""
 
     teacher: str | None = None
     """Folder or hub id of the teacher, a model with the same vocabulary."""
@@ -83,6 +85,16 @@ class Distill(SFT, FrozenReferenceTask):
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature:g}, but it must be above 0")
 
+    @property
+    def reference(self) -> Reference:
+        kind: ReferenceKind = "cached" if self.precompute_ref_log_probs else "model"
+        return make_reference(self, kind, self.reference_outputs, self.teacher, "teacher")
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        # Only here: the key reads the tokenizer, and checks ask for the reference before anything is read.
+        return replace(super().loss_inputs, reference=replace(self.reference, key=self.reference_key))
+
     @cached_property
     def checks(self) -> DistillChecks:
         return DistillChecks(parse_record=self.parse_record, task=self)
@@ -90,11 +102,12 @@ class Distill(SFT, FrozenReferenceTask):
     @cached_property
     def teacher_source(self) -> ModelSource:
         """The teacher's config and tokenizer."""
-        model = self.reference_config.model_copy(update={"tokenizer": None, "processor": None, "chat_template": None})
+        model = self.reference.config.model_copy(update={"tokenizer": None, "processor": None, "chat_template": None})
         return replace(self, recipe=self.recipe.model_copy(update={"model": model})).model_source
 
     @property
     def reference_key(self) -> Mapping[str, Any]:
+        """What the teacher's outputs depend on besides data, model and precision."""
         return {"top_k": self._num_tokens, "temperature": self.temperature, "tokens": len(self.tokenizer)}
 
     @property
@@ -104,7 +117,7 @@ class Distill(SFT, FrozenReferenceTask):
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         batch = super().collate(examples, positions)
-        return batch.with_tensors(self.cached_target_outputs(examples, batch))
+        return batch.with_tensors(cached_target_outputs(examples, self.ref_columns, batch.tensors["loss_mask"]))
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the log-probs of the teacher's k tokens and of its tail, (B, K, k + 1), and their ids, (B, K, k)."""

@@ -22,7 +22,7 @@ from dstrain.data.records import BadRecord, EncodeResult, as_record
 from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
 from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import HeldOutPrompts, StoredPrompts
+from dstrain.tasks.common.generation import StoredPrompts
 from dstrain.tasks.common.task import Loss, tiny_recipe
 from dstrain.tasks.sft import SFT
 from dstrain.tasks.vlm import COLORS, TINY_CONFIG, VLMChecks
@@ -115,15 +115,11 @@ class DocQA(SFT):
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
         return DocumentSource(source, self.document_options)
 
-    def open_prompts(self, item: DatasetConfig) -> Source:
-        options = replace(self.document_options, with_answers=False)
-        return cut_source(DocumentSource(self.open_source(item), options), self.recipe.data.max_samples)
-
     def parse(self, record: Mapping[str, Any]) -> DocumentConversation:
         answers = record.get("answers")
         if not isinstance(answers, list) or not answers:
             raise BadRecord("the record has no 'answers'; write one")
-        messages = [*self._question_messages(record), _message("assistant", answers[0])]
+        messages = [*self.question_messages(record), _message("assistant", answers[0])]
         return DocumentConversation(messages, (len(messages) - 1,), accepted=tuple(answers))
 
     def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
@@ -137,12 +133,8 @@ class DocQA(SFT):
             f"answer: {' | '.join(record['answers'])}",
         ]
 
-    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
-        if "question" not in record:  # a text from the command line
-            return super().read_prompt(record)
-        return ParsedPrompt(self._question_messages(record))
-
-    def _question_messages(self, record: Mapping[str, Any]) -> list[Message]:
+    def question_messages(self, record: Mapping[str, Any]) -> list[Message]:
+        """Return the system text of a record and its question, in the template."""
         asked = self.prompt_template.replace(QUESTION_FIELD, record["question"])
         return [*read_system(record), _message("user", asked)]
 
@@ -173,14 +165,8 @@ class DocQA(SFT):
         return Loss(losses.sum(), {"token_accuracy": right.sum()})
 
     @cached_property
-    def held_out_prompts(self) -> HeldOutPrompts:
-        return StoredPrompts(self)
-
-    def read_answers(self, record: Mapping[str, Any]) -> RecordWithImages[PromptAnswers]:
-        def read(record: Mapping[str, Any]) -> PromptAnswers:
-            return PromptAnswers(self._question_messages(record), tuple(map(_answer, record["answers"])), "list")
-
-        return self.parse_with_images(record, read)
+    def prompts(self) -> DocumentPrompts:
+        return DocumentPrompts(self)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
@@ -190,6 +176,28 @@ class DocQA(SFT):
         # The tower's last norm is not used by LLaVA, so it gets no gradient. Adapters would train too slowly.
         recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"], "lora": None}
         return recipe
+
+
+class DocumentPrompts(StoredPrompts):
+    """Questions about documents."""
+
+    task: DocQA
+
+    def open_source(self, item: DatasetConfig) -> Source:
+        task = self.task
+        options = replace(task.document_options, with_answers=False)
+        return cut_source(DocumentSource(task.open_source(item), options), task.recipe.data.max_samples)
+
+    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
+        if "question" not in record:  # a text from the command line
+            return super().read_prompt(record)
+        return ParsedPrompt(self.task.question_messages(record))
+
+    def read_answers(self, record: Mapping[str, Any]) -> RecordWithImages[PromptAnswers]:
+        def read(record: Mapping[str, Any]) -> PromptAnswers:
+            return PromptAnswers(self.task.question_messages(record), tuple(map(_answer, record["answers"])), "list")
+
+        return self.task.parse_with_images(record, read)
 
 
 def focal_cross_entropy(

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
-from dstrain.tasks.common.pairs import PairChecks, PairTask, pair_metrics, tiny_pair_recipe
-from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
-from dstrain.tasks.common.task import Loss, ReferenceKind, Task, select_subclass
+from dstrain.tasks.common.pairs import PairTask, pair_metrics, tiny_pair_recipe
+from dstrain.tasks.common.reference import ReferenceOptions, cached_outputs, make_reference
+from dstrain.tasks.common.task import Loss, Reference, Task, select_subclass
 from dstrain.tasks.safety.options import REWARD_MODEL_OPTIONS, SafetyOptions
 
 if TYPE_CHECKING:
@@ -29,14 +28,7 @@ LENGTH_NORMALIZED_LOSSES = ("ipo", "orpo", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOChecks(PairChecks, ReferenceChecks):
-    """The checks of a task on pairs with a reference."""
-
-    task: DPO
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPO(PairTask, ReferenceTask):
+class DPO(PairTask, ReferenceOptions):
     """Policies trained on pairs: DPO and its variants (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that the functions below name;
@@ -44,8 +36,9 @@ class DPO(PairTask, ReferenceTask):
     Rows of a batch: B prompts with the chosen answers, then B with the rejected ones.
     """
 
-    path_options = (*ReferenceTask.path_options, *REWARD_MODEL_OPTIONS)
+    path_options = ("ref_model", *REWARD_MODEL_OPTIONS)
     packs_batches = True
+    learning_rate = 1.0e-6
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
 
     beta: float = 0.1
@@ -83,13 +76,17 @@ class DPO(PairTask, ReferenceTask):
             return cls
         return select_subclass(cls, "safety", "dstrain.tasks.safety.safe_dpo:SafeDPO")
 
-    @cached_property
-    def checks(self) -> DPOChecks:
-        return DPOChecks(parse_record=self.parse_record, task=self)
+    @property
+    def reference(self) -> Reference:
+        if self.loss_type in REFERENCE_FREE_LOSSES:
+            return Reference()
+        kind = self.get_reference_kind(self.recipe)
+        return make_reference(self, kind, self.reference_outputs, self.ref_model, key=self.reference_key)
 
-    @cached_property
-    def reference_kind(self) -> ReferenceKind:
-        return "none" if self.loss_type in REFERENCE_FREE_LOSSES else super().reference_kind
+    @property
+    def reference_key(self) -> Mapping[str, Any]:
+        """What the reference's outputs depend on besides data, model and precision."""
+        return {}
 
     def sequences(self, examples: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
         return [ids for ids, _ in self.rows(examples)]
@@ -99,19 +96,20 @@ class DPO(PairTask, ReferenceTask):
         shown = [(side, example) for side in ("chosen", "rejected") for example in examples]
         return [(example[side], int(example["prompt_length"])) for side, example in shown]
 
-    def output_tensors(
+    def loss_tensors(
         self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
     ) -> dict[str, torch.Tensor]:
+        """Return `loss_mask`, (2B, K), which is 1 at the tokens of answers, and `ref_columns`, if they are cached."""
         from dstrain.data.loading.rows import answer_masks
 
-        # `loss_mask` is (rows, K): 1 at the tokens of answers.
-        return rows.target_tensors(answer_masks(self.rows(examples)))
-
-    def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        return self.cached_reference_outputs(examples)
+        return {
+            **rows.target_tensors(answer_masks(self.rows(examples))),
+            **cached_outputs(examples, self.ref_columns),
+        }
 
     @property
-    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # a variant has more, by its options
+    def ref_columns(self) -> tuple[str, ...]:
+        """Names of the reference's outputs."""
         return ("ref_chosen_logps", "ref_rejected_logps")
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -121,14 +119,15 @@ class DPO(PairTask, ReferenceTask):
         return dict(zip(self.ref_columns, answer_log_probs(model, batch).sum(-1).chunk(2), strict=True))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        """Return the sum over pairs, from the tensors of `PairTask.collate`, `loss_tensors` and `reference_outputs`."""
         import torch
 
         from dstrain.tasks.common.forward import answer_log_probs
 
-        sums = answer_log_probs(model, batch).sum(-1)  # (2B,), and B' of a variant
+        sums = answer_log_probs(model, batch).sum(-1)  # (2B,), and B' rows of SafeDPO
         pairs = sums[: 2 * len(batch.tensors["margin"])]  # (2B,)
         reference = torch.zeros_like(pairs)  # (2B,)
-        if self.reference_kind != "none":
+        if self.loss_type not in REFERENCE_FREE_LOSSES:
             reference = torch.cat([batch.tensors["ref_chosen_logps"], batch.tensors["ref_rejected_logps"]])
         scale = answer_lengths(batch, pairs) if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(pairs)
         ratios = ((pairs - reference) / scale).view(2, -1)  # (2, B): chosen, rejected
@@ -159,6 +158,11 @@ class DPO(PairTask, ReferenceTask):
                 return simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
                 return self.beta * orpo(chosen, rejected)
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

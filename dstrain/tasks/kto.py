@@ -23,9 +23,11 @@ from dstrain.data.prepare import prepare
 from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
+from dstrain.tasks.common.generation import Prompts
 from dstrain.tasks.common.record_task import policy_of
-from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
-from dstrain.tasks.common.task import Loss, LossInputs, tiny_recipe
+from dstrain.tasks.common.reference import ReferenceOptions, cached_outputs, make_reference
+from dstrain.tasks.common.task import Loss, LossInputs, Reference, tiny_recipe
+from dstrain.tasks.common.text import TextChecks, TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +38,15 @@ MISMATCHED = "mismatched_"
 """Prefix of the tensors of a forward pass over answers to other prompts."""
 
 
+class LabelledPrompts(Prompts):
+    """Prompts whose undesirable answers no generated answer is compared with."""
+
+    def has_reference_answer(self, example: Mapping[str, Any]) -> bool:
+        return bool(example["desirable"] > 0)
+
+
 @dataclass(frozen=True, kw_only=True)
-class KTO(ReferenceTask):
+class KTO(TextTask, ReferenceOptions):
     """Policies trained on single answers, each desirable or not: KTO, and APO-zero on such data.
 
     Ethayarajh et al. (arXiv 2402.01306), eq. 8; D'Oosterlinck et al. (arXiv 2408.06266); summed over answers. The
@@ -45,6 +54,8 @@ class KTO(ReferenceTask):
     """
 
     packs_batches = True
+    learning_rate = 1.0e-6
+    path_options = ("ref_model",)
     metric_names = ("accuracy", "kl", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -70,16 +81,25 @@ class KTO(ReferenceTask):
         return self.loss_type == "kto"
 
     @property
-    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the loss
+    def ref_columns(self) -> tuple[str, ...]:
+        """Names of the reference's outputs."""
         return ("ref_logps", "ref_mismatched_logps") if self.needs_step_stats else ("ref_logps",)
+
+    @property
+    def reference(self) -> Reference:
+        return make_reference(self, self.get_reference_kind(self.recipe), self.reference_outputs, self.ref_model)
 
     @property
     def loss_inputs(self) -> LossInputs:
         return replace(super().loss_inputs, step_stats=self.step_stats if self.needs_step_stats else None)
 
     @cached_property
-    def checks(self) -> ReferenceChecks:
-        return ReferenceChecks(parse_record=self.parse, task=self)
+    def checks(self) -> TextChecks:
+        return TextChecks(parse_record=self.parse, task=self)
+
+    @cached_property
+    def prompts(self) -> LabelledPrompts:
+        return LabelledPrompts(self)
 
     def parse(self, record: Mapping[str, Any]) -> list[UnpairedPreference]:
         return read_unpaired(record)
@@ -88,9 +108,6 @@ class KTO(ReferenceTask):
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
     ) -> RecordWithImages[Any]:
         return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
-
-    def has_reference_answer(self, example: Mapping[str, Any]) -> bool:
-        return bool(example["desirable"] > 0)
 
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:
         items = [item for record in samples for item in record]
@@ -137,7 +154,7 @@ class KTO(ReferenceTask):
             mismatched, other_groups[MISMATCHED] = self._answer_tensors(examples, "mismatched")
             tensors |= {f"{MISMATCHED}{name}": rows for name, rows in mismatched.items()}
         return Batch(
-            tensors=tensors | self.cached_reference_outputs(examples),
+            tensors=tensors | cached_outputs(examples, self.ref_columns),
             groups=groups,
             other_groups=other_groups,
             weight=float(len(examples)),
@@ -148,7 +165,7 @@ class KTO(ReferenceTask):
     def _answer_tensors(
         self, examples: Sequence[Mapping[str, Any]], side: str
     ) -> tuple[dict[str, torch.Tensor], tuple[PackedGroup, ...]]:
-        rows = self.make_rows([example[side] for example in examples])
+        rows = self.collator.make_rows([example[side] for example in examples])
         targets = rows.target_tensors([example[f"{side}_loss_mask"] for example in examples])
         return {**rows.input_tensors(), **targets}, rows.groups
 
@@ -183,6 +200,11 @@ class KTO(ReferenceTask):
             for side, of in sides.items()
         }
         return Loss((weights * kto(ratio, desirable, anchor, self.beta)).sum(), {**metrics, **of_sides})
+
+    def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class ProcessRewardModel(TextTask):
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
 
-        rows = self.make_rows([example["input_ids"] for example in examples])
+        rows = self.collator.make_rows([example["input_ids"] for example in examples])
         labels = [torch.tensor([*map(int, example["labels"])]) for example in examples]
         owner = [torch.full_like(one, row) for row, one in enumerate(labels)]
         return Batch(

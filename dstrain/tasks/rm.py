@@ -156,7 +156,7 @@ class RewardModel(PairTask):
         parts = {name: sums[f"_{name}"] for name in MARGIN_BINS if f"_{name}" in sums}
         return found | {name: total / weight for name, (total, weight) in parts.items()}
 
-    def output_tensors(
+    def loss_tensors(
         self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
     ) -> dict[str, torch.Tensor]:
         return rows.score_tensors({SCORE_POSITIONS: self.tokenizer.pad_token_id})
@@ -185,7 +185,7 @@ class RewardModel(PairTask):
     def answer_tensors(
         self, rows: PaddedRows | PackedRows, answers: Sequence[tuple[np.ndarray, int]]
     ) -> dict[str, torch.Tensor]:
-        return self.output_tensors((), rows)
+        return self.loss_tensors((), rows)
 
     def score_answers(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         return {"score": self.scores(model, batch)}

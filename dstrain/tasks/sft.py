@@ -17,6 +17,7 @@ from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
     from dstrain.data.encoding.conversations import EncodingConfig
     from dstrain.data.encoding.rendering import PlaceholderExpansion
@@ -74,7 +75,7 @@ class SFT(TextTask):
 
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         sequences = [example["input_ids"] for example in examples]
-        rows = self.make_rows(sequences)
+        rows = self.collator.make_rows(sequences)
         batch = Batch(
             tensors={**rows.input_tensors(), **rows.target_tensors([example["loss_mask"] for example in examples])},
             groups=rows.groups,
@@ -83,7 +84,17 @@ class SFT(TextTask):
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
-        return self.with_images(batch, examples, positions=positions)
+        images = self.collator.load_images(examples)
+        if images is not None and positions is not None:  # images are changed in training only
+            images = [
+                [self.augment_image(image, position, index) for index, image in enumerate(loaded)]
+                for loaded, position in zip(images, positions, strict=True)
+            ]
+        return self.collator.attach_images(batch, images)
+
+    def augment_image(self, image: Image, position: int, index: int) -> Image:
+        """Return image number `index` of a sample as it is trained on; `position`: of the sample in the run."""
+        return image
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.forward import score_targets

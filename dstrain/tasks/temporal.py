@@ -50,7 +50,7 @@ from dstrain.models.params import check_freeze_and_groups
 from dstrain.models.processors import is_multimodal
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import HeldOutPrompts, StoredPrompts
+from dstrain.tasks.common.generation import StoredPrompts
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.task import AnswerMetric, Loss, tiny_recipe
@@ -401,13 +401,6 @@ class Temporal(SFT):
         yield from [captions] if isinstance(captions, str) else (captions or ())
         yield record.get("prompt") or self.prompt
 
-    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
-        if "series" not in record:  # a text from the command line
-            return super().read_prompt(record)
-        sample = read_series_record(record)
-        patches = cut_patches(sample.values, sample.stats, self.model_source.patches)
-        return ParsedPrompt([{"role": "user", "content": sample.prompt or self.prompt}], series=patches)
-
     def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[Any]:
         if self.has_language_model:
             patches = self.model_source.patches
@@ -517,7 +510,7 @@ class Temporal(SFT):
         return self.loss(model, batch).total
 
     @cached_property
-    def held_out_prompts(self) -> HeldOutPrompts:
+    def prompts(self) -> SeriesPrompts:
         return SeriesPrompts(self)
 
     @classmethod
@@ -529,7 +522,16 @@ class Temporal(SFT):
 
 
 class SeriesPrompts(StoredPrompts):
-    """Prompts with the series of the examples."""
+    """Questions about series."""
+
+    task: Temporal
+
+    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
+        if "series" not in record:  # a text from the command line
+            return super().read_prompt(record)
+        sample = read_series_record(record)
+        patches = cut_patches(sample.values, sample.stats, self.task.model_source.patches)
+        return ParsedPrompt([{"role": "user", "content": sample.prompt or self.task.prompt}], series=patches)
 
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
         prompt = super().encode(example)

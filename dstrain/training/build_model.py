@@ -24,8 +24,6 @@ from dstrain.resources import TRITON_FIX, is_triton_ready, list_missing_for_trit
 from dstrain.tasks import Task
 from dstrain.tasks.common.forward import disable_dropout_in_model
 from dstrain.tasks.common.judge import make_judge
-from dstrain.tasks.common.task import has_dropout_disabled
-from dstrain.tasks.common.text import TextTask
 from dstrain.training.engine.module import FrozenModule, TrainModule
 
 
@@ -94,7 +92,7 @@ def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Mod
             model = continue_adapter(model, adapter, heads, wanted.lora.dropout, seed)
         else:
             model = add_adapters(model, wanted.lora, heads, seed, wanted.revision)
-        if has_dropout_disabled(task):
+        if task.disables_dropout:
             disable_dropout_in_model(
                 unwrap_peft(model)
             )  # also of the adapters; their saved config keeps its lora_dropout
@@ -138,11 +136,11 @@ def check_attention_compiler(
     `dtype_name`: dtype of the forward pass, as in `model.dtype`; None: float32. `capability`: compute capability of
     the GPU.
     """
-    missing = list_missing_for_triton(environment)
-    if not missing or not isinstance(task, TextTask) or not task.loss_inputs.packing().is_packed:
+    missing, source = list_missing_for_triton(environment), task.model_source
+    if not missing or source is None or not task.loss_inputs.packing().is_packed:
         return
     dtype = getattr(torch, dtype_name or "float32")
-    config, wanted = task.model_source.config, task.recipe.model
+    config, wanted = source.config, task.recipe.model
     if not compiles_attention(config, wanted.attn_implementation, dtype, capability) or is_triton_ready():
         return
     version = ".".join(map(str, capability))

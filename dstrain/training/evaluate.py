@@ -124,7 +124,7 @@ class Evaluation:
 
     def _judge_answers(self, engine: EvalEngine, judge: Judge, answers: Mapping[int, str]) -> dict[str, float]:
         """Return the reward and the win rate of generated answers, each absent where nothing counts. Collective."""
-        prompts = judge.policy.held_out_prompts
+        prompts = judge.policy.prompts
         asked, folders = {}, {}
         for index in answers:
             example = self.examples[index]

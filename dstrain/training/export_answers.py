@@ -24,7 +24,7 @@ from dstrain.models.router_loss import router_logits_disabled
 from dstrain.models.weights import disable_transformers_logging
 from dstrain.tasks import Task
 from dstrain.tasks.common.generation import PromptReader
-from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.model_source import ModelSource
 from dstrain.training.generate import GenerationModel, SamplingParams, generate_answers
 from dstrain.training.generation_config import GENERATION_CONFIG_FILE, collect_stop_ids
 
@@ -42,7 +42,8 @@ TIE = 10.0
 class ProbeAnswers:
     """Prompts, and what the run's model answers to them in `dstrain generate`."""
 
-    task: TextTask
+    source: ModelSource
+    """The model that answered."""
     prompts: Sequence[EncodedPrompt]
     answers: Sequence[Sequence[int]]
     """Ids without the one that ended the answer."""
@@ -58,15 +59,16 @@ def answer_probes(task: Task, model: Any) -> ProbeAnswers | None:
     """Return the answers of a model in memory to the probe prompts; None where the task's model writes no text."""
     from transformers import PreTrainedModel
 
-    if not (isinstance(task, TextTask) and task.model_source.can_generate and isinstance(model, PreTrainedModel)):
+    source = task.model_source
+    if source is None or not source.can_generate or not isinstance(model, PreTrainedModel):
         return None
-    positions = max_positions(model, task.model_source.config)
+    positions = max_positions(model, source.config)
     num_new = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, positions // 2)
-    limit, processor = None if positions is None else positions - num_new, task.model_source.vision_processor
-    read = [PromptReader(task).parse(record) for record in _probe_records(task)]
+    limit, processor = None if positions is None else positions - num_new, source.vision_processor
+    read = [PromptReader(task).parse(record) for record in _probe_records(processor is not None)]
     # Through the template, also where data.rendered says that the run's texts have been through it.
     if processor is None:
-        encoded = encode_prompts(task.tokenizer, [one.parsed for one in read], limit, rendered_texts=False)
+        encoded = encode_prompts(source.tokenizer, [one.parsed for one in read], limit, rendered_texts=False)
     else:
         encoded = encode_image_prompts(processor, read, [Path()] * len(read), limit, False)
     # Some templates want more than a question; a text that the tokenizer does not know becomes no token.
@@ -75,14 +77,14 @@ def answer_probes(task: Task, model: Any) -> ProbeAnswers | None:
     engine = GenerationModel(model, SingleProcessWorld(), is_sharded=False)
     for group in _group_prompts(prompts, model.config):
         sampling = SamplingParams(max_new_tokens=num_new, batch=len(group))
-        answers += generate_answers(engine, group, sampling, task.tokenizer, processor)
-    stops = frozenset(collect_stop_ids(model.generation_config, task.tokenizer))
-    return ProbeAnswers(task, prompts, answers, num_new, stops)
+        answers += generate_answers(engine, group, sampling, source.tokenizer, processor)
+    stops = frozenset(collect_stop_ids(model.generation_config, source.tokenizer))
+    return ProbeAnswers(source, prompts, answers, num_new, stops)
 
 
-def _probe_records(task: TextTask) -> Iterator[Mapping[str, Any]]:
+def _probe_records(with_image: bool) -> Iterator[Mapping[str, Any]]:
     yield from ({"prompt": [{"role": "user", "content": text}]} for text in PROBE_TEXTS)
-    if task.model_source.vision_processor is not None:
+    if with_image:
         asked = [{"role": "user", "content": f"<image>{PROBE_TEXTS[0]}"}]
         yield {"prompt": asked, "images": [{"bytes": _make_probe_image()}]}
 
@@ -124,7 +126,7 @@ def check_answers(expected: ProbeAnswers, folder: Path, model: Any, tolerance: f
                 f"{GENERATION_CONFIG_FILE} ends answers at {sorted(named)}, dstrain at {sorted(expected.stop_ids)}"
             )
             raise CheckpointError(f"{problem}; nothing was written")
-        reader = _FolderReader(expected.task, folder)
+        reader = _FolderReader(expected.source, folder)
         reader.check_images()
         at = 0
         for group in _group_prompts(expected.prompts, model.config):
@@ -157,7 +159,7 @@ def _check_answer(
     same = min(len(mine), len(theirs)) if same is None else same
     if _is_tie(model, inputs, mine[:same], mine[same : same + 1] or sorted(expected.stop_ids), tolerance):
         return
-    decode = expected.task.tokenizer.decode
+    decode = expected.source.tokenizer.decode
     ends = ["is cut off", "ends"]
     raise CheckpointError(
         f"plain transformers does not answer as dstrain does. To {prompt.text!r} the exported folder writes "
@@ -188,16 +190,16 @@ def _is_tie(model: Any, inputs: Mapping[str, Any], begun: list[int], wanted: Seq
 class _FolderReader:
     """Makes a model's inputs of prompts with the tokenizer or processor of an exported folder, as its users would."""
 
-    def __init__(self, task: TextTask, folder: Path) -> None:
+    def __init__(self, source: ModelSource, folder: Path) -> None:
         from transformers import AutoProcessor, AutoTokenizer
 
-        self._task = task
-        self._processor = AutoProcessor.from_pretrained(str(folder)) if task.model_source.vision_processor else None
+        self._source = source
+        self._processor = AutoProcessor.from_pretrained(str(folder)) if source.vision_processor else None
         self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
 
     def check_images(self) -> None:
         """Raise CheckpointError where the folder's processor gives a large image other tokens than the run's does."""
-        own = self._task.model_source.vision_processor
+        own = self._source.vision_processor
         if own is None:
             return
         counts = [
@@ -233,7 +235,7 @@ class _FolderReader:
             made = self._tokenizer.apply_chat_template(
                 [[*prompt.prompt] for prompt in prompts],
                 # A template that asks for the time is asked at that of the run.
-                chat_template=write_time(self._task.tokenizer, self._tokenizer.get_chat_template()),
+                chat_template=write_time(self._source.tokenizer, self._tokenizer.get_chat_template()),
                 add_generation_prompt=True,
                 padding=True,
                 return_tensors="pt",

@@ -17,7 +17,6 @@ from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.models.params import is_zero3
 from dstrain.models.weights import BASE_CHANGED_MESSAGE, config_fingerprint, weights_fingerprint
 from dstrain.tasks import Task
-from dstrain.tasks.common.record_task import RecordTask
 from dstrain.tasks.common.registry import digest_task_files
 from dstrain.training.start import is_change_allowed
 from dstrain.training.state.manifest import CheckpointInfo
@@ -146,8 +145,9 @@ def iter_input_changes(previous: InputDigests, current: InputDigests) -> Iterato
 
 
 def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
-    if isinstance(task, RecordTask):
-        return task.open_sources(sources).digest
+    digest = task.digest_records(sources)
+    if digest is not None:
+        return digest
     return hashlib.sha256(" ".join(_digest_source(item) for item in sources).encode()).hexdigest()
 
 

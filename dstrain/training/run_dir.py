@@ -25,7 +25,6 @@ from dstrain.models.weights import find_cached_config
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 from dstrain.tasks import Task
-from dstrain.tasks.common.text import TextTask
 from dstrain.training.generation_config import write_generation_config
 from dstrain.training.start import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.training.state.manifest import CheckpointInfo
@@ -252,11 +251,12 @@ def save_base_config(task: Task, folder: Path) -> None:
     with contextlib.suppress(RecipeError):
         config = read_config(model)
         config.save_pretrained(str(folder))
-        if not (isinstance(task, TextTask) and task.model_source.can_generate):
+        source = task.model_source
+        if source is None or not source.can_generate:
             return
         try:
             place = str(Path(model.path).expanduser())
             generation = GenerationConfig.from_pretrained(place, revision=model.revision)
         except OSError:  # no generation_config.json: transformers derives it from config.json
             generation = GenerationConfig.from_model_config(config)
-        write_generation_config(generation, task.tokenizer, folder)
+        write_generation_config(generation, source.tokenizer, folder)

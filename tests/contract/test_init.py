@@ -165,5 +165,5 @@ def test_a_policy_and_its_reference_start_from_the_same_weights(folder: Path) ->
     recipe["model"]["init"] = str(folder / "old.safetensors")
     task = make_task(RunConfig.model_validate(recipe))
     task.checks.run()
-    for model in (build_model(task), task.build_reference()):
+    for model in (build_model(task), task.reference.build()):
         assert all(torch.equal(value, old[name]) for name, value in model.state_dict().items())

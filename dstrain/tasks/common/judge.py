@@ -202,9 +202,9 @@ class Judge(ExportedRewardModel):
 def make_judge(task: Task) -> Judge | None:
     """Return the reward model that judges the answers of a task's evaluations; None where the recipe names none."""
     generate = task.recipe.eval.generate
-    if generate is None or generate.reward_model is None or not isinstance(task, TextTask):
+    if generate is None or generate.reward_model is None or task.prompts is None:
         return None
-    return Judge(folder=generate.reward_model, policy=task)
+    return Judge(folder=generate.reward_model, policy=task.prompts.task)
 
 
 def check_judge(task: Task) -> None:
@@ -215,11 +215,11 @@ def check_judge(task: Task) -> None:
 
 def check_generation_data(task: Task, examples: Dataset | None) -> None:
     """Raise RecipeError where the judge cannot be used on held-out data, DataError where these ask nothing."""
-    if not examples or not isinstance(task, TextTask) or not task.generated_metric_names:
+    prompts = task.prompts
+    if not examples or prompts is None or not task.generated_metric_names:
         return
     if (judge := make_judge(task)) is not None:
         judge.check_data(examples.image_digest is not None)
-    prompts = task.held_out_prompts
     if all(prompts.encode(examples[index]) is None for index in range(len(examples))):
         raise DataError("data.eval: no record has a prompt and a right answer, which eval.generate needs; write some")
 

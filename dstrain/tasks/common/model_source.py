@@ -29,7 +29,6 @@ from dstrain.models.processors import (
     sync_config_with_processor,
 )
 from dstrain.process_setup import count_available_cores
-from dstrain.tasks.common.task import has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +117,7 @@ class ModelSource:
 
         loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
         # On the model, not in its config, which an export writes.
-        if has_dropout_disabled(self.task):
+        if self.task.disables_dropout:
             disable_dropout_in_model(loaded)
         if takes_fused_kernels(model.kernels):
             fuse_kernels(loaded)

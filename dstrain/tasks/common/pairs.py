@@ -88,20 +88,23 @@ class PairTask(TextTask):
 
         # Both sides in one batch: one forward pass scores them.
         sequences = self.sequences(examples)
-        rows = self.make_rows(sequences, len(examples))
+        rows = self.collator.make_rows(sequences, len(examples))
         batch = Batch(
             tensors={
                 **rows.input_tensors(),
                 "margin": torch.tensor([example["margin"] for example in examples], dtype=torch.float32),  # (B,)
-                **self.output_tensors(examples, rows),
-                **self.extra_tensors(examples),
+                **self.loss_tensors(examples, rows),
             },
             groups=rows.groups,
             weight=float(len(examples)),
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
-        return self.with_images(batch, examples, 2)
+        return self.attach_images(batch, examples)
+
+    def attach_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Return the batch with the images of its rows."""
+        return self.collator.attach_images(batch, self.collator.load_images(examples), repeats=2)
 
     def sequences(self, examples: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
         """Return the token ids of each row: prompts with chosen answers first, then with rejected ones."""
@@ -111,14 +114,10 @@ class PairTask(TextTask):
         """Return by how many characters the preferred answer of each pair is longer."""
         return [example["longer"] for example in examples]
 
-    def output_tensors(
+    def loss_tensors(
         self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
     ) -> dict[str, torch.Tensor]:
-        """Return where the loss reads the model's outputs of the rows, which are those of `sequences`."""
-        return {}
-
-    def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return further tensors that the loss needs."""
+        """Return what the loss reads beside the rows, which are those of `sequences`, and `margin`."""
         return {}
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
-from dstrain.data.records import BadRecord, Record, try_parse
-from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, cut_source
-from dstrain.errors import DataError, Fault, TaskError
+from dstrain.data.formats.columns import parse_record
+from dstrain.data.formats.images import RecordWithImages
+from dstrain.data.records import BadRecord, Record, as_record, try_parse
+from dstrain.data.sources.base import ConcatSource, check_columns_exist, cut_source, list_unread
+from dstrain.errors import DataError, Fault, TaskError, escape_controls
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
@@ -102,8 +104,26 @@ class RecordTask(Task):
 
     @property
     def describes_records(self) -> bool:
-        """True where records have a readable form beside their tokens."""
         return type(self).describe_record is not RecordTask.describe_record
+
+    def show_records(self, limit: int) -> Iterator[str]:
+        """Yield the first `limit` records of data.train in their readable form, then what was not read."""
+        source, parse = self.open_sources(self.training_items), self.checks.parse_record
+        assert parse is not None, "a task that describes records reads them"
+        for row in source.bad_rows[:limit]:
+            yield f"--- {row.location}: cannot be used: {row.reason}"
+        for index in range(min(limit, len(source))):
+            location = source.location(index)
+            try:
+                record = as_record(source[index])
+                parsed = parse_record(parse, record)
+                parsed = parsed.parsed if isinstance(parsed, RecordWithImages) else parsed
+                lines = self.describe_record(record, parsed)
+            except BadRecord as fault:
+                yield f"--- {location}: cannot be used: {fault.reason}"
+                continue
+            yield "\n".join([f"--- {location}", *map(escape_controls, lines)])
+        yield from (f"--- {sentence}" for sentence in list_unread(source))
 
     @property
     def encodes_records(self) -> bool:
@@ -231,12 +251,5 @@ class RecordTask(Task):
         """The sources of training records."""
         return self.recipe.data.train
 
-    def open_source(self, item: DatasetConfig) -> Source:
-        """Return the records of a file or of a dataset of the Hub."""
-        from dstrain.data.sources.open import open_source
-
-        return open_source(item, self.recipe.data.columns)
-
-    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
-        """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
-        return source
+    def digest_records(self, items: Sequence[DatasetConfig]) -> str:
+        return self.open_sources(items).digest

@@ -15,7 +15,7 @@ from dstrain.data.formats.columns import parse_record
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.errors import TaskError
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.task import Loss, Outputs
+from dstrain.tasks.common.task import Loss, Outputs, Task
 from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.prm import ProcessRewardModel, Solution, read_solution
 
@@ -132,11 +132,13 @@ class StepScores(AnswerScores):
         return {"step_scores": [*found, *[None] * (len(steps) - len(found))]}  # the last ones were cut
 
 
-def make_scores(task: TextTask) -> AnswerScores | None:
+def make_scores(task: Task) -> AnswerScores | None:
     """Return the task that scores records by the model of another; None where it has nothing to score."""
     if isinstance(task, ProcessRewardModel):
         return StepScores(recipe=task.recipe, scored=task)
-    return AnswerScores(recipe=task.recipe, scored=task) if task.scores_answers else None
+    if not isinstance(task, TextTask) or not task.scores_answers:
+        return None
+    return AnswerScores(recipe=task.recipe, scored=task)
 
 
 def encode_answers(
@@ -164,7 +166,7 @@ def encode_answers(
 def collate_answers(task: TextTask, scored: TextTask, examples: Sequence[Mapping[str, Any]]) -> Batch:
     """Return a batch of examples of `encode_answers`, a row for each, with what `scored` needs to score them."""
     sequences = [example["answer"] for example in examples]
-    rows = task.make_rows(sequences)
+    rows = task.collator.make_rows(sequences)
     answers = [(example["answer"], int(example["prompt_length"])) for example in examples]
     batch = Batch(
         tensors={**rows.input_tensors(), **scored.answer_tensors(rows, answers)},
@@ -173,7 +175,7 @@ def collate_answers(task: TextTask, scored: TextTask, examples: Sequence[Mapping
         samples=tuple(example["sample"] for example in examples),
         tokens=sum(len(sequence) for sequence in sequences),
     )
-    return task.with_images(batch, examples)
+    return task.collator.attach_images(batch, task.collator.load_images(examples))
 
 
 def _take(example: dict[str, Any] | BadRecord, side: str, number: int) -> EncodeResult:

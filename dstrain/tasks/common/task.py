@@ -9,7 +9,7 @@ import inspect
 import json
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
 from dstrain.errors import Fault, RecipeError, TaskError, suggest_name
+from dstrain.tasks.common.generation import GenerationMetrics, Prompts
 
 if TYPE_CHECKING:
     import torch
 
-    from dstrain.data.encoding.conversations import EncodedPrompt
-    from dstrain.data.vision.processor import VisionProcessor
+    from dstrain.data.sources.base import Source
+    from dstrain.tasks.common.model_source import ModelSource
 
 
 Split = Literal["train", "eval"]
@@ -128,25 +129,6 @@ class LossInputs:
     def caches_outputs(self) -> bool:
         """True where outputs of frozen models are computed before training."""
         return self.reference.kind == "cached" or any(scorer.is_cached for scorer in self.scorers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationMetrics:
-    """Metrics of answers that the model generates greedily in an evaluation, one for each sample."""
-
-    names: tuple[str, ...]
-    """Names of the metrics."""
-    get_prompt: Callable[[Any], EncodedPrompt | None]
-    """Sample -> its prompt; None: no answer is generated to it. The images may be `ImageEntry`s."""
-    score: Callable[[Any, str], Mapping[str, float]]
-    """(sample, text of the answer) -> name -> score. A metric is the mean over the samples."""
-    tokenizer: Any
-    vision_processor: VisionProcessor | None = None
-    """Processor of the prompts' images; None for a text-only model."""
-    max_new_tokens: int = 256
-    """Limit of tokens per answer."""
-    max_samples: int | None = None
-    """Generate for the first N samples only; None: for all."""
 
 
 MIN_HELD_OUT = 10
@@ -285,6 +267,9 @@ class Task(ABC):
     has_pairs: ClassVar[bool] = False
     """True where the rows of a sample begin with the same tokens."""
 
+    names_model: ClassVar[bool] = False
+    """True where `model.path` or `model.config` names a transformers model that the task trains."""
+
     is_planned: ClassVar[bool] = False
     """True where the model is one of transformers with a language-model or score head, as `dstrain plan` computes it."""
 
@@ -335,6 +320,53 @@ class Task(ABC):
     def encodes_records(self) -> bool:
         """True where examples are encoded once and cached, which the first process of a host does for the others."""
         return False
+
+    def open_source(self, item: DatasetConfig) -> Source:
+        """Return the records of a file or of a dataset of the Hub."""
+        from dstrain.data.sources.open import open_source
+
+        return open_source(item, self.recipe.data.columns)
+
+    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
+        """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
+        return source
+
+    def digest_records(self, items: Sequence[DatasetConfig]) -> str | None:
+        """Return a digest of the records of these files; None: the task reads files in its own way."""
+        return None
+
+    @property
+    def describes_records(self) -> bool:
+        """True where records have a readable form beside their tokens."""
+        return False
+
+    def show_records(self, limit: int) -> Iterator[str]:
+        """Yield the first training records in their readable form, for `dstrain data show`."""
+        yield from ()
+
+    @property
+    def model_source(self) -> ModelSource | None:
+        """The transformers model that the recipe names; None: the task makes its model in its own way."""
+        return None
+
+    @property
+    def prompts(self) -> Prompts | None:
+        """What the model is asked outside of training; None: it reads no text."""
+        return None
+
+    @property
+    def has_own_tokenizer(self) -> bool:
+        """True where a task on text, in a user's file, makes the tokenizer in its own way."""
+        return False
+
+    @property
+    def disables_dropout(self) -> bool:
+        """The option `disable_dropout`; False for a task without it."""
+        return bool(getattr(self, "disable_dropout", False))
+
+    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a model for packed batches, where the task has them. Returns it."""
+        return model
 
     @property
     def reads_text(self) -> bool:
@@ -407,11 +439,6 @@ def select_subclass(task: type[Task], option: str, target: str) -> type[Task]:
         problem = f"is set, but {task.__name__} derives from a task without it"
         raise TaskError(Fault(f"options.{option}", problem, f"derive it from {module}.{name}"))
     return subclass
-
-
-def has_dropout_disabled(task: Task) -> bool:
-    """Return the task's option `disable_dropout`, False where it has none."""
-    return bool(getattr(task, "disable_dropout", False))
 
 
 def load_split(task: Task, split: Split) -> Dataset | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,108 +9,43 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import BatchConfig, DatasetConfig, GenerateConfig, LoraConfig, ModelConfig, RunConfig
-from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
-from dstrain.data.formats.conversations import ParsedPrompt, get_prompt, read_prompt
+from dstrain.batch import Batch, PackingMode
+from dstrain.config.schema import LoraConfig, RunConfig
+from dstrain.data.formats.conversations import get_prompt
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
 from dstrain.data.records import BadRecord, tokenizer_fingerprint
-from dstrain.data.sources.base import ConcatSource, Source
+from dstrain.data.sources.base import ConcatSource
 from dstrain.data.template_clock import describe_written_times, reads_clock
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import (
     ModelValidator,
+    check_frozen_model,
     check_length_dependent,
     check_model,
     check_trains_on_text,
     max_positions,
 )
-from dstrain.models.folder import resolve_base_model
+from dstrain.models.folder import check_local_folder, resolve_base_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import HeldOutPrompts
+from dstrain.tasks.common.generation import GenerationMetrics, Prompts
 from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.packing import Collator, model_unsupported_reason, resolve_packing
 from dstrain.tasks.common.record_task import RecordTask, policy_of
-from dstrain.tasks.common.task import AnswerMetric, Checks, Export, GenerationMetrics, LossInputs, Split
+from dstrain.tasks.common.reference import reference_unsupported_reason
+from dstrain.tasks.common.task import AnswerMetric, Checks, Export, LossInputs, Reference, Split
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from PIL.Image import Image
-    from transformers import PretrainedConfig
 
     from dstrain.data.encoding.rendering import PlaceholderExpansion
     from dstrain.data.loading.rows import PackedRows, PaddedRows
     from dstrain.data.prepare import ExampleSettings
     from dstrain.data.records import EncodeResult
     from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
-
-
-JUDGE_METRICS = ("reward", "win_rate")
-"""Metrics of generated answers that a reward model gives: its mean score, and how often it prefers them."""
-FindUnsupportedReason = Callable[[bool], str | None]
-"""shares_prefixes -> why the models cannot take packed batches, or None."""
-
-
-def resolve_packing(
-    batch: BatchConfig,
-    find_unsupported_reason: FindUnsupportedReason,
-    has_pairs: bool,
-    untested: str | None = None,
-) -> PackingMode:
-    """Return the mode that batch.packing and batch.prefix_sharing ask for; auto is on where nothing is in the way.
-
-    `untested`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError where
-    a value is true, and something is in the way.
-    """
-    shares = batch.prefix_sharing
-    if shares is True and not has_pairs:
-        raise RecipeError(
-            Fault("batch.prefix_sharing", "is true, but the task has no pairs of answers", "leave it out")
-        )
-    if not batch.packing:
-        if shares is True:
-            problem = "is true, but batch.packing is false, and padded rows share nothing"
-            raise RecipeError(Fault("batch.prefix_sharing", problem, "remove one of the two"))
-        return PADDED
-    forced = batch.packing is True or shares is True
-    reason = find_unsupported_reason(False)
-    if reason and forced:
-        key = "batch.packing" if batch.packing is True else "batch.prefix_sharing"
-        raise RecipeError(Fault(key, f"is true, but {reason}", "set it to auto or false"))
-    reason = reason or (None if forced else untested)
-    if reason:
-        return PackingMode(False, message=f"batches are padded, not packed: {reason}")
-    if not has_pairs or shares is False:
-        return PackingMode(True)
-    reason = find_unsupported_reason(True)
-    if reason and shares is True:
-        raise RecipeError(Fault("batch.prefix_sharing", f"is true, but {reason}", "set it to auto or false"))
-    if reason:
-        return PackingMode(True, message=f"the answers of a pair are packed, each with its own prompt: {reason}")
-    return PackingMode(True, True)
-
-
-def model_unsupported_reason(
-    model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool, sequence: int = 1
-) -> str | None:
-    """Return why this model cannot take packed batches, or None; `config`: its transformers config.
-
-    `sequence`: processes that compute a micro-batch together.
-    """
-    from dstrain.models.attention.packed import packing_unsupported_reason
-    from dstrain.models.attention.sequence import sequence_unsupported_reason
-
-    # Transformers' own config may belong to a model class that came with the weights.
-    if model.trust_remote_code and getattr(config, "auto_map", None):
-        return "the model runs code that came with its weights"
-    if model.attn_implementation != "auto":
-        config = copy.deepcopy(config)  # the model is built from the other one
-        config._attn_implementation = model.attn_implementation
-    reason = packing_unsupported_reason(config, shares_prefixes)
-    return reason or sequence_unsupported_reason(config.get_text_config(), sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +62,22 @@ class TextChecks(Checks):
         own = self.task.has_own_tokenizer or self.task.has_own_source_load
         if faults := faults or ([] if own else self.model_faults()):
             raise RecipeError(faults)
+        self.reference()
+
+    def reference(self) -> None:
+        reference = self.task.reference
+        if reference.recipe_key is not None:
+            check_local_folder(str(reference.config.path), reference.recipe_key)
 
     def model_faults(self) -> list[Fault]:
         """Return the faults of the models that the recipe names, found in their small files."""
         task = self.task
-        return check_model(task.recipe, can_generate=task.can_generate, needs_vision=task.needs_vision)
+        faults = check_model(task.recipe, can_generate=task.can_generate, needs_vision=task.needs_vision)
+        reference = task.reference
+        if reference.recipe_key is not None:
+            path, trusted = str(reference.config.path), task.recipe.model.trust_remote_code
+            faults += check_frozen_model(path, reference.recipe_key, trusted)
+        return faults
 
     def run(self) -> None:
         from dstrain.models.tiles import check_tiles
@@ -150,14 +95,12 @@ class TextChecks(Checks):
 
     def _check_room_for_answers(self, model: torch.nn.Module) -> None:
         """Raise RecipeError where a prompt and a generated answer have more tokens than the model has positions."""
-        data, longest = self.task.recipe.data, self.task.max_new_tokens
+        data, longest = self.task.recipe.data, self.task.prompts.max_new_tokens
         key = "data.max_prompt_length" if data.max_prompt_length else "data.max_length"
         longest += data.max_prompt_length or data.max_length
         limit = max_positions(model, self.task.model_source.config)
         if limit is not None and limit < longest:
-            problem = (
-                f"with {self.task.max_new_tokens} generated tokens is {longest}, and the model has {limit} positions"
-            )
+            problem = f"with {self.task.prompts.max_new_tokens} generated tokens is {longest}, and the model has {limit} positions"
             raise RecipeError(Fault(key, problem, "lower it, or eval.generate.max_new_tokens"))
 
     def device(self) -> None:
@@ -212,13 +155,22 @@ class TextExport(Export):
         return self.task.export_outputs(model, batch)
 
     def recipe(self, merged: bool) -> RunConfig:
-        """Return the recipe with the base model as path, where the adapter of a folder was trained on."""
+        """Return the recipe with the base model as path, where the adapter of a folder was trained on.
+
+        It names the initial policy as `ref_model`, where that is the reference, and a folder or the hub has it.
+        """
         recipe, model = self.task.recipe, self.task.recipe.model
-        if model.lora is None or model.lora.create_new_adapter:
+        if model.lora is not None and not model.lora.create_new_adapter:
+            lora = model.lora.model_copy(update={"create_new_adapter": True})
+            base = resolve_base_model(model).model_copy(update={"lora": lora})
+            recipe = recipe.model_copy(update={"model": base})
+        reference = self.task.reference
+        is_base = model.lora is not None and not merged and model.lora.create_new_adapter
+        if reference.kind == "none" or reference.recipe_key is not None or is_base:
             return recipe
-        lora = model.lora.model_copy(update={"create_new_adapter": True})
-        base = resolve_base_model(model).model_copy(update={"lora": lora})
-        return recipe.model_copy(update={"model": base})
+        if model.path is None or model.init is not None:
+            return recipe
+        return recipe.model_copy(update={"options": {**recipe.options, "ref_model": model.path}})
 
     def save_extras(self, folder: Path) -> None:
         self.task.model_source.save_processor(folder)
@@ -240,11 +192,10 @@ class TextTask(RecordTask):
     Rows of a batch: R sequences of token ids.
     """
 
+    names_model = True
     is_planned = True
     rows_per_sample: ClassVar[int] = 2
     """Sequences of a sample in a batch."""
-    ref_columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
     answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = ANSWER_METRICS
     label_column: ClassVar[str] = ""
     """Column of the examples with the label of each; empty: they have none."""
@@ -311,68 +262,13 @@ class TextTask(RecordTask):
         prompt = get_prompt(item.parsed)
         return [prompt, item.images] if prompt or item.images else None
 
-    def open_prompts(self, item: DatasetConfig) -> Source:
-        """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
-        return self.open_sources([item])
-
-    def read_prompt(self, record: Mapping[str, Any]) -> ParsedPrompt:
-        """Return the prompt of a record for `dstrain generate`, which may have no answer. Raises BadRecord."""
-        return read_prompt(record)
-
-    def read_answers(self, record: Mapping[str, Any]) -> RecordWithImages[PromptAnswers]:
-        """Return a held-out record's prompt and its answers, all of them right. Raises BadRecord."""
-        found = self.parse_with_images(record, read_prompt_answers)
-        if found.parsed.form != "pair":
-            return found
-        return replace(found, parsed=replace(found.parsed, answers=found.parsed.answers[:1], form="answer"))
-
-    def has_reference_answer(self, example: Mapping[str, Any]) -> bool:
-        """Return whether the answer of a held-out example is one that a generated answer is compared with."""
-        return True
-
-    @property
-    def generate_config(self) -> GenerateConfig | None:
-        """What the recipe says of generated answers; None: an evaluation generates none."""
-        found = self.recipe.eval.generate or (GenerateConfig() if self.default_answer_metrics else None)
-        return found if found is not None and self.can_generate else None
-
     @property
     def generated_metric_names(self) -> tuple[str, ...]:
-        generate = self.generate_config
-        if generate is None:
-            return ()
-        names = self.default_answer_metrics if generate.metrics is None else tuple(generate.metrics)
-        return (*names, *(JUDGE_METRICS if generate.reward_model else ()))
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Limit of tokens of a generated answer."""
-        generate = self.generate_config
-        return (generate and generate.max_new_tokens) or self.default_max_new_tokens
+        return self.prompts.metric_names
 
     @property
     def generation_metrics(self) -> GenerationMetrics | None:
-        generate, names = self.generate_config, self.generated_metric_names
-        if generate is None or not names:
-            return None
-        metrics = {name: self.answer_metrics[name] for name in names if name not in JUDGE_METRICS}
-        prompts = self.held_out_prompts
-        return GenerationMetrics(
-            names=tuple(metrics),
-            get_prompt=prompts.encode,
-            score=lambda example, answer: {
-                name: metric(answer, prompts.read_texts(example)) for name, metric in metrics.items()
-            },
-            tokenizer=self.tokenizer,
-            vision_processor=self.model_source.vision_processor,
-            max_new_tokens=self.max_new_tokens,
-            max_samples=generate.samples,
-        )
-
-    @cached_property
-    def held_out_prompts(self) -> HeldOutPrompts:
-        """Prompts and right answers of held-out examples."""
-        return HeldOutPrompts(self)
+        return self.prompts.metrics
 
     @property
     def example_settings(self) -> ExampleSettings:
@@ -439,8 +335,9 @@ class TextTask(RecordTask):
             return f"task {self.recipe.task} has padded rows only"
         if self.loads_own_model:
             return f"task {self.recipe.task} makes its model in its own way"
-        sequence = self.recipe.parallel.sequence
-        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes, sequence)
+        model, sequence = self.recipe.model, self.recipe.parallel.sequence
+        reason = model_unsupported_reason(model, self.model_source.config, shares_prefixes, sequence)
+        return reason or reference_unsupported_reason(self.reference, shares_prefixes, sequence)
 
     def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
         from dstrain.models.attention.sequence import sequence_unsupported_reason
@@ -455,77 +352,25 @@ class TextTask(RecordTask):
             return "the loss of a router reads all tokens of a micro-batch; write model.router_aux_loss_coef: 0"
         return None
 
-    def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
-        """Return the sequences as rows of a batch. `num_pairs`: sequences i and num_pairs + i are a pair.
-
-        Sequences after those of the pairs are packed on their own.
-        """
-        from dstrain.data.loading.rows import PaddedRows, pack_rows
-
-        if not self.packing.is_packed:
-            return PaddedRows(sequences, self.tokenizer.pad_token_id)
-        if not self.packing.shares_prefixes:
-            return pack_rows(sequences)
-        pairs = [[row, num_pairs + row] for row in range(num_pairs)]
-        groups = [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))]
+    @cached_property
+    def collator(self) -> Collator:
+        """Makes the rows of batches, in the form that `packing` says."""
         processor = self.model_source.vision_processor
-        return pack_rows(sequences, groups, () if processor is None else processor.image_token_ids)
+        return Collator(packing=self.packing, pad_token_id=self.tokenizer.pad_token_id, vision_processor=processor)
 
-    def with_images(
-        self,
-        batch: Batch,
-        examples: Sequence[Mapping[str, Any]],
-        repeats: int = 1,
-        positions: Sequence[int] | None = None,
-    ) -> Batch:
-        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example.
+    @cached_property
+    def prompts(self) -> Prompts:
+        """What the model is asked, and its answers compared with, outside of training."""
+        return Prompts(self)
 
-        `positions`: of the examples in the run, None in an evaluation: images are changed in training only.
-        """
-        processor = self.model_source.vision_processor
-        if processor is None:
-            return batch
-        if "images" not in examples[0]:  # then no example of the store has any
-            return processor.attach_no_images(batch)
-        if not self.packing.shares_prefixes or repeats == 1:
-            return processor.attach_images(batch, self.row_images(examples, repeats, positions))
-        # One group per example: its images are in the prefix, or it has none.
-        counts = [1 if group.prefix else repeats for group in batch.groups[: len(examples)]]
-        images = [self.row_images([example], count) for example, count in zip(examples, counts, strict=True)]
-        return processor.attach_images(batch, [image for own in images for image in own])
-
-    def row_images(
-        self, examples: Sequence[Mapping[str, Any]], repeats: int, positions: Sequence[int] | None = None
-    ) -> list[Image]:
-        """Return the images of a batch in the order of its rows."""
-        processor = self.model_source.vision_processor
-        downscale = None if processor is None else processor.downscale
-        images: list[Image] = []
-        for row, example in enumerate(examples):
-            for index, stored in enumerate(example["images"]):
-                image = stored.load(downscale)
-                images.append(image if positions is None else self.augment_image(image, positions[row], index))
-        # Rows of pairs repeat the prompt, and so its images.
-        return images * repeats
-
-    def augment_image(self, image: Image, position: int, index: int) -> Image:
-        """Return image number `index` of a sample as it is trained on; `position`: of the sample in the run."""
-        return image
-
-    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
-        import torch
-
-        return {
-            # float64, as they were computed: a log-ratio is a small difference of large sums.
-            name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
-            for name in self.ref_columns
-            if name in examples[0]
-        }
+    @property
+    def reference(self) -> Reference:
+        """The model whose outputs the loss reads, beside the one that is trained."""
+        return Reference()
 
     @property
     def loss_inputs(self) -> LossInputs:
-        return LossInputs(packing=lambda: self.packing)
+        return LossInputs(reference=self.reference, packing=lambda: self.packing)
 
     @cached_property
     def model_source(self) -> ModelSource:
@@ -548,7 +393,6 @@ class TextTask(RecordTask):
 
     @property
     def has_own_tokenizer(self) -> bool:
-        """True where a subclass, in a user's file, makes the tokenizer in its own way."""
         return type(self).tokenizer is not TextTask.tokenizer
 
     @property
@@ -580,7 +424,6 @@ class TextTask(RecordTask):
         return self.enable_packing(self.model_source.load(self.recipe.model))
 
     def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Prepare a model for packed batches, where the task has them. Returns it."""
         if self.packing.is_packed:
             from dstrain.models.attention.packed import enable_packed_attention
 

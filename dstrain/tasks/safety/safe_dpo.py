@@ -14,9 +14,9 @@ from dstrain.data.formats.preferences import SAFETY_KEYS, Preference, to_chosen_
 from dstrain.data.records import BadRecord
 from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
 from dstrain.errors import DataError, Fault, RecipeError, suggest_name
-from dstrain.tasks.common.pairs import pair_metrics
+from dstrain.tasks.common.pairs import PairChecks, pair_metrics
 from dstrain.tasks.common.task import Loss, LossInputs, Split
-from dstrain.tasks.dpo import DPO, DPOChecks
+from dstrain.tasks.dpo import DPO
 from dstrain.tasks.safety.options import (
     HARMLESS_COLUMNS,
     HELPFUL_COLUMNS,
@@ -161,8 +161,8 @@ def pairs_with_images(examples: Examples) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafeDPOChecks(DPOChecks):
-    """The checks of DPO, of the reward models, and of images to corrupt."""
+class SafeDPOChecks(PairChecks):
+    """The checks of a task on pairs, of the reward models, and of images to corrupt."""
 
     task: SafeDPO
 
@@ -300,26 +300,26 @@ class SafeDPO(DPO):
                 shown.append((examples[index][preferred], int(examples[index]["prompt_length"])))
         return shown
 
-    def row_images(self, examples: Examples, repeats: int, positions: Sequence[int] | None = None) -> list[Image]:
-        images = super().row_images(examples, 1, positions)
-        if not self.shows_corrupted:
-            return images * repeats
-        seed, area = self.recipe.seed, self.safety.crop_max_area
-        keys = [(seed, example["sample"], at) for example in examples for at in range(len(example["images"]))]
-        return images * repeats + [corrupt_image(image, key, area) for image, key in zip(images, keys, strict=True)]
+    def attach_images(self, batch: Batch, examples: Examples) -> Batch:
+        images = self.collator.load_images(examples)
+        corrupted: list[Image] = []
+        if self.shows_corrupted and images is not None:
+            for example, loaded in zip(examples, images, strict=True):
+                for number, image in enumerate(loaded):
+                    key = self.recipe.seed, example["sample"], number
+                    corrupted.append(corrupt_image(image, key, self.safety.crop_max_area))
+        return self.collator.attach_images(batch, images, repeats=2, more=corrupted)
 
-    def output_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
+    def loss_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
+        import torch
+
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.
         online = self.reward_models if self.packing.is_packed and not self.has_cached_scores else ()
         pad_token_ids = {model.positions_name: model.task.tokenizer.pad_token_id for model in online}
-        return {**super().output_tensors(examples, rows), **rows.score_tensors(pad_token_ids)}
-
-    def extra_tensors(self, examples: Examples) -> dict[str, torch.Tensor]:
-        import torch
-
         labels = {name: [example[name] for example in examples] for name in LABEL_COLUMNS if name in examples[0]}
         tensors = {
-            **super().extra_tensors(examples),
+            **super().loss_tensors(examples, rows),
+            **rows.score_tensors(pad_token_ids),
             **cached_scores(examples),
             **{name: torch.tensor(values, dtype=torch.float32) for name, values in labels.items()},  # (B,)
         }
@@ -328,7 +328,7 @@ class SafeDPO(DPO):
         return tensors
 
     @property
-    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the options
+    def ref_columns(self) -> tuple[str, ...]:
         return (*super().ref_columns, "ref_corrupted_logps") if self.shows_corrupted else super().ref_columns
 
     @property

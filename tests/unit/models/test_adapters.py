@@ -303,7 +303,7 @@ def test_the_reference_of_an_adapter_that_is_trained_on_is_that_adapter(tmp_path
     assert all(torch.equal(value, first[name]) for name, value in module._reference_outputs(batch).items())
     assert trained(module.model) == before == module.trainable_names
     assert set(module.stored_model.shapes()) == before, "checkpoints hold the adapter once"
-    apart = task.build_reference()
+    apart = task.reference.build()
     with torch.no_grad():
         outputs = task.loss_inputs.reference.outputs(apart, batch)
     assert all(torch.allclose(value, first[name], atol=1e-5) for name, value in outputs.items())

@@ -112,7 +112,7 @@ def step(task: Distill, ids: list[int]) -> tuple[torch.Tensor, dict[str, float],
 def plain_loss(task: Distill, ids: list[int]) -> tuple[float, float, torch.Tensor]:
     """Return loss, divergence and gradient of the head from whole logits, a sample at a time."""
     student: Any = task.build_model()
-    teacher: Any = task.build_reference()
+    teacher: Any = task.reference.build()
     student.train(), teacher.eval()
     total, divergence_sum, examples = torch.zeros(()), 0.0, task.examples("train")
     assert examples is not None

@@ -83,7 +83,7 @@ def test_prompts_need_no_answers(tmp_path: Path) -> None:
     task = made(tmp_path, {"unanswerable_answer": None}, data={"max_samples": 2})
     records = [{"question": f"Page {page}?", "image": "eval-0-0.png"} for page in (1, 2, 3)]
     file = str(write_jsonl(tmp_path / "asked.jsonl", records))
-    source = task.open_prompts(DatasetConfig(path=file))
+    source = task.prompts.open_source(DatasetConfig(path=file))
     found = [PromptReader(task).parse(source[index]) for index in range(len(source))]
     assert [prompt.parsed.prompt[0]["content"][-7:] for prompt in found] == ["Page 1?", "Page 2?"]
     with pytest.raises(BadRecord, match="missing"):

@@ -122,7 +122,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_loss_is_ln_2(kind: str, tmp_path: Path) -> None:
     task = made(tmp_path, **KINDS[kind])
-    assert task.reference_kind == kind.split()[-1]
+    assert task.reference.kind == kind.split()[-1]
     loss, metrics = look(task, [3, 9, 4, 60, 31])
     assert loss == pytest.approx(LN2, abs=1e-6)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)

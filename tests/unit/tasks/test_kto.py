@@ -108,7 +108,7 @@ def test_the_first_loss_is_half_of_each_weight(kind: str, tmp_path: Path) -> Non
     """Where policy and reference are one, r and z0 are 0."""
     more = {**KINDS[kind], "options": {**KINDS[kind].get("options", {}), "undesirable_weight": 3.0}}
     task = made(tmp_path, **more)
-    assert task.reference_kind == kind.split()[-1]
+    assert task.reference.kind == kind.split()[-1]
     batch = read(task, [3, 9, 4, 60, 31])
     wanted = batch.tensors["desirable"]
     assert 0 < wanted.sum() < 5

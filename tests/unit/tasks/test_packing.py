@@ -18,8 +18,8 @@ from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import forward_logits
+from dstrain.tasks.common.packing import resolve_packing
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
-from dstrain.tasks.common.text import resolve_packing
 from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.training.build_model import build_train_module
 from tests.cells import SLOW, mark_slow

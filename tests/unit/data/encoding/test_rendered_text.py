@@ -282,7 +282,7 @@ def test_a_right_answer_is_compared_without_its_end_token(tmp_path: Path) -> Non
     write_jsonl(tmp_path / "eval.jsonl", [record])
     task: Any = make_task(RunConfig.model_validate(recipe))
     (example,) = list(task.examples("eval"))
-    assert task.held_out_prompts.read_texts(example) == ["a dog"]
+    assert task.prompts.read_texts(example) == ["a dog"]
 
 
 def test_words_and_blanks_that_are_added_tokens_are_text(chat: Any) -> None:

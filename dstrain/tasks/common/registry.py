@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import dataclasses
 import hashlib
 import importlib
@@ -12,9 +11,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,109 +43,69 @@ _DSTRAIN = Path(__file__).resolve().parents[2]
 def import_task_file(path: Path) -> ModuleType:
     """Return the module of a task file, imported once. Raises TaskError, and what the file raises.
 
-    Modules beside the file can be imported from it, and from each other, as if its folder were in sys.path, but belong
-    to it alone: those of another task's folder, and installed packages, may have the same names.
+    Like a script it finds the modules of its folder: the folder is in front of sys.path while the file is imported,
+    and last in it afterwards, for imports inside functions.
     """
     path = Path(os.path.realpath(path.expanduser()))
     if not path.is_file():
         raise TaskError(f"--task {path}: is not a file; give the path of a Python file that defines a task")
     if path.suffix != ".py":
         raise TaskError(f"--task {path}: is not a Python file; its name must end in .py")
-    folder = _open_folder(path.parent)
-    name = f"{folder.package}.{path.stem.replace('.', '_')}"
+    name = f"dstrain_task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
+    _check_module_names(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    known = {*sys.modules}
+    module, folder, known = importlib.util.module_from_spec(spec), str(path.parent), {*sys.modules}
     sys.modules[name] = module
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         # The modules beside it too: they may be what the user mends.
-        for one in [one for one in sys.modules if one.startswith(f"{folder.package}.") and one not in known]:
-            del sys.modules[one]
+        for other in {*sys.modules} - known:
+            if _is_below(path.parent, sys.modules[other]):
+                del sys.modules[other]
         raise
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module
 
 
-class _TaskFolder:
-    """A folder whose modules are those of a package with a name of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.package = f"dstrain_task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        package = ModuleType(self.package, f"Modules of {path}.")
-        package.__path__ = [str(path)]
-        package.__spec__ = ModuleSpec(self.package, None, is_package=True)
-        sys.modules[self.package] = package
-        self._known: dict[str, bool] = {}
-
-    def import_module(
-        self,
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
-        """Import as `__import__` does, a module of the folder before an installed one."""
-        top = name.partition(".")[0]
-        if level or not self._holds(top):
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
-        module = builtins.__import__(f"{self.package}.{name}", globals, locals, fromlist or ())
-        return module if fromlist else sys.modules[f"{self.package}.{top}"]
-
-    def _holds(self, name: str) -> bool:
-        """Return whether the folder has a module of this name that a usual import would not find."""
-        if name not in self._known:
-            file = next((file for file in _module_files(self.path / name) if file.is_file()), None)
-            try:
-                usual = importlib.util.find_spec(name)
-            except (ImportError, ValueError):
-                usual = None
-            is_other = (
-                usual is None or usual.origin is None or Path(usual.origin).resolve() != (file and file.resolve())
-            )
-            self._known[name] = is_other if file else usual is None and (self.path / name).is_dir()
-        return self._known[name]
+def _is_below(folder: Path, module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and folder in Path(file).parents
 
 
-@cache
-def _open_folder(path: Path) -> _TaskFolder:
-    folder = _TaskFolder(path)
-    _FOLDERS[folder.package] = folder
-    if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
-    return folder
+def _check_module_names(path: Path) -> None:
+    """Raise TaskError where a module beside a task file imports it, or has the name of another module.
 
-
-_FOLDERS: dict[str, _TaskFolder] = {}
-
-
-class _Loader(SourceFileLoader):
-    """Loads a module that imports by `_TaskFolder.import_module`."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        folder = _FOLDERS[module.__name__.partition(".")[0]]
-        # Where a module's globals have `__builtins__`, its import statements call the `__import__` in it.
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": folder.import_module}
-        super().exec_module(module)
-
-
-class _Finder:
-    """Finds the modules of task folders."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in _FOLDERS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
+    Python might take the other one, or hide it from libraries.
+    """
+    importlib.invalidate_caches()
+    for file, importing in find_imported_files(path).items():
+        if file == path:  # a copy of it has another name
+            problem = f"{importing.name} imports this file, which imports {importing.name}"
+            raise TaskError(f"--task {path}: {problem}; move what both need into a third file")
+        relative = file.relative_to(path.parent)
+        name = relative.parts[0].removesuffix(".py")
+        try:
+            other = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            other = None
+        if other is None or other.origin is None:
+            continue
+        beside = file if len(relative.parts) == 1 else path.parent / name / "__init__.py"
+        origin = Path(other.origin)
+        is_copy = origin.is_file() and beside.is_file() and origin.read_bytes() == beside.read_bytes()
+        if not is_copy:
+            where = f"as {origin}" if origin.is_file() else "in Python itself"
+            problem = f"imports {relative} beside it, and there is a module {name} {where}"
+            raise TaskError(f"--task {path}: {problem}; rename yours")
 
 
 def find_task_file(task: type[Task]) -> Path | None:
@@ -166,22 +123,26 @@ def find_task_files(task: type[Task]) -> dict[str, Path]:
     first = find_task_file(task)
     if first is None:
         return {}
-    found, pending = {TASK_FILE: first}, [first]
+    files = {TASK_FILE: first}
+    for file in find_imported_files(first):
+        name = file.relative_to(first.parent).as_posix()
+        if name.partition("/")[0] in _RESERVED_NAMES:
+            problem = f"imports {name} beside it, and a run folder, which gets a copy, uses that name"
+            raise TaskError(f"--task {first}: {problem}; rename it")
+        files[name] = file
+    return files
+
+
+def find_imported_files(first: Path) -> dict[Path, Path]:
+    """Return the files of a task file's folder that it imports, or that these import, each with a file that imports it."""
+    importers, pending = dict[Path, Path](), [first]
     while pending:
         importing = pending.pop()
         for file in _iter_imported_files(importing, first.parent):
-            name = file.relative_to(first.parent).as_posix()
-            if found.get(name) == file:
-                continue
-            if file == first:  # a copy of it has another name
-                problem = f"{importing.name} imports this file, which imports {importing.name}"
-                raise TaskError(f"--task {first}: {problem}; move what both need into a third file")
-            if name.partition("/")[0] in _RESERVED_NAMES:
-                problem = f"imports {name} beside it, and a run folder, which gets a copy, uses that name"
-                raise TaskError(f"--task {first}: {problem}; rename it")
-            found[name] = file
-            pending.append(file)
-    return found
+            if file not in importers:
+                importers[file] = importing
+                pending.append(file)
+    return importers
 
 
 def digest_task_files(task: type[Task]) -> str | None:

@@ -1,9 +1,10 @@
-"""A task of several files: imported, digested and copied together, apart from the modules of other folders."""
+"""A task of several files: imported, digested and copied together."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,20 @@ def write(folder: Path, imports: str, body: str = "return value()", **modules: s
     return str(folder / "own.py")
 
 
+@pytest.fixture(autouse=True)
+def fresh_modules() -> Iterator[None]:
+    """Each test imports in a process of its own, as far as modules and sys.path tell."""
+    yield
+    forget_modules()
+
+
+def forget_modules() -> None:
+    sys.path[:] = [folder for folder in sys.path if "/pytest-" not in folder]
+    for name, module in [*sys.modules.items()]:
+        if "/pytest-" in str(getattr(module, "__file__", None) or getattr(module, "__path__", "")):
+            del sys.modules[name]
+
+
 def run(path: str | Path) -> Any:
     task: Any = find_task(str(path))
     return task().examples("train")
@@ -52,7 +67,6 @@ NUMBER = "def value():\n    return {}\n"
         ("from net import value", "return value()", {"net": NUMBER.format(7)}),
         ("import net", "return net.value()", {"net": NUMBER.format(7)}),
         ("import net as other", "return other.value()", {"net": NUMBER.format(7)}),
-        ("from .net import value", "return value()", {"net": NUMBER.format(7)}),
         ("", "from net import value\n        return value()", {"net": NUMBER.format(7)}),
         ("from net import *", "return value()", {"net": NUMBER.format(7)}),
         ("from net import value", "return value()", {"net": "from deep import value", "deep": NUMBER.format(7)}),
@@ -78,18 +92,25 @@ def test_modules_beside_a_task_file_are_imported_digested_and_copied(
     assert digest_task_files(copy) == digest_task_files(task)
 
 
-def test_folders_may_have_modules_of_the_same_names(tmp_path: Path) -> None:
-    paths = [write(tmp_path / str(n), "import net", "return net.value()", net=NUMBER.format(n)) for n in range(3)]
-    assert [run(path) for path in paths] == [0, 1, 2]
-    assert "net" not in sys.modules
+def test_another_folders_module_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    paths = [write(tmp_path / str(n), "import net", "return net.value()", net=NUMBER.format(n)) for n in range(2)]
+    assert run(paths[0]) == 0
+    with pytest.raises(TaskError, match=r"imports net.py beside it, and there is a module net as .*/0/net.py; rename"):
+        find_task(paths[1])
 
 
-@pytest.mark.parametrize("name", ["queue", "datasets", "tokenizers", "yaml"])
-def test_a_module_may_be_called_like_an_installed_one(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["sys", "queue", "datasets", "tokenizers", "yaml"])
+def test_a_module_called_like_an_installed_one_is_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, f"import {name}", f"return {name}.value()", **{name: NUMBER.format(3)})
-    assert run(path) == 3
-    __import__(name)
-    assert not str(sys.modules[name].__file__).startswith(str(tmp_path))
+    with pytest.raises(TaskError, match=rf"imports {name}.py beside it, and there is a module {name} .*; rename yours"):
+        find_task(path)
+    assert str(tmp_path) not in sys.path
+
+
+def test_the_folder_comes_after_installed_packages_once_the_file_is_imported(tmp_path: Path) -> None:
+    run(write(tmp_path, "from net import value", net=NUMBER.format(7)))
+    assert sys.path[-1] == str(tmp_path)
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 def test_a_folder_of_data_hides_no_installed_package(tmp_path: Path) -> None:
@@ -102,6 +123,7 @@ def test_an_edit_of_any_file_changes_the_digest(tmp_path: Path) -> None:
         folder = tmp_path / f"{number}{other}"
         path = write(folder, "from net import value", net="from deep import value", deep=NUMBER.format(number))
         (folder / "unused.py").write_text(other)
+        forget_modules()
         return digest_task_files(find_task(path))
 
     assert digest(1) == digest(1, "x = 1") != digest(2)
@@ -126,11 +148,11 @@ def test_a_module_with_a_name_of_the_run_folder_is_refused(tmp_path: Path) -> No
 
 
 def test_a_module_that_imports_the_task_file_is_refused(tmp_path: Path) -> None:
-    task = find_task(write(tmp_path, "from net import value", net=f"import own\n{NUMBER.format(1)}"))
+    path = write(tmp_path, "from net import value", net=f"import own\n{NUMBER.format(1)}")
     with pytest.raises(
         TaskError, match=r"net.py imports this file, which imports net.py; move what both need into a third"
     ):
-        find_task_files(task)
+        find_task(path)
 
 
 def test_a_module_that_fails_is_named_with_its_line_and_can_be_mended(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from jinja2 import Environment, meta
 
 from benchmarks.common import write_table
 from dstrain.data.encoding.chat_template import set_template_kwargs
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.template_check import LOST_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference

@@ -22,9 +22,10 @@ from dstrain.batch import Batch
 from dstrain.cache import file_digest
 from dstrain.config.schema import RunConfig
 from dstrain.data.dataset import Dataset
+from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.prepare import ExampleSettings, prepare
-from dstrain.data.records import BadRecord, tokenizer_fingerprint
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenColumns, TokenStore

@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.data.formats.answers import SIDES, read_prompt_answers
 from dstrain.data.formats.messages import IMAGE_KEYS, read_images
 from dstrain.data.formats.preferences import Response
-from dstrain.data.records import BadRecord, as_record, has
+from dstrain.data.records import BadRecord, as_record
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import resolve_image
@@ -83,7 +83,7 @@ def _iter_pairs(
             prompt, scored, tools = _read_scored(record, column)
             images = _find_images(record, folder)
         except BadRecord as fault:
-            if has(record, "error"):  # `dstrain score` could not read the record either
+            if record.get("error") is not None:  # `dstrain score` could not read the record either
                 report.too_few += 1
                 continue
             raise DataError(f"{source.location(index)}: {fault.reason}") from None

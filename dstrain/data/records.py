@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from dstrain.data.template_clock import get_written_times
 from dstrain.errors import TaskError, one_line
 
 ParsedT = TypeVar("ParsedT")
@@ -34,7 +31,7 @@ class BadRecord(ValueError):
 class Record(dict[str, Any]):
     """A record that notes which columns of its file are read, so that none is dropped without a word.
 
-    `record[key]` and `record.get(key)` read a column; `has(record, key)` asks for it without reading it.
+    `record[key]`, `record.get(key)` and `record.read(*keys)` read columns; `key in record.present` asks for one.
     """
 
     def __init__(
@@ -48,6 +45,8 @@ class Record(dict[str, Any]):
         `parent`: the record that this one is made from; both note their reads in one place.
         """
         super().__init__(values)
+        self.present = frozenset(key for key, value in self.items() if value is not None)
+        """Keys with a value other than null."""
         self.origins: dict[str, str] = {**(parent.origins if parent is not None else {}), **(origins or {})}
         self.columns: dict[str, Any] = dict(values) if parent is None else parent.columns
         """The columns of the file, as they are written there."""
@@ -55,6 +54,8 @@ class Record(dict[str, Any]):
         """Column of the file -> key that it was read as."""
         self.content: dict[str, int] = {} if parent is None else parent.content
         """What the record holds, as its task counts it (`dstrain.data.content`)."""
+        self.parsed: Any = None
+        """What its task made of it (`dstrain.data.formats.columns.parse_record`)."""
 
     def note_content(self, counts: Mapping[str, int]) -> None:
         """Note what the record holds, in place of what was noted before: a record may be parsed twice."""
@@ -68,6 +69,12 @@ class Record(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401  # reads the column
+
+    def read(self, *keys: str) -> list[Any]:
+        """Return the value of each key, None for one that the record lacks."""
+        self.used.update({self.origins.get(key, key): key for key in keys if key in self})
+        values: dict[str, Any] = dict(self.items())
+        return [values.get(key) for key in keys]
 
     def derive(self, values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Record:
         """Return a record of other values that are made from this one's."""
@@ -88,12 +95,6 @@ def nan_to_null(record: Mapping[str, Any]) -> Record:
     found = as_record(record)
     missing = {key for key, value in found.items() if isinstance(value, float) and value != value and key != "margin"}
     return found.derive({key: None if key in missing else value for key, value in found.items()}) if missing else found
-
-
-def has(record: Mapping[str, Any], *keys: str) -> bool:
-    """Return whether all these keys have a value other than null, without reading them."""
-    plain = dict(record.items()) if not isinstance(record, dict) else record
-    return all(dict.get(plain, key) is not None for key in keys)
 
 
 _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -140,23 +141,3 @@ def encode_valid(
         raise TaskError(f"{problem}; return an example, a list of examples or a BadRecord for each record")
     encoded = iter(found)
     return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
-
-
-def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
-    """Return a hash of everything that determines the ids of a text, the time that its template writes too, and of the pad token."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    # A slow tokenizer has no state as JSON; its vocabulary has to do.
-    if backend is None:
-        state: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        state = json.loads(backend.to_str())
-        # The last call that padded or truncated leaves these settings behind; ids do not depend on them.
-        state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
-    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    if not with_pad_token:
-        special.pop("pad_token", None)
-    parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
-    times = get_written_times(tokenizer)
-    if times:
-        parts.append(times)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.config.schema import check_limits
-from dstrain.data.records import LABEL_NAMES, BadRecord, Record, has, yaml_key
+from dstrain.data.records import LABEL_NAMES, BadRecord, Record, as_record, yaml_key
 from dstrain.data.sources.base import BaseSource
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def normalize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_captions(record: Mapping[str, Any]) -> tuple[str, ...]:
-    given = [key for key in ("captions", "caption") if has(record, key)]
+    record = as_record(record)
+    given = [key for key in ("captions", "caption") if key in record.present]
     if not given:
         return ()
     if len(given) > 1:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch, PackedGroup
 from dstrain.config.schema import check_limits
-from dstrain.data.encoding.conversations import EncodingConfig
+from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.encoding.preferences import UnpairedEncode, encode_unpaired
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.prepare import prepare
-from dstrain.data.records import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import TokenStore
 from dstrain.tasks.common.generation import Prompts

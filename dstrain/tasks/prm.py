@@ -17,7 +17,7 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.conversations import ParsedPrompt, read_prompt
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Prompt
-from dstrain.data.records import BadRecord, EncodeResult, Record, as_record, has
+from dstrain.data.records import BadRecord, EncodeResult, Record, as_record
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, tiny_recipe
@@ -253,7 +253,8 @@ def read_solution(record: Mapping[str, Any], needs_labels: bool = True) -> Solut
     record = as_record(record)
     if not needs_labels:
         record = _with_labels(record)
-    solution = _read_math_shepherd(record) if has(record, "input", "label") else _read_stepwise(record)
+    is_math_shepherd = {"input", "label"} <= record.present
+    solution = _read_math_shepherd(record) if is_math_shepherd else _read_stepwise(record)
     if all(label == NO_LABEL for label in solution.labels):
         raise BadRecord("no step has a label; write true or false for each step, or remove the record")
     return solution
@@ -261,9 +262,7 @@ def read_solution(record: Mapping[str, Any], needs_labels: bool = True) -> Solut
 
 def _with_labels(record: Record) -> Record:
     """Return the record with a label for each step that says that it is right; its own labels count as read."""
-    steps, text = (record[name] if has(record, name) else None for name in ("completions", "input"))
-    for name in ("labels", "label"):
-        record.get(name)
+    steps, text, *_ = record.read("completions", "input", "labels", "label")
     if isinstance(steps, list):
         return record.derive({**record, "labels": [True] * len(steps)})
     return (
@@ -271,9 +270,9 @@ def _with_labels(record: Record) -> Record:
     )
 
 
-def _read_stepwise(record: Mapping[str, Any]) -> Solution:
+def _read_stepwise(record: Record) -> Solution:
     """Return a record of TRL's stepwise form: `prompt`, `completions` and `labels`. Raises BadRecord."""
-    steps, labels = (record[name] if has(record, name) else None for name in ("completions", "labels"))
+    steps, labels = record.read("completions", "labels")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise BadRecord(
             "'completions' is not a list of steps, each a text that is not empty; write one text for each step"
@@ -283,7 +282,7 @@ def _read_stepwise(record: Mapping[str, Any]) -> Solution:
     numbers = [NO_LABEL if label is None else label for label in labels]
     if wrong := [label for label in numbers if label not in (0, 1, NO_LABEL) or not isinstance(label, int | float)]:
         raise BadRecord(f"'labels' has {wrong[0]!r:.40}; write true for a right step, false for a wrong one, or null")
-    asked = read_prompt(as_record(record).without("completions", "labels"))
+    asked = read_prompt(record.without("completions", "labels"))
     if not asked.prompt:
         raise BadRecord("'prompt' is empty; write the question")
     return Solution(asked.prompt, [*steps], [int(label) for label in numbers], asked.tools)

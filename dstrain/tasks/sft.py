@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.encoding.conversations import EncodingConfig
-    from dstrain.data.encoding.rendering import PlaceholderExpansion
+    from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
     from dstrain.data.records import EncodeResult
 
 
@@ -62,7 +61,7 @@ class SFT(TextTask):
 
     @property
     def _encoding_config(self) -> EncodingConfig:
-        from dstrain.data.encoding.conversations import EncodingConfig
+        from dstrain.data.encoding.rendering import EncodingConfig
 
         data = self.recipe.data
         return EncodingConfig(

@@ -15,12 +15,12 @@ import numpy as np
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.content import count_series
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_answers
-from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_answers
+from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt
 from dstrain.data.formats.messages import Message, has_images
 from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, prepare
-from dstrain.data.records import BadRecord, EncodeResult, as_record, has, try_parse
+from dstrain.data.records import BadRecord, EncodeResult, as_record, try_parse
 from dstrain.data.series import (
     EncoderOptions,
     PatchConfig,
@@ -397,7 +397,7 @@ class Temporal(SFT):
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         # The curve is not parsed: a tokenizer needs the texts alone.
-        captions = record.get("captions") if has(record, "captions") else record.get("caption")
+        captions = record.get("caption") if record.get("captions") is None else record["captions"]
         yield from [captions] if isinstance(captions, str) else (captions or ())
         yield record.get("prompt") or self.prompt
 
@@ -433,11 +433,8 @@ class Temporal(SFT):
     def build_store(self, source: ConcatSource) -> TokenStore:
         if self.has_language_model:
             return super().build_store(source)
-        encode = RecordEncode(self._parse_text_only, self._encode_parsed)
+        encode = RecordEncode(self.parse_record, self.encode_text_only)
         return prepare(source, encode, self.encode_key(), policy_of(self.recipe), settings=self.example_settings)
-
-    def _encode_parsed(self, samples: list[Any]) -> Sequence[Any]:
-        return self.encode(samples, None)
 
     @property
     def token_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the stage

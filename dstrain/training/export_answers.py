@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from dstrain.data.encoding.chat_template import write_time
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.records import BadRecord
-from dstrain.data.template_clock import write_time
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.distributed.world import SingleProcessWorld

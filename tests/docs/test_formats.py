@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.images import read_with_images

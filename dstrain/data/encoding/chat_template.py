@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord
-from dstrain.data.template_clock import CLOCK_FUNCTION, write_time
 from dstrain.errors import DataError, Fault, RecipeError
 
 RECIPE_KEY = "model.chat_template"
@@ -28,6 +29,11 @@ _TRANSCRIPT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '\n\nAssistant:' -}}{%- endif -%}"""
 """Conversations in the form of hh-rlhf, with EOS after each answer."""
+CLOCK_FUNCTION = "strftime_now"
+"""Function of transformers' templates that formats the present time."""
+_TIME_ATTRIBUTE = "template_time"
+_CALL = re.compile(rf"{CLOCK_FUNCTION}\s*\(\s*(?:format\s*=\s*)?(\"[^\"]*\"|'[^']*')\s*\)")
+"""A call with the format written out, as published templates have it."""
 
 
 def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> str:
@@ -248,3 +254,65 @@ def describe_missing_template(tokenizer: Any) -> Sequence[str]:
         'the tokenizer has no chat template: dialogs are written as "\\n\\nHuman: ... \\n\\nAssistant: ..." and '
         f"{end} (model.chat_template names another form; human_assistant ends each answer)"
     ]
+
+
+def reads_clock(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's chat template writes the time."""
+    return bool(_CALL.search(_get_text(tokenizer)))
+
+
+def set_template_time(tokenizer: Any, time: datetime) -> None:
+    """Let the tokenizer's chat template write this time in the place of the present one, in `write_time`."""
+    setattr(tokenizer, _TIME_ATTRIBUTE, time)
+
+
+def write_time(tokenizer: Any, template: str) -> str:
+    """Return a template of the tokenizer with the time of `set_template_time` as text; unchanged where none was set."""
+    time = getattr(tokenizer, _TIME_ATTRIBUTE, None)
+    if time is None:
+        return template
+    return _CALL.sub(lambda call: json.dumps(time.strftime(call[1][1:-1])), template)
+
+
+def get_written_times(tokenizer: Any) -> list[str]:
+    """Return what the template writes of its time, such as the day; empty where none was set."""
+    time = getattr(tokenizer, _TIME_ATTRIBUTE, None)
+    if time is None:
+        return []
+    return sorted({time.strftime(call[1][1:-1]) for call in _CALL.finditer(_get_text(tokenizer))})
+
+
+def describe_written_times(tokenizer: Any) -> list[str]:
+    """Return a sentence on the time that the template writes into every sample; none where it writes none."""
+    times = get_written_times(tokenizer)
+    if not times:
+        return []
+    return [
+        f"the chat template writes the time: {', '.join(times)} in all samples, also where the run is resumed, evaluated or "
+        "generates (model.chat_template_time)"
+    ]
+
+
+def _get_text(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
+    """Return a hash of everything that determines the ids of a text, the time that its template writes too, and of the pad token."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # A slow tokenizer has no state as JSON; its vocabulary has to do.
+    if backend is None:
+        state: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        state = json.loads(backend.to_str())
+        # The last call that padded or truncated leaves these settings behind; ids do not depend on them.
+        state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    if not with_pad_token:
+        special.pop("pad_token", None)
+    parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
+    times = get_written_times(tokenizer)
+    if times:
+        parts.append(times)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

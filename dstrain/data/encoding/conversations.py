@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, RenderedSample, 
 from dstrain.data.encoding.chat_template import has_chat_template
 from dstrain.data.encoding.rendered_text import Rendered, find_template_marks
 from dstrain.data.encoding.rendering import (
+    Encoder,
+    EncodingConfig,
     PlaceholderExpansion,
     Shifts,
     keep_system_text,
@@ -24,10 +25,8 @@ from dstrain.data.encoding.rendering import (
 )
 from dstrain.data.encoding.template_check import RENDERED
 from dstrain.data.encoding.tokenization import (
-    SpecialTokens,
     TokenBudget,
     count_tokens_before,
-    describe_limits,
     find_last_turn,
     get_special_tokens,
     has_suffix,
@@ -43,59 +42,6 @@ from dstrain.data.records import BadRecord, encode_valid, try_parse
 from dstrain.data.series import Patches, insert_soft_tokens
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodingConfig:
-    """Settings for the encoding of conversations."""
-
-    max_length: int
-    """Tokens of a whole conversation."""
-    max_prompt_length: int | None = None
-    """Tokens before the first answer, including the BOS."""
-    assistant_only: bool = True
-    """True to train on the answers only, False to train on every token."""
-    with_thinking: bool = True
-    """False to leave the thoughts of answers out of what is trained on."""
-    rendered: Rendered = "auto"
-    """data.rendered: whether texts went through the chat template already."""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Tokenizer, settings and images of the samples of one call."""
-
-    tokenizer: Any
-    config: EncodingConfig
-    expansion: PlaceholderExpansion | None
-
-    @cached_property
-    def special_tokens(self) -> SpecialTokens:
-        return get_special_tokens(self.tokenizer)
-
-    def encode(
-        self,
-        samples: Sequence[Any],
-        render: Callable[[Encoder, int, Any], Any],
-        encode_rendered: Callable[[Encoder, list[Any]], list[dict[str, Any] | BadRecord]],
-    ) -> list[dict[str, Any] | BadRecord]:
-        """Return the example of each sample, or why it has none.
-
-        `render` may raise BadRecord; `encode_rendered` gets what it returns of all good samples. Raises DataError if
-        max_length leaves no room for text.
-        """
-        max_length, max_prompt_length = self.config.max_length, self.config.max_prompt_length
-        self.special_tokens.check_max_length(max_length)
-        rendered = [try_parse(render, self, *item) for item in enumerate(samples)]
-        examples = encode_valid(rendered, partial(encode_rendered, self))
-        if self.expansion is None:
-            return examples
-        limits = describe_limits(max_length, max_prompt_length)
-        return [self.expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
-
-    def expand(self, index: int, text: str) -> tuple[str, Shifts]:
-        """Return the text of a sample with its image placeholders expanded, and the shifts. Raises BadRecord."""
-        return (text, ()) if self.expansion is None else self.expansion.expand(index, text)
 
 
 def encode_conversations(

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dstrain.data.encoding.conversations import Encoder, EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.rendered_text import Rendered, find_template_marks
 from dstrain.data.encoding.rendering import (
+    Encoder,
+    EncodingConfig,
     PlaceholderExpansion,
     RenderedPrompt,
     Shifts,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 from dstrain.data.encoding.chat_template import (
@@ -22,19 +22,21 @@ from dstrain.data.encoding.rendered_text import (
 )
 from dstrain.data.encoding.template_check import (
     FIX,
+    NOTHING_LOST,
     RENDERED_COUNTS,
     TEMPLATE_COLUMNS,
     TemplateCheck,
     check_answers,
     check_template,
 )
+from dstrain.data.encoding.tokenization import SpecialTokens, describe_limits, get_special_tokens
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import (
     Message,
     common_prefix_length,
 )
 from dstrain.data.formats.preferences import Prompt, Response
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, encode_valid, try_parse
 from dstrain.data.vision.processor import VisionProcessor
 
 ID_COLUMNS = {"input_ids", "chosen", "rejected"}
@@ -54,7 +56,7 @@ class RenderedPrompt:
     extra_generation_prompt: str = ""
     """Text that the template writes before an answer to generate, but not before a given answer,
     such as an empty block of thoughts."""
-    lost: Mapping[str, int] = field(default_factory=lambda: TemplateCheck().counts)
+    lost: Mapping[str, int] = field(default_factory=lambda: NOTHING_LOST)
     """TEMPLATE_COLUMNS of the example."""
 
     @property
@@ -255,3 +257,56 @@ def shift_offset(offset: int, shifts: Shifts) -> int:
 def shift_spans(spans: Sequence[tuple[int, int]], shifts: Shifts) -> tuple[tuple[int, int], ...]:
     """Return where spans of a text are after the expansion with these shifts."""
     return tuple((shift_offset(start, shifts), shift_offset(end, shifts)) for start, end in spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingConfig:
+    """Settings for the encoding of conversations."""
+
+    max_length: int
+    """Tokens of a whole conversation."""
+    max_prompt_length: int | None = None
+    """Tokens before the first answer, including the BOS."""
+    assistant_only: bool = True
+    """True to train on the answers only, False to train on every token."""
+    with_thinking: bool = True
+    """False to leave the thoughts of answers out of what is trained on."""
+    rendered: Rendered = "auto"
+    """data.rendered: whether texts went through the chat template already."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizer, settings and images of the samples of one call."""
+
+    tokenizer: Any
+    config: EncodingConfig
+    expansion: PlaceholderExpansion | None
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        return get_special_tokens(self.tokenizer)
+
+    def encode(
+        self,
+        samples: Sequence[Any],
+        render: Callable[[Encoder, int, Any], Any],
+        encode_rendered: Callable[[Encoder, list[Any]], list[dict[str, Any] | BadRecord]],
+    ) -> list[dict[str, Any] | BadRecord]:
+        """Return the example of each sample, or why it has none.
+
+        `render` may raise BadRecord; `encode_rendered` gets what it returns of all good samples. Raises DataError if
+        max_length leaves no room for text.
+        """
+        max_length, max_prompt_length = self.config.max_length, self.config.max_prompt_length
+        self.special_tokens.check_max_length(max_length)
+        rendered = [try_parse(render, self, *item) for item in enumerate(samples)]
+        examples = encode_valid(rendered, partial(encode_rendered, self))
+        if self.expansion is None:
+            return examples
+        limits = describe_limits(max_length, max_prompt_length)
+        return [self.expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+
+    def expand(self, index: int, text: str) -> tuple[str, Shifts]:
+        """Return the text of a sample with its image placeholders expanded, and the shifts. Raises BadRecord."""
+        return (text, ()) if self.expansion is None else self.expansion.expand(index, text)

@@ -23,6 +23,8 @@ RENDERED = "rendered"
 """Column that is 1 where a record's texts went through the chat template before: they are taken as they stand."""
 TEMPLATE_COLUMNS = (*LOST_COLUMNS, RENDERED)
 """Columns of an example that say what the chat template did with its record. They are counted, and not stored."""
+NOTHING_LOST = dict.fromkeys(TEMPLATE_COLUMNS, 0)
+"""TEMPLATE_COLUMNS of a record that no template has changed."""
 RENDERED_COUNTS = {name: int(name == RENDERED) for name in TEMPLATE_COLUMNS}
 """TEMPLATE_COLUMNS of a record whose texts are taken as they stand."""
 _LOST_TEXTS = {

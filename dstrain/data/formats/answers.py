@@ -16,7 +16,7 @@ from dstrain.data.formats.preferences import (
     to_chosen_rejected,
 )
 from dstrain.data.formats.unpaired import split_last_answer, to_messages
-from dstrain.data.records import BadRecord, has
+from dstrain.data.records import BadRecord
 
 COMPLETIONS = "completions"
 """Column with several answers to the prompt, as `dstrain generate --num-samples` writes it."""
@@ -48,7 +48,7 @@ def read_prompt_answers(record: Mapping[str, Any]) -> PromptAnswers:
     Raises BadRecord.
     """
     record = to_chosen_rejected(record)
-    if has(record, COMPLETIONS):
+    if COMPLETIONS in record.present:
         given = record[COMPLETIONS]
         if not isinstance(given, list) or not given:
             raise BadRecord(f"'{COMPLETIONS}' is not a list of answers; write one")

@@ -112,6 +112,7 @@ def parse_record(parse: Callable[[Any], ParsedT], record: Mapping[str, Any], is_
     tracked = as_record(record)
     parsed = parse(tracked)
     check_unused(tracked, is_prompt)
+    tracked.parsed = parsed
     return parsed
 
 
@@ -272,7 +273,7 @@ class ColumnReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, for a cache or an event."""
         counts = {"images": self.images, "records_without_image": self.without_image}
-        told, notes = describe_content(self.content)
+        told, notes = describe_content(self.content) if self.content else ([], [])
         content = {"content": told, "notes": notes} if told else {}
         return {"records": self.records, **counts, "used": dict(self.used), "unused": dict(self.unused), **content}
 

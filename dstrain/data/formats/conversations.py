@@ -31,7 +31,7 @@ from dstrain.data.formats.preferences import (
     read_preference,
     to_chosen_rejected,
 )
-from dstrain.data.records import BadRecord, Record, has, nan_to_null
+from dstrain.data.records import BadRecord, Record, nan_to_null
 
 if TYPE_CHECKING:
     from dstrain.data.series import Patches
@@ -89,7 +89,7 @@ def read_conversation(record: Mapping[str, Any]) -> Sample:
     if is_preference_pair(record):
         return _from_preference(record)
     for keys, read in FORMAT_READERS.items():
-        if has(record, *keys):
+        if record.present.issuperset(keys):
             return read(record)
     raise BadRecord(_unknown_form_message(record))
 
@@ -100,16 +100,16 @@ def _is_unwanted(record: Record, key: str) -> bool:
     if isinstance(value, str):
         return value.strip().lower() == "false"
     is_flag = isinstance(value, int | float) and value in (0, 1)
-    is_of_answer = isinstance(value, bool) or key == "kto_tag" or has(record, "completion")
+    is_of_answer = isinstance(value, bool) or key == "kto_tag" or "completion" in record.present
     return is_flag and is_of_answer and not record[key]
 
 
-def _unknown_form_message(record: Mapping[str, Any]) -> str:
+def _unknown_form_message(record: Record) -> str:
     nulls = [key for first, *rest in FORMAT_READERS for key in (first, *rest) if key in record and record[key] is None]
-    if nulls and not any(has(record, first) for first, *_ in FORMAT_READERS):
+    if nulls and not any(first in record.present for first, *_ in FORMAT_READERS):
         return f"'{nulls[0]}' is null; write it, or remove the record"
     # Report the form that is nearly complete, such as a prompt without a completion.
-    halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if has(record, first)]
+    halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if first in record.present]
     # A space around a name would not be seen.
     keys = ", ".join(key if key == key.strip() else repr(key) for key in record) or "none"
     found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {keys}"
@@ -250,13 +250,13 @@ def _make_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _reject_media(record: Mapping[str, Any]) -> None:
+def _reject_media(record: Record) -> None:
     """Raise BadRecord if the record holds images, video or audio."""
     values = [dict(record.items()).get(key) for key in (*MESSAGES_KEYS, "prompt")]
     turns = [value for value in values if isinstance(value, list)]
     parts = [message.get("content") for turn in turns for message in turn if isinstance(message, Mapping)]
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = [key for key in MEDIA_KEYS if has(record, key) and not is_null_image(record.get(key))]
+    found = [key for key in MEDIA_KEYS if key in record.present and not is_null_image(record[key])]
     found += [str(part["type"]) for part in typed if part.get("type") in MEDIA_PART_TYPES]
     if found and found[0].startswith("image"):
         raise BadRecord(f"'{found[0]}' is not text, and sft trains on text only; train on images with task vlm")
@@ -300,7 +300,7 @@ def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:
     """
     record = to_chosen_rejected(record)
     pair = is_preference_pair(record)
-    text = record["text"] if not pair and has(record, "text") else None
+    text = record["text"] if not pair and "text" in record.present else None
     if isinstance(text, str) and (messages := parse_prompt_transcript(text)):
         return ParsedPrompt(messages)
     sample = read_conversation(record if pair else _with_dummy_answer(record))
@@ -310,20 +310,6 @@ def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:
     if not prompt:
         raise BadRecord("nothing is asked before the answer; write a user's turn")
     return ParsedPrompt(prompt, sample.tools)
-
-
-def get_prompt(parsed: Any) -> Prompt | None:
-    """Return what stands before the first answer of a parsed record, None where that asks nothing.
-
-    The answers of a record have one prompt.
-    """
-    first = parsed[0] if isinstance(parsed, list) and parsed else parsed
-    prompt = getattr(first, "prompt", None)
-    if isinstance(first, Conversation):
-        prompt = first.messages[: first.trained_turns[0]]
-    if not isinstance(prompt, str) and all(message["role"] == "system" for message in prompt or ()):
-        return None
-    return prompt or None
 
 
 def _with_dummy_answer(record: Record) -> Record:
@@ -341,6 +327,6 @@ def _with_dummy_answer(record: Record) -> Record:
             )
             return full if answered else full.derive({**full, key: [*turns, ANSWER_MESSAGE]})
     for key, answer_key in ANSWER_KEYS.items():
-        if has(full, key):
+        if key in full.present:
             return full.derive({**full, answer_key: DUMMY_ANSWER})
     return full

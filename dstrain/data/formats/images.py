@@ -31,7 +31,7 @@ from dstrain.data.formats.messages import (
     read_images,
 )
 from dstrain.data.formats.preferences import Preference, to_chosen_rejected
-from dstrain.data.records import BadRecord, Record, as_record, has, nan_to_null
+from dstrain.data.records import BadRecord, Record, as_record, nan_to_null
 from dstrain.data.sources.base import Source, WrappedSource
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
@@ -41,6 +41,9 @@ _INDEXED_BASE = 0xE100
 _MAX_NUMBER = 255
 _PLACEHOLDER_PATTERN = re.compile(r"<image(\d{0,3})>")
 _IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr(_INDEXED_BASE + _MAX_NUMBER)}]")
+
+_ANSWERED_KEYS = frozenset((*MESSAGES_KEYS, "chosen", *ANSWER_KEYS.values()))
+"""Keys of an answer, beside which a caption is none."""
 
 ParsedT = TypeVar(
     "ParsedT",
@@ -164,12 +167,11 @@ def _caption_to_messages(record: Record) -> Record:
 
     A record that has an answer of its own is returned as it is.
     """
-    answered = any(has(record, key) for key in (*MESSAGES_KEYS, "chosen", *ANSWER_KEYS.values()))
-    if not has(record, "caption") or answered:
+    if "caption" not in record.present or record.present.intersection(_ANSWERED_KEYS):
         return record
     if not isinstance(record["caption"], str):
         raise BadRecord(f"'caption' is {json_type_name(record['caption'])}, not text; write a string")
-    key = next((key for key in ("question", "prompt") if has(record, key) and record[key]), "")
+    key = next((key for key in ("question", "prompt") if key in record.present and record[key]), "")
     turns = [
         {"role": "user", "content": record[key] if key else ""},
         {"role": "assistant", "content": record["caption"]},

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from dstrain.data.records import BadRecord, as_record, has
+from dstrain.data.records import BadRecord, as_record
 
 ROLE_ALIASES = {
     "system": "system",
@@ -197,7 +197,10 @@ def read_system(record: Mapping[str, Any]) -> list[Message]:
 
     Raises BadRecord.
     """
-    given = [key for key in SYSTEM_KEYS if has(record, key)]
+    record = as_record(record)
+    given = [key for key in SYSTEM_KEYS if key in record.present]
+    if not given:
+        return []
     texts = {key: read_text(record[key], key) for key in given}
     if len({*texts.values()} - {""}) > 1:
         raise BadRecord(f"both '{given[0]}' and '{given[1]}' are set; keep one of them")
@@ -239,8 +242,11 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
 def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return the functions under `tools`, a list or a string of JSON. Raises BadRecord."""
-    key = "functions" if has(record, "functions") and not has(record, "tools") else "tools"  # OpenAI's older name
-    tools = maybe_parse_json(record.get(key) or [])
+    record = as_record(record)
+    key = (
+        "functions" if "functions" in record.present and "tools" not in record.present else "tools"
+    )  # OpenAI's older name
+    tools = maybe_parse_json(record[key] or []) if key in record else []
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(
             f'\'{key}\' is not a list of functions; write [{{"name": …, "description": …, "parameters": …}}]'
@@ -260,8 +266,8 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
-    if arguments_key == "arguments" and not has(function, arguments_key):
-        unknown = {name for name in function if has(function, name)} - CALL_KEYS - {"parameters"}
+    if arguments_key == "arguments" and function.get(arguments_key) is None:
+        unknown = {name for name, value in function.items() if value is not None} - CALL_KEYS - {"parameters"}
         if unknown:
             raise BadRecord(
                 f"'{key}' calls {function['name']!r:.60} with {min(unknown)!r}; write its values under 'arguments'"
@@ -280,15 +286,21 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
 
 def read_images(record: Mapping[str, Any]) -> list[Any]:
     """Return the images under a key of the record: paths, or mappings with bytes. Raises BadRecord."""
-    if empty := [key for key in IMAGE_KEYS if has(record, key) and record[key] == ""]:
-        raise BadRecord(
-            f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
-        )
-    given = [key for key in IMAGE_KEYS if not is_null_image(record.get(key))]
+    record = as_record(record)
+    if not record.present.intersection(IMAGE_KEYS):
+        return []
+    values = dict(zip(IMAGE_KEYS, record.read(*IMAGE_KEYS), strict=True))
+    for key, value in values.items():
+        if value == "":
+            raise BadRecord(
+                f"'{key}' is an empty path; write the path, or remove the key from a record without an image"
+            )
+    given = [value for value in values.values() if not is_null_image(value)]
     if len(given) > 1:
         raise BadRecord("both 'image' and 'images' are set; keep one of them")
-    value: Any = record[given[0]] if given else []
-    return value if isinstance(value, list) else [value]
+    if not given:
+        return []
+    return given[0] if isinstance(given[0], list) else given
 
 
 def is_null_image(value: Any) -> bool:

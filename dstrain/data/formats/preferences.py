@@ -26,7 +26,7 @@ from dstrain.data.formats.messages import (
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.records import BadRecord, Record, as_record, has, nan_to_null
+from dstrain.data.records import BadRecord, Record, as_record, nan_to_null
 from dstrain.errors import suggest_name
 
 Prompt = str | list[Message]
@@ -75,15 +75,16 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
     BadRecord.
     """
     found = nan_to_null(record)
-    if has(found, "chosen") or has(found, "rejected"):
+    present = found.present
+    if "chosen" in present or "rejected" in present:
         return found
-    if has(found, "response_0", "response_1"):
+    if {"response_0", "response_1"} <= present:
         return _from_responses(found, ("response_0", "response_1"), "better_response_id", (0, 1))
-    if has(found, "response_1", "response_2"):
+    if {"response_1", "response_2"} <= present:
         return _from_responses(found, ("response_1", "response_2"), "overall_response", (1, 2))
-    if has(found, "response1", "response2"):
+    if {"response1", "response2"} <= present:
         return _from_overall_preference(found)
-    if has(found, "preferred_output", "non_preferred_output"):
+    if {"preferred_output", "non_preferred_output"} <= present:
         value = maybe_parse_json(found.get("input"))
         if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
             raise BadRecord('\'input\' has no \'messages\'; write {"messages": [{"role", "content"}, …]}')
@@ -98,7 +99,7 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
         }
         rest = found.without("input", "preferred_output", "non_preferred_output")
         return rest.derive({**rest, **pair, "prompt": value["messages"], "tools": value.get("tools")}, origins)
-    if has(found, "chosen_response", "rejected_response"):
+    if {"chosen_response", "rejected_response"} <= present:
         return _rename(found, {"chosen": "chosen_response", "rejected": "rejected_response"})
     if isinstance(text := dict.get(found, "text"), str) and text.lstrip().startswith("{"):
         value = maybe_parse_json(text)
@@ -108,7 +109,7 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
             found.columns.update({origins[key]: item for key, item in value.items()})
             found.used["text"] = "text"
             return found.derive({**found.without("text"), **value}, origins)
-    if has(found, "messages", "rejected_response") or has(found, "messages", "rejected_messages"):
+    if "messages" in present and ("rejected_response" in present or "rejected_messages" in present):
         return _from_rejected_answer(found)
     return found
 
@@ -145,7 +146,7 @@ def _from_overall_preference(record: Record) -> Record:
     origins = {"chosen": "response1", "rejected": "response2"}
     if preference > 0:
         origins = {"chosen": "response2", "rejected": "response1"}
-    if has(record, "context"):
+    if "context" in record.present:
         origins["prompt"] = "context"
     return _rename(record, origins)
 
@@ -156,7 +157,7 @@ def _from_rejected_answer(record: Record) -> Record:
     if not full or full[-1]["role"] != "assistant":
         raise BadRecord("'messages' does not end with the answer that was preferred; write it, or 'chosen'")
     origins = {"chosen": "messages"}
-    if has(record, "rejected_messages"):
+    if "rejected_messages" in record.present:
         other = read_messages(record["rejected_messages"], "rejected_messages")
         rejected: Any = other if other[: len(full) - 1] == full[:-1] else [*full[:-1], *other]
         origins["rejected"] = "rejected_messages"
@@ -170,31 +171,32 @@ def _from_rejected_answer(record: Record) -> Record:
 
 def is_preference_pair(record: Mapping[str, Any]) -> bool:
     """Return whether the record holds two answers, rather than one or none."""
-    has_pair = has(record, "chosen") or has(record, "rejected")
-    return has_pair or isinstance(dict.get(as_record(record), "output"), list)
+    record = as_record(record)
+    has_pair = "chosen" in record.present or "rejected" in record.present
+    return has_pair or isinstance(dict.get(record, "output"), list)
 
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """Return the preference in a record of any known form. Raises BadRecord."""
     record = to_chosen_rejected(record)
     chosen, rejected = _read_pair(record)
-    key = next((key for key in (*CONVERSATION_KEYS, *QUESTION_KEYS) if has(record, key)), "")
+    key = next((key for key in (*CONVERSATION_KEYS, *QUESTION_KEYS) if key in record.present), "")
     is_common_prefix = False
-    if has(record, "prompt"):
+    if "prompt" in record.present:
         prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
     elif key in CONVERSATION_KEYS and not _are_full_conversations(chosen, rejected):
         prompt = read_messages(record[key], key)
         chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     elif key in QUESTION_KEYS:
         prompt, chosen, rejected = _split_with_prompt(record[key], chosen, rejected)
-    elif has(record, "instruction") or has(record, "input"):
+    elif "instruction" in record.present or "input" in record.present:
         prompt = read_instruction(record)
         chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     else:
         _reject_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
         is_common_prefix = isinstance(prompt, str)
-    if has(record, "history") and not has(record, "instruction"):
+    if "history" in record.present and "instruction" not in record.present:
         prompt = [
             *read_history(record),
             *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
@@ -224,10 +226,11 @@ def _are_full_conversations(chosen: Any, rejected: Any) -> bool:
     )
 
 
-def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
+def _read_pair(record: Record) -> tuple[Any, Any]:
     """Return `chosen` and `rejected`, or LLaMA-Factory's older form, the two items of `output`."""
-    pair = {key: record.get(key) for key in ("chosen", "rejected")}
-    if pair["chosen"] is None and pair["rejected"] is None and has(record, "output"):
+    names = ("chosen", "rejected")
+    pair = dict(zip(names, record.read(*names), strict=True))
+    if pair["chosen"] is None and pair["rejected"] is None and "output" in record.present:
         output = record["output"]
         if not isinstance(output, list) or len(output) != 2:
             raise BadRecord(f"'output' is {json_type_name(output)}, not two answers; write [chosen, rejected]")
@@ -301,7 +304,7 @@ def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response)
     )
 
 
-def _prepend_system(prompt: Prompt, record: Mapping[str, Any]) -> Prompt:
+def _prepend_system(prompt: Prompt, record: Record) -> Prompt:
     """Return the prompt after the record's `system` text. Raises BadRecord where it has another system turn."""
     system = read_system(record)
     if not system:
@@ -311,7 +314,7 @@ def _prepend_system(prompt: Prompt, record: Mapping[str, Any]) -> Prompt:
         if len(found) > 1 and found[0]["role"] == found[1]["role"] == "system":
             raise BadRecord("the prompt has a system turn, and 'system' is another text; keep one of them")
         return found
-    if not any(has(record, key) for key in ("prompt", *QUESTION_KEYS)):
+    if not record.present.intersection(("prompt", *QUESTION_KEYS)):
         raise BadRecord(
             "'system' is given with texts that contain the prompt; write 'prompt', "
             "or put 'system' into 'chosen' and 'rejected'"

@@ -16,7 +16,7 @@ from dstrain.data.formats.conversations import (
 )
 from dstrain.data.formats.messages import IMAGE_KEYS, Message, is_null_image
 from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference, to_chosen_rejected
-from dstrain.data.records import BadRecord, has
+from dstrain.data.records import BadRecord, as_record
 from dstrain.errors import suggest_name
 
 
@@ -73,7 +73,7 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
     """Return the chosen answer as desirable and the rejected one as undesirable."""
     found = read_preference(record)
     # read_preference ignores images; silently training without them would be wrong.
-    images = [record[key] for key in IMAGE_KEYS if has(record, key)]
+    images = as_record(record).read(*IMAGE_KEYS)
     if any(not is_null_image(value) for value in images):
         raise BadRecord("'images' are not text, and kto trains on text only; remove the record")
     answers = found.chosen, found.rejected
@@ -86,7 +86,8 @@ def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
 
 
 def _read_label(record: Mapping[str, Any]) -> bool:
-    given = [name for name in LABEL_KEYS if has(record, name)]
+    record = as_record(record)
+    given = [name for name in LABEL_KEYS if name in record.present]
     if len(given) > 1 and record[given[0]] != record[given[1]]:
         raise BadRecord(f"'{given[0]}' and '{given[1]}' contradict each other; keep one of them")
     name = next(iter(given), None)

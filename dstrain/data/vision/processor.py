@@ -19,9 +19,10 @@ import numpy as np
 
 from dstrain.batch import Batch, PackedGroup
 from dstrain.cache import get_or_build
+from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
-from dstrain.data.records import BadRecord, tokenizer_fingerprint
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError, Fault, RecipeError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
-from dstrain.data.template_clock import reads_clock, set_template_time
+from dstrain.data.encoding.chat_template import reads_clock, set_template_time
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_place

@@ -14,7 +14,7 @@ from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
 from dstrain.data.formats.messages import iter_parts
-from dstrain.data.records import BadRecord, EncodeResult, as_record, has
+from dstrain.data.records import BadRecord, EncodeResult, Record, as_record
 from dstrain.tasks.common.scoring import collate_answers, encode_answers
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.rm import RewardModel, RewardModelSource, bradley_terry
@@ -118,11 +118,11 @@ class ObjectivesRewardModel(RewardModel):
             raise BadRecord("no objective whose labels say which answer is better; remove the record")
         return LabelledAnswers(answers, labels)
 
-    def _read_labels(self, record: Mapping[str, Any], answers: PromptAnswers, at: int) -> Iterator[float]:
+    def _read_labels(self, record: Record, answers: PromptAnswers, at: int) -> Iterator[float]:
         """Yield the label of answer `at` for each objective, NaN where there is none. Raises BadRecord."""
         for name in self.objectives:
             key = f"{SIDES[at]}_{name}" if answers.form == "pair" else name
-            value = record[key] if has(record, key) else None
+            value = record.get(key)
             if answers.form == "list" and value is not None:
                 if not isinstance(value, list) or len(value) != len(answers.answers):
                     raise BadRecord(f"'{key}' is not a list of {len(answers.answers)} labels, one for each completion")

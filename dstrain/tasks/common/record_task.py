@@ -85,7 +85,7 @@ class RecordTask(Task):
             "limits": [recipe.data.max_length, recipe.data.max_prompt_length],
         }
         if hasattr(tokenizer := getattr(self, "tokenizer", None), "special_tokens_map"):
-            from dstrain.data.records import tokenizer_fingerprint
+            from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 
             found["tokenizer"] = tokenizer_fingerprint(tokenizer)
         values: dict[str, Any] = json.loads(json.dumps(found, default=repr))

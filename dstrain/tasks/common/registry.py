@@ -12,6 +12,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -207,7 +208,11 @@ def builtin_tasks() -> list[str]:
 
 def find_task(name: str) -> type[Task]:
     """Return the task class of a packaged task, a file path, or a dotted module. Raises TaskError."""
-    module = _import_task_module(name)
+    return _find_task_class(name, _import_task_module(name))
+
+
+@cache
+def _find_task_class(name: str, module: ModuleType) -> type[Task]:
     defined = [
         value
         for value in vars(module).values()

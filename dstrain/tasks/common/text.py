@@ -5,18 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import Batch, PackingMode
 from dstrain.config.schema import LoraConfig, RunConfig
-from dstrain.data.formats.conversations import get_prompt
+from dstrain.data.encoding.chat_template import describe_written_times, reads_clock, tokenizer_fingerprint
+from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
-from dstrain.data.records import BadRecord, tokenizer_fingerprint
+from dstrain.data.formats.preferences import Prompt
+from dstrain.data.records import BadRecord, Record
 from dstrain.data.sources.base import ConcatSource
-from dstrain.data.template_clock import describe_written_times, reads_clock
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.checks import (
     ModelValidator,
@@ -248,8 +249,9 @@ class TextTask(RecordTask):
             )
         return read_with_images(record, parse)
 
-    def _parse_text_only(self, record: dict[str, Any]) -> Any:
-        return self.parse_record(record).parsed
+    def encode_text_only(self, items: list[RecordWithImages[Any]]) -> Sequence[EncodeResult]:
+        """Return `encode` of parsed records, for a model that takes no images."""
+        return self.encode([item.parsed for item in items], None)
 
     @cached_property
     def _takes_images(self) -> bool | None:
@@ -258,8 +260,10 @@ class TextTask(RecordTask):
 
     def split_group(self, record: dict[str, Any]) -> Any:
         """Return the record's prompt and images; None where nothing is asked before the answer."""
-        item = self.parse_record(record)
-        prompt = get_prompt(item.parsed)
+        item = record.parsed if isinstance(record, Record) else None
+        if not isinstance(item, RecordWithImages):
+            item = self.parse_record(record)
+        prompt = _get_prompt(item.parsed)
         return [prompt, item.images] if prompt or item.images else None
 
     @property
@@ -291,7 +295,7 @@ class TextTask(RecordTask):
         processor = self.model_source.vision_processor
         if processor is None:
             key = {**self.encode_key(), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-            encode = RecordEncode(self._parse_text_only, partial(self.encode, images=None))
+            encode = RecordEncode(self.parse_record, self.encode_text_only)
             return prepare(source, encode, key, policy, settings=settings)
         # Relative image paths mean other files in another folder.
         # Empty sources have no folder. `if one` does not open a source, as its length might.
@@ -458,3 +462,17 @@ class TextTask(RecordTask):
     @property
     def export(self) -> TextExport:
         return TextExport(self, self.modules_to_save)
+
+
+def _get_prompt(parsed: Any) -> Prompt | None:
+    """Return what stands before the first answer of a parsed record, None where that asks nothing.
+
+    The answers of a record have one prompt.
+    """
+    first = parsed[0] if isinstance(parsed, list) and parsed else parsed
+    prompt = getattr(first, "prompt", None)
+    if isinstance(first, Conversation):
+        prompt = first.messages[: first.trained_turns[0]]
+    if not isinstance(prompt, str) and all(message["role"] == "system" for message in prompt or ()):
+        return None
+    return prompt or None

@@ -170,7 +170,7 @@ class FrozenRewardModel(ExportedRewardModel):
 
 def input_fingerprint(task: TextTask) -> str:
     """Return a hash of tokenizer, chat template and processor; the pad token, which changes no token, is left out."""
-    from dstrain.data.records import tokenizer_fingerprint
+    from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 
     processor = task.model_source.vision_processor
     if processor is not None:

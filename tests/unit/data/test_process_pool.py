@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from dstrain.data import prepare, process_pool
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import UnpairedEncode, encode_preferences
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.tokenization import CUT_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.prepare import (
     ExampleSettings,
@@ -21,7 +22,7 @@ from dstrain.data.prepare import (
     prepare,
     read_minor_versions,
 )
-from dstrain.data.records import BadRecord, BadRow, tokenizer_fingerprint
+from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import BuildReport, load_or_build_store

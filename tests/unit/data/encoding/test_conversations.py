@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.answer_spans import render_sample, without_thinking
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.records import BadRecord

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.chat_template import render_conversation
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations, encode_prompts
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import render_prompt
+from dstrain.data.encoding.rendering import EncodingConfig, render_prompt
 from dstrain.data.encoding.tokenization import get_special_tokens, train_tokenizer
 from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.preferences import Preference, read_preference

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.encoding.conversations import EncodedPrompt, EncodingConfig, encode_conversations, encode_prompts
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.template_check import RENDERED, describe_template_counts
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference

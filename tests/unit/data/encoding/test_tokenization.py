@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences, encode_unpaired
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.tokenization import TokenBudget, describe_cuts, load_or_train_tokenizer, train_tokenizer
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.preferences import Preference, read_preference

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dstrain.data import prepare as prepare_module
-from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.preferences import UnpairedEncode, choose_mismatched
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.tokenization import CUT_COLUMNS, train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired

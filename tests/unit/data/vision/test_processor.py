@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from dstrain.batch import Batch, PackedGroup
 from dstrain.config.schema import ModelConfig
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
 from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.chat_template import render_conversation
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.encoding.chat_template import (
+    describe_written_times,
+    get_written_times,
+    reads_clock,
+    render_conversation,
+    set_template_time,
+    tokenizer_fingerprint,
+)
+from dstrain.data.encoding.conversations import encode_conversations
+from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.records import BadRecord, tokenizer_fingerprint
-from dstrain.data.template_clock import describe_written_times, get_written_times, reads_clock, set_template_time
+from dstrain.data.records import BadRecord
 
 ASKED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 DATED = (

@@ -27,7 +27,7 @@ from benchmarks.common import ROOT, certificate, table
 from dstrain.commands.trained_model import load_trained_model
 from dstrain.data.dataset import Samples
 from dstrain.data.loading.loader import make_batch
-from dstrain.tasks.protein import Protein
+from dstrain.tasks.protein.task import Protein
 from tests.vocabulary import read_jsonl, run_dstrain
 
 

@@ -43,12 +43,12 @@ from dstrain.data.encoding.tokenization import load_or_train_tokenizer
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
-from dstrain.data.structures import load_or_cluster
 from dstrain.data.token_store import load_or_build_store
 from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
 from dstrain.data.vision.processor import compute_image_stats
 from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
+from dstrain.tasks.protein.structures import load_or_cluster
 from dstrain.training.precompute_outputs import read_columns, write_columns
 from tests.unit.data.documents.pdf_files import write_pdf
 from tests.vision_recipes import named_recipe

@@ -38,6 +38,8 @@ TASK_FILE = "task.py"
 """Name of the copy of a task file in run folders and exports. It runs only where --task names it."""
 _RESERVED_NAMES = (TASK_FILE, "checkpoints", "logs")
 """Names in a run folder that the modules beside a task file cannot have."""
+_SHARED_FOLDERS = {"common", "safety"}
+"""Folders of dstrain/tasks that hold parts of several tasks."""
 _DSTRAIN = Path(__file__).resolve().parents[2]
 
 
@@ -201,9 +203,9 @@ def _module_files(place: Path) -> tuple[Path, Path]:
 
 
 def builtin_tasks() -> list[str]:
-    """Return the names of the tasks that come with dstrain: the modules of dstrain/tasks."""
-    folder = Path(__file__).parents[1]
-    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
+    """Return the names of the tasks that come with dstrain: modules of dstrain/tasks, and folders with readers and model."""
+    names = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parents[1])])}
+    return sorted(names - _SHARED_FOLDERS)
 
 
 def find_task(name: str) -> type[Task]:
@@ -239,7 +241,8 @@ def _find_task_class(name: str, module: ModuleType) -> type[Task]:
 
 def _import_task_module(name: str) -> ModuleType:
     if name in builtin_tasks():
-        return importlib.import_module(f"dstrain.tasks.{name}")
+        is_folder = (Path(__file__).parents[1] / name).is_dir()
+        return importlib.import_module(f"dstrain.tasks.{name}{'.task' if is_folder else ''}")
     try:
         if name.endswith(".py") or "/" in name or name.startswith("."):
             return import_task_file(Path(name))

@@ -12,10 +12,10 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.structures import BACKBONE_ATOMS, MASK, UNKNOWN, Chain
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import make_task
-from dstrain.tasks.protein import NO_TARGET, MaskMode, Protein, ResidueMask
+from dstrain.tasks.protein.structures import BACKBONE_ATOMS, MASK, UNKNOWN, Chain
+from dstrain.tasks.protein.task import NO_TARGET, MaskMode, Protein, ResidueMask
 from tests.unit.data.pdb_files import helix, pdb_text
 from tests.vocabulary import invoke
 
@@ -243,7 +243,7 @@ def test_a_recipe_without_data_is_refused() -> None:
 
 
 def test_the_atoms_of_the_store_are_those_of_the_head() -> None:
-    from dstrain.models.protein import NUM_ATOMS
+    from dstrain.tasks.protein.model import NUM_ATOMS
 
     assert len(BACKBONE_ATOMS) == NUM_ATOMS
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dstrain.data import structures
 from dstrain.data.records import BadRecord
-from dstrain.data.structures import (
+from dstrain.tasks.protein import structures
+from dstrain.tasks.protein.structures import (
     AMINO_ACIDS,
     SIMULATION_NAMES,
     Chain,

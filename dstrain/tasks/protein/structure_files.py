@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.records import BadRecord
-from dstrain.errors import one_line
+from dstrain.task import BadRecord, one_line
 
 PDB, CIF = "PDB", "mmCIF"
 _GZIP_MAGIC = b"\x1f\x8b"

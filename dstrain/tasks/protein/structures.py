@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.cache import get_or_build
-from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
-from dstrain.data.records import BadRecord
-from dstrain.data.structure_files import CIF, StructureText, check_cif_sequence, read_structure_text
-from dstrain.errors import DataError, one_line
+from dstrain.task import BadRecord, DataError, ResourceLimits, SubprocessResult, get_or_build, one_line, run_limited
+from dstrain.tasks.protein.structure_files import CIF, StructureText, check_cif_sequence, read_structure_text
 
 # Shapes: L residues, 4 backbone atoms, 3 coordinates in Å.
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from dstrain.models.protein import (
+from dstrain.models.quantization import dequantized_weights, quantize_model
+from dstrain.tasks.protein.model import (
     MAX_OFFSET,
     OffsetBias,
     ProteinConfig,
@@ -17,7 +18,6 @@ from dstrain.models.protein import (
     residue_frames,
     superposed_rmsd,
 )
-from dstrain.models.quantization import dequantized_weights, quantize_model
 
 
 def model(**values: object) -> ProteinModel:

@@ -14,15 +14,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dstrain.batch import Batch
-from dstrain.config.schema import check_limits
-from dstrain.data.content import count_chains, describe_unknown
-from dstrain.data.dataset import Samples
-from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out, prepare
-from dstrain.data.records import BadRecord, as_record
-from dstrain.data.rng import RESIDUE_STREAM, make_random_state
-from dstrain.data.sources.base import ConcatSource
-from dstrain.data.structures import (
+from dstrain.task import (
+    DATA_KEYS,
+    NO_TRAIN_DATA,
+    RESIDUE_STREAM,
+    BadRecord,
+    Batch,
+    Checks,
+    ConcatSource,
+    Fault,
+    Loss,
+    RecipeError,
+    RecordEncode,
+    RecordTask,
+    Samples,
+    TokenizedDataset,
+    TokenStore,
+    as_record,
+    check_limits,
+    choose_held_out,
+    count_chains,
+    describe_unknown,
+    installed_version,
+    make_random_state,
+    pad,
+    policy_of,
+    prepare,
+)
+from dstrain.tasks.protein.structures import (
     AMINO_ACIDS,
     BACKBONE_ATOMS,
     MASK,
@@ -35,11 +54,6 @@ from dstrain.data.structures import (
     read_chains,
     require_gemmi,
 )
-from dstrain.data.token_store import TokenizedDataset, TokenStore
-from dstrain.errors import Fault, RecipeError
-from dstrain.patching import installed_version
-from dstrain.tasks.common.record_task import RecordTask, policy_of
-from dstrain.tasks.common.task import DATA_KEYS, Checks, Loss
 
 if TYPE_CHECKING:
     import torch
@@ -202,8 +216,6 @@ class Protein(RecordTask):
     def collate(self, examples: Sequence[Mapping[str, Any]], positions: Sequence[int] | None = None) -> Batch:
         import torch
 
-        from dstrain.data.loading.rows import pad
-
         in_run = [None] * len(examples) if positions is None else positions
         hidden = [self.hide(example, position) for example, position in zip(examples, in_run, strict=True)]
         chains = [one.chain for one in hidden]
@@ -235,7 +247,7 @@ class Protein(RecordTask):
     def build_model(self) -> torch.nn.Module:
         import torch
 
-        from dstrain.models.protein import ProteinConfig, ProteinModel
+        from dstrain.tasks.protein.model import ProteinConfig, ProteinModel
 
         torch.manual_seed(self.recipe.seed)  # the same weights on every process
         return ProteinModel(
@@ -254,7 +266,7 @@ class Protein(RecordTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from torch.nn import functional as F
 
-        from dstrain.models.protein import superposed_rmsd
+        from dstrain.tasks.protein.model import superposed_rmsd
 
         logits, found = model(batch.tensors)  # (B, L, 20), (B, L, 4, 3)
         targets, atoms = batch.tensors["targets"], batch.tensors["hidden_atoms"]

@@ -1,0 +1,1 @@
+"""Task protein: its task, its model, and the readers of structure files."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.config.schema import LaunchConfig, SlurmConfig
-from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError, fix_for_os_error, one_line
 from dstrain.files import atomic_write
 from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.plan import resolve_env_entries
 from dstrain.launch.topology import is_cpu_requested
 from dstrain.process_setup import log_stderr
+from dstrain.resources import find_resource_dir
 
 SCRIPT_FILE = "slurm.sbatch"
 """Name of the job script in the run folder."""
@@ -27,68 +27,9 @@ _TIMEOUT_SECONDS = 120.0
 OUTPUT_FILE = "logs/slurm-{job}.out"
 """Path in the run folder of what the job script and srun print."""
 
-SCRIPT = """\
-#!/bin/bash
-# Job script of `dstrain train --launcher slurm`. To change it, edit it and run: sbatch {path}
-{directives}
-# Appended to when the job is requeued.
-#SBATCH --open-mode=append
-# Jobs of this run folder run one after the other.
-#SBATCH --dependency=singleton
-# Slurm requeues the job after a node failure and after a preemption.
-#SBATCH --requeue
-# 120 s before the time limit this shell gets SIGUSR1. More, if a checkpoint takes longer.
-#SBATCH --signal=B:USR1@120
-
-# The job is requeued so often in a row after a failure (exit code 1) with a newer checkpoint than at its start, or after a
-# stop without one.
-MAX_FAILURES=3
-
-RUN_DIR={run_dir}
-{environment}
-# Signs what the ranks exchange; of this start only, and in no file.
-{rank_key}=$({python} -c 'import secrets; print(secrets.token_hex(16))')
-export {rank_key}
-{setup}
-newest_checkpoint() {{
-    find "$RUN_DIR/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]*' 2>/dev/null | sort | tail -n 1
-}}
-requeue() {{
-    # Not after scancel, a time limit or a requeue from outside: the job is then COMPLETING.
-    if [ "$(squeue --noheader --format=%T --job="$SLURM_JOB_ID")" = RUNNING ]; then
-        echo "dstrain: exit code $code; the job is requeued"
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
-}}
-
-start=$(newest_checkpoint)
-failures="$RUN_DIR/.workers/slurm-$SLURM_JOB_ID-failures"
-# SIGTERM to the ranks: they write a checkpoint and end with 75. This shell outlives a SIGTERM, to wait for them.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-trap : TERM
-# A rank that ends must not end the others, which report why, or save. srun itself does not take --cpus-per-task of sbatch.
-srun --kill-on-bad-exit=0 --wait=60 ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} \\
-    {command} &
-while kill -0 $! 2>/dev/null; do
-    wait $!  # returns at each signal
-done
-wait $!
-code=$?
-
-progress=$([ "$(newest_checkpoint)" = "$start" ] || echo progress)
-case $code,$progress in
-0,* | 2,*) ;;  # done; wrong input, which a second start would refuse too
-75,progress)
-    rm -f "$failures"
-    requeue
-    ;;
-75, | *,progress)  # 75 without progress: the signal came before the first step
-    echo "$code" >>"$failures"
-    [ "$(wc -l <"$failures")" -le "$MAX_FAILURES" ] && requeue
-    ;;
-esac
-exit "$code"
-"""
+TEMPLATE_FILE = "job.sbatch"
+"""Name of the job script in `launchers`, whose settings a launch replaces."""
+_BEGIN, _END = "# ---- settings ----\n", "# ---- end of the settings ----\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +57,21 @@ class SlurmLaunch:
     @property
     def script(self) -> str:
         """The job script."""
-        export = [*self.environment, *(["DS_ACCELERATOR=cpu"] if self.use_cpu else [])]
-        command = rank_command(self.arguments)
-        return SCRIPT.format(
-            path=shlex.quote(str(self.run_dir / SCRIPT_FILE)),
-            directives="\n".join(
-                f"#SBATCH --{name}={_quote_directive(name, value)}" for name, value in self._options()
-            ),
-            run_dir=shlex.quote(str(self.run_dir)),
-            environment="".join(f"export {_quote_value(entry)}\n" for entry in export),
-            rank_key=RANK_KEY_ENV,
-            python=shlex.quote(command[0]),
-            setup="\n".join(["", "set -e", *self.config.setup, "set +e", ""]) if self.config.setup else "",
-            command=shlex.join(command),
-        )
+        template = (find_resource_dir("launchers") / TEMPLATE_FILE).read_text(encoding="utf-8")
+        head, _, rest = template.partition(_BEGIN)
+        _, _, tail = rest.partition(_END)
+        exports = [*self.environment, *(["DS_ACCELERATOR=cpu"] if self.use_cpu else [])]
+        setup = ["set -e", *self.config.setup, "set +e"] if self.config.setup else []
+        lines = [
+            f"# Written by dstrain. To change the job, edit this file and run: sbatch {shlex.quote(str(self.run_dir / SCRIPT_FILE))}",
+            *(f"#SBATCH --{name}={_quote_directive(name, value)}" for name, value in self._options()),
+            f"RUN_DIR={shlex.quote(str(self.run_dir))}",
+            f"COMMAND=({shlex.join(rank_command(self.arguments))})",
+            *(f"export {_quote_value(entry)}" for entry in exports),
+            *setup,
+        ]
+        settings = "\n".join(lines)
+        return f"{head}{_BEGIN}{settings}\n{_END}{tail}"
 
     def _options(self) -> list[tuple[str, object]]:
         """Return (name, value) of options of sbatch, without those that depend on nothing."""

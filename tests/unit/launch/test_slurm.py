@@ -17,6 +17,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import LaunchOptions
 from dstrain.launch.slurm import Node, SlurmLaunch, list_nodes, plan_slurm_launch, submit
+from tests.workers import ROOT
 
 Stub = Callable[[str, str], None]
 
@@ -121,6 +122,16 @@ def test_the_script_is_sound(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(plan(tmp_path / "run", config={"env": ["A=b c"]}, num_gpus=1).script)
     done = subprocess.run(["shellcheck", tmp_path / "script"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_shipped_job_script_is_sound_and_has_every_setting(tmp_path: Path) -> None:
+    """Users copy it."""
+    shipped = (ROOT / "launchers/job.sbatch").read_text()
+    assert subprocess.run(["bash", "-n"], input=shipped, text=True).returncode == 0
+    names = {line.split("=")[0] for line in shipped.splitlines() if line.startswith(("#SBATCH", "RUN_DIR", "COMMAND"))}
+    config = {"slurm": {"time": "1-0"}}
+    written = plan(tmp_path, config=config, num_gpus=8).script.splitlines()
+    assert {line.split("=")[0] for line in written} >= names - {"#SBATCH --cpus-per-task"}
 
 
 def run_script(stub: Stub, tmp_path: Path, srun: str, state: str = "RUNNING") -> tuple[int, bool]:

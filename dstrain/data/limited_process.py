@@ -56,21 +56,12 @@ class SubprocessResult:
     """Return value of the function, as JSON; for an exception [name of its type, text]."""
 
 
-def run_limited(func: Callable[[], Any], limits: ResourceLimits, attempts: int = 1) -> SubprocessResult:
+def run_limited(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessResult:
     """Run `func` in a forked process.
 
     A process, because nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes,
-    and a thread cannot be killed. What `func` returns or raises is in the result. `attempts`: how often it is run
-    while the result is "lost": the fork may copy a lock that another thread holds.
+    and a thread cannot be killed. What `func` returns or raises is in the result.
     """
-    for _ in range(attempts):
-        result = _run_in_child(func, limits)
-        if result.status != "lost":
-            break
-    return result
-
-
-def _run_in_child(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessResult:
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads; the child only computes, and takes

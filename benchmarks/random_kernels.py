@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dstrain.data.series import read_values
-from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+from dstrain.tasks.temporal.series import read_values
+from dstrain.tasks.temporal.tables import open_series
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
 ARCHIVES = ("OSULeaf", "ArrowHead", "BasicMotions", "GunPoint", "ItalyPowerDemand")
@@ -98,7 +98,7 @@ def read_archive(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return series (N, C, T), each channel with mean 0 and deviation 1, and labels of each split."""
     splits = {}
     for split in ("TRAIN", "TEST"):
-        source = open_source(DATA / f"timeseries/ucr/{name}/{name}_{split}.ts", source_types=SERIES_SOURCE_TYPES)
+        source = open_series(DATA / f"timeseries/ucr/{name}/{name}_{split}.ts")
         records = [source[index] for index in range(len(source))]
         values = np.stack([read_values(record["series"]) for record in records])
         scaled = (values - values.mean(2, keepdims=True)) / (values.std(2, keepdims=True) + 1e-8)

@@ -22,10 +22,10 @@ import numpy as np
 import yaml
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.series import SyntheticCurves, SyntheticOptions, read_series_record
-from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.tasks import make_task
-from dstrain.tasks.temporal import names_right_pattern
+from dstrain.tasks.temporal.series import SyntheticCurves, SyntheticOptions, read_series_record
+from dstrain.tasks.temporal.tables import open_series
+from dstrain.tasks.temporal.task import names_right_pattern
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
 ASKED, ASKED_SYNTHETIC = "Describe the series.", "Name the pattern."
@@ -221,7 +221,7 @@ def nearest_neighbour(files: dict[str, str]) -> float:
     """Return the accuracy of the label of the nearest training series."""
     found = {}
     for split, file in files.items():
-        source = open_source(file, source_types=SERIES_SOURCE_TYPES)
+        source = open_series(file)
         records = [source[index] for index in range(len(source))]
         values = np.stack([np.concatenate(one["series"]) for one in records])
         found[split] = values, np.array([read_series_record(one).label for one in records])

@@ -30,7 +30,7 @@ from typing import Any
 
 from PIL import Image
 
-from dstrain.data.documents.pages import read_boxes
+from dstrain.tasks.docqa.pages import read_boxes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIELDS = ("company", "date", "address", "total")

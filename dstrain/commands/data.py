@@ -13,13 +13,11 @@ import click
 from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
-from dstrain.data.documents.source import DocumentSource
-from dstrain.data.encoding.conversations import describe_missing_end
+from dstrain.data.encoding.conversations import SOFT_TOKEN_ID, describe_missing_end
 from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, describe_examples, format_bad_rows
 from dstrain.data.records import BadRow
-from dstrain.data.series import SERIES_TOKEN_ID
-from dstrain.data.sources.base import ConcatSource, Source, check_columns_exist, list_unread
+from dstrain.data.sources.base import ConcatSource, NotedSource, Source, check_columns_exist, list_unread
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.files import match_files
 from dstrain.process_setup import count_available_cores
@@ -82,9 +80,8 @@ def check_file(
     source = made.wrap_source(opened, item)
     found = check_source(source, parse, count_available_cores(), show_progress)
     told += list_unread(opened)
-    if isinstance(source, DocumentSource):
-        recall = source.measure_recall()  # of the evidence pages that records name
-        told += [*source.summarize(), *[str(recall)] * (recall.questions > 0)]
+    if isinstance(source, NotedSource):
+        told += source.describe_check()
     told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_vision else []
     if not made.reads_text:
         return found, "\n".join(told)
@@ -199,7 +196,7 @@ def _show_tokens(
     processor, tokenizer = task.model_source.vision_processor, task.tokenizer
     related = frozenset[int]() if processor is None else processor.image_related_ids
     kinds = [
-        ("series" if token == SERIES_TOKEN_ID else "image" * (token in related), mask is not None and bool(mask[place]))
+        ("series" if token == SOFT_TOKEN_ID else "image" * (token in related), mask is not None and bool(mask[place]))
         for place, token in enumerate(ids)
     ]
     runs = [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), lambda one: one[1])]
@@ -208,7 +205,7 @@ def _show_tokens(
     for (kind, is_learnt), places in runs:
         # Of the whole beginning: a tokenizer may write no blank before the first token of a text.
         end = places[-1] + 1
-        before, after = ([token for token in ids[:at] if token != SERIES_TOKEN_ID] for at in (start, end))
+        before, after = ([token for token in ids[:at] if token != SOFT_TOKEN_ID] for at in (start, end))
         part = tokenizer.decode(after)[len(tokenizer.decode(before)) :]
         if kind == "image":
             shown += 1

@@ -110,7 +110,7 @@ class GenerateJob(Job):
         prompts += _read_prompts(task, limit) if self.data else []
         for line in describe_changes(prompts, limit):
             log_stderr(line)
-        if self.num_samples > 1 and any(prompt.images or prompt.series for prompt in prompts):
+        if self.num_samples > 1 and any(prompt.images or prompt.soft_inputs for prompt in prompts):
             raise DataError("--num-samples: several answers are written for prompts of text only; remove the images")
         return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from dstrain.cache import cache_root
 from dstrain.data.dataset import SequenceDataset
-from dstrain.data.documents.source import DocumentSource
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.encoding.template_check import describe_template_counts
 from dstrain.data.encoding.tokenization import describe_cuts
@@ -27,7 +26,7 @@ from dstrain.data.formats.images import RecordWithImages, has_null_image, read_w
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
-from dstrain.data.sources.base import ConcatSource, DerivedSource, Source, list_names, list_unread
+from dstrain.data.sources.base import ConcatSource, DerivedSource, NotedSource, Source, list_names, list_unread
 from dstrain.data.token_store import (
     GROUP,
     AlignedStore,
@@ -535,7 +534,7 @@ def check_source(
             except BadRecord as refused:
                 found.bad.append(BadRow(where, refused.reason))
                 continue
-            if isinstance(source, DocumentSource):
+            if isinstance(source, NotedSource):
                 found.warnings += [BadRow(where, note) for note in source.get_notes(index)]
             if isinstance(item, RecordWithImages) and not item.images:
                 found.warnings += [

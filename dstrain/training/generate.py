@@ -14,7 +14,6 @@ from transformers import StoppingCriteria
 from dstrain.batch import Batch
 from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.loading.rows import attention_mask, pad
-from dstrain.data.series import stack_patches
 from dstrain.data.vision.image_index import ImageEntry
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
@@ -169,8 +168,9 @@ def _collate_prompts(
         if vision_processor is None or not (images or blank)
         else {**vision_processor.image_inputs(images), MM_TOKEN_TYPE_IDS: vision_processor.token_type_ids(ids)}
     )
-    if series := [prompt.series for prompt in prompts if prompt.series is not None]:
-        vision |= stack_patches(series)
+    soft_inputs = [prompt.soft_inputs for prompt in prompts if prompt.soft_inputs is not None]
+    if soft_inputs:
+        vision |= soft_inputs[0].stack(soft_inputs)
     tensors = {"input_ids": ids, "attention_mask": attention_mask(backwards).flip(1)}
     return Batch(tensors=tensors, weight=0.0, samples=(), vision=vision, dummy_rows=int(blank))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from dstrain.tasks.docqa import DocQA
+from dstrain.tasks.docqa.task import DocQA
 from dstrain.training import evaluate
 from dstrain.training.generate import GenerationModel, generate_answers
 from dstrain.training.health.signals import SignalHandler

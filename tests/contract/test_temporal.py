@@ -11,7 +11,7 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.temporal import names_right_pattern
+from dstrain.tasks.temporal.task import names_right_pattern
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
 from tests.vocabulary import RUN, invoke, read_jsonl, write_jsonl, write_recipe

@@ -16,7 +16,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.models.adapters import add_adapters
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.temporal import Temporal
+from dstrain.tasks.temporal.task import Temporal
 from tests.workers import ROOT
 
 CHATML = (

@@ -38,7 +38,6 @@ from dstrain.cache import (
 )
 from dstrain.cli import main
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.documents.pages import PdfDocument
 from dstrain.data.encoding.tokenization import load_or_train_tokenizer
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.sources.base import ConcatSource
@@ -48,9 +47,10 @@ from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
 from dstrain.data.vision.processor import compute_image_stats
 from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path
+from dstrain.tasks.docqa.pages import PdfDocument
 from dstrain.tasks.protein.structures import load_or_cluster
 from dstrain.training.precompute_outputs import read_columns, write_columns
-from tests.unit.data.documents.pdf_files import write_pdf
+from tests.unit.tasks.docqa.pdf_files import write_pdf
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import wait_until
 

@@ -34,12 +34,11 @@ from dstrain.data.encoding.tokenization import (
     tokenize,
     tokenize_with_offsets,
 )
-from dstrain.data.formats.conversations import Conversation, ParsedPrompt, Sample
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt, Sample, SoftInputs
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt
 from dstrain.data.records import BadRecord, encode_valid, try_parse
-from dstrain.data.series import Patches, insert_soft_tokens
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
 
@@ -214,6 +213,16 @@ def _end_of_targets(mask: list[int]) -> int:
     return len(mask) - mask[::-1].index(1)
 
 
+SOFT_TOKEN_ID = -1
+"""Placeholder of a soft token in input ids. No tokenizer has it, so no vocabulary has to be extended."""
+
+
+def insert_soft_tokens(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
+    """Return the ids with placeholders of soft tokens at the start, after the BOS."""
+    first = 1 if ids and ids[0] == tokenizer.bos_token_id else 0
+    return [*ids[:first], *[SOFT_TOKEN_ID] * count, *ids[first:]]
+
+
 @dataclass(frozen=True)
 class EncodedPrompt:
     """A prompt as the model sees it."""
@@ -223,8 +232,8 @@ class EncodedPrompt:
     ids: list[int]
     images: tuple[Any, ...] = ()
     """Arguments for `dstrain.data.vision.image_io.read_image`, or `ImageEntry`s, in the order of the image tokens."""
-    series: Patches | None = None
-    """Time series whose soft tokens are in the ids."""
+    soft_inputs: SoftInputs | None = None
+    """Inputs whose soft tokens are in the ids."""
     prompt: Prompt = ""
     """The prompt as it was read: a text, or messages."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -267,12 +276,12 @@ def encode_prompts(
             checked = expansion.check_truncation(index, {"input_ids": ids}, limit)
             if isinstance(checked, BadRecord):
                 raise checked
-        if prompt.series is not None:
-            ids = insert_soft_tokens(tokenizer, ids, prompt.series.num_tokens)
+        if prompt.soft_inputs is not None:
+            ids = insert_soft_tokens(tokenizer, ids, prompt.soft_inputs.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
         return EncodedPrompt(
-            text, ids, series=prompt.series, prompt=prompt.prompt, tools=prompt.tools, is_cut=keep < len(body),
+            text, ids, soft_inputs=prompt.soft_inputs, prompt=prompt.prompt, tools=prompt.tools, is_cut=keep < len(body),
             lost=rendered.lost,
         )  # fmt: skip
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dstrain.data.formats.messages import (
     MESSAGES_KEYS,
@@ -34,7 +34,19 @@ from dstrain.data.formats.preferences import (
 from dstrain.data.records import BadRecord, Record, nan_to_null
 
 if TYPE_CHECKING:
-    from dstrain.data.series import Patches
+    import torch
+
+
+class SoftInputs(Protocol):
+    """Inputs of a model that stand in its ids as tokens without a text, such as a time series."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that they stand for."""
+
+    @staticmethod
+    def stack(inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a batch of such inputs, by their names in the model's `forward`."""
 
 
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -289,8 +301,8 @@ class ParsedPrompt:
     """A text that the answer continues as it is, or a conversation that ends with another's turn."""
     tools: tuple[dict[str, Any], ...] = ()
     """Functions that the assistant may call, for the chat template."""
-    series: Patches | None = None
-    """Time series whose soft tokens stand before the prompt."""
+    soft_inputs: SoftInputs | None = None
+    """Inputs whose soft tokens stand before the prompt."""
 
 
 def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:

@@ -56,6 +56,17 @@ class DerivedSource(Protocol):
         """Return sentences on how the records read so far were made, for reports."""
 
 
+@runtime_checkable
+class NotedSource(Protocol):
+    """A source with notes of its own for `dstrain data check`."""
+
+    def get_notes(self, index: int) -> list[str]:
+        """Return what is noted on a usable record that has been read."""
+
+    def describe_check(self) -> list[str]:
+        """Return sentences on the records, all of which have been read."""
+
+
 class BaseSource:
     """Base class of sources that read one file or dataset, with a name, a folder and renamed columns."""
 

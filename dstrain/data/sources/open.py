@@ -15,9 +15,8 @@ from typing import Any
 from dstrain.cache import file_digest, file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySource, Source
-from dstrain.data.sources.files import SOURCE_TYPES, TsSource, check_file_kind, file_extension
+from dstrain.data.sources.files import SOURCE_TYPES, check_file_kind, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
-from dstrain.data.sources.series_tables import CsvSource, SeriesParquetSource, suggest_series_conversion
 from dstrain.errors import DataError, Fault
 from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
 
@@ -136,20 +135,17 @@ _CONVERSIONS = {
 }
 """File extension -> how to make a data file of it, for the error message."""
 SourceTypes = Mapping[str, Callable[[Path, Columns], Source]]
-_SERIES_TYPES = {".ts": TsSource, ".csv": CsvSource, ".tsv": CsvSource}
-SERIES_SOURCE_TYPES: SourceTypes = {
-    **SOURCE_TYPES,
-    ".parquet": SeriesParquetSource,
-    **_SERIES_TYPES,
-    **{f"{ending}.gz": kind for ending, kind in _SERIES_TYPES.items()},
-}
-"""File extension -> source class, of tasks on time series."""
+
+
+def _suggest_conversion(path: Path) -> str:
+    return _CONVERSIONS.get(file_extension(path.name).removesuffix(".gz"), "")
 
 
 def open_source(
     path_or_config: str | Path | DatasetConfig,
     columns: Columns | None = None,
     source_types: SourceTypes | None = None,
+    suggest_conversion: Callable[[Path], str] = _suggest_conversion,
 ) -> Source:
     """Open a .jsonl, .json (both also .gz) or .parquet file, or several by a pattern (`train-*.parquet`), a folder of .pdb
     or .cif files, or a dataset of the Hub.
@@ -157,12 +153,14 @@ def open_source(
     `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives split and
     configuration, and `columns` of its own, which take the place of the argument; in a string they may follow the
     dataset's name: `org/name:test`.
-    `source_types`: readers by extension, of a task that reads other files too.
+    `source_types`: readers by extension, of a task that reads other files too. `suggest_conversion`: file of another
+    extension -> how to make a data file of it, for the error message.
     A recipe's `media_dir` takes the place of the file's folder. Raises DataError.
     """
     if isinstance(path_or_config, DatasetConfig) and path_or_config.columns is not None:
         columns = path_or_config.columns
-    source = _open(path_or_config, columns or {}, SOURCE_TYPES if source_types is None else source_types)
+    known_types = SOURCE_TYPES if source_types is None else source_types
+    source = _open(path_or_config, columns or {}, known_types, suggest_conversion)
     if isinstance(path_or_config, DatasetConfig) and (media_dir := path_or_config.media_dir) is not None:
         if not Path(media_dir).is_dir():
             raise DataError(Fault("media_dir", f"{media_dir} is no folder here", "name the folder of the images"))
@@ -172,17 +170,22 @@ def open_source(
     return source
 
 
-def _open(path_or_config: str | Path | DatasetConfig, columns: Columns, source_types: SourceTypes) -> Source:
+def _open(
+    path_or_config: str | Path | DatasetConfig,
+    columns: Columns,
+    source_types: SourceTypes,
+    suggest_conversion: Callable[[Path], str],
+) -> Source:
     path = Path(path_or_config.path if isinstance(path_or_config, DatasetConfig) else path_or_config)
     try:
         path = path.expanduser()
         # A local file wins over a dataset of the same name.
         if path.is_file():
-            return _open_file(path, columns, source_types)
+            return _open_file(path, columns, source_types, suggest_conversion)
         if path.is_dir() and find_structure_files(path):
             return FolderSource(path, columns)
         if files := find_shards(path):
-            return ConcatSource([_open_file(file, columns, source_types) for file in files])
+            return ConcatSource([_open_file(file, columns, source_types, suggest_conversion) for file in files])
     except RuntimeError as fault:
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
@@ -205,14 +208,15 @@ def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | No
     return parse_hub_split(config.path)
 
 
-def _open_file(path: Path, columns: Columns, source_types: SourceTypes) -> Source:
+def _open_file(
+    path: Path, columns: Columns, source_types: SourceTypes, suggest_conversion: Callable[[Path], str]
+) -> Source:
     if is_structure_file(path):
         return FolderSource(path, columns)
     kind = source_types.get(file_extension(path.name))
     if kind is None:
         ending = file_extension(path.name)
-        is_series = source_types is SERIES_SOURCE_TYPES
-        fix = suggest_series_conversion(path) if is_series else _CONVERSIONS.get(ending.removesuffix(".gz"), "")
+        fix = suggest_conversion(path)
         raise DataError(
             f"{display_path(path)} ends in '{ending}'; data files end in {_format_extensions(source_types)}{fix}"
         )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dstrain.data.documents.source import DocumentOptions, DocumentSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from tests.vocabulary import read_jsonl
 
 ROOT = Path(__file__).parents[3]

@@ -16,10 +16,10 @@ from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.tokenization import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.records import BadRecord
-from dstrain.data.series import PatchConfig, read_series_record
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
-from dstrain.tasks.temporal import CaptionEncoder
+from dstrain.tasks.temporal.series import PatchConfig, read_series_record
+from dstrain.tasks.temporal.task import CaptionEncoder
 from tests.chat_templates import tokenizer_of
 from tests.unit.data.encoding.cases import Slow, with_frame
 

@@ -19,9 +19,10 @@ from dstrain.data.prepare import group_by_reason
 from dstrain.data.records import BadRecord
 from dstrain.data.sources import files
 from dstrain.data.sources.base import Source
-from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError, RecipeError
+from dstrain.tasks.temporal.tables import open_series
 
 RECORD = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A thing."}]}
 
@@ -224,7 +225,7 @@ HEADER = (
 
 def read(folder: Path, name: str, text: str) -> Source:
     (folder / name).write_text(text)
-    return open_source(folder / name, source_types=SERIES_SOURCE_TYPES)
+    return open_series(folder / name)
 
 
 def reasons(source: Source) -> list[tuple[str, str]]:
@@ -297,7 +298,7 @@ def test_a_csv_file_gives_a_series_per_row(tmp_path: Path) -> None:
 
 def test_columns_of_a_csv_file_can_be_renamed(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b,class\n1,2,up\n")
-    source = open_source(tmp_path / "x.csv", {"class": "label"}, SERIES_SOURCE_TYPES)
+    source = open_series(tmp_path / "x.csv", {"class": "label"})
     assert source[0] == {"series": [1, 2], "label": "up"}
 
 
@@ -345,7 +346,7 @@ def test_a_table_whose_rows_are_time_steps_is_refused(text: str, tmp_path: Path)
 
 def test_a_column_that_counts_rows_can_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("index,t0,t1\n" + "".join(f"{row},{row % 3},{row % 5}\n" for row in range(9)))
-    source = open_source(tmp_path / "x.csv", {"index": None}, SERIES_SOURCE_TYPES)
+    source = open_series(tmp_path / "x.csv", {"index": None})
     assert source[4] == {"series": [1, 4]}
 
 

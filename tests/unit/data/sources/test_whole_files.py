@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 
 from dstrain.commands.data import check_file
-from dstrain.data.documents.source import DocumentOptions, DocumentSource
 from dstrain.data.prepare import describe_conversions
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import IMAGE_FORMATS, read_image, resolve_image
 from dstrain.errors import DataError
-from tests.unit.data.documents.pdf_files import write_pdf
+from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
+from dstrain.tasks.temporal.tables import open_series
+from tests.unit.tasks.docqa.pdf_files import write_pdf
 from tests.vocabulary import write_jsonl
 
 Image = pytest.importorskip("PIL.Image")
@@ -60,14 +61,14 @@ WHOLE: dict[str, Callable[[], bytes]] = {
 def test_a_data_file_that_was_cut_is_not_taken_for_a_shorter_one(ending: str, rest: float, tmp_path: Path) -> None:
     content, path = WHOLE[ending](), tmp_path / f"x{ending}"
     path.write_bytes(content)
-    assert len(open_source(path, source_types=SERIES_SOURCE_TYPES)) == 40
+    assert len(open_series(path)) == 40
     count = int(len(content) * rest) if rest > 0 else len(content) + int(rest)
     if content[:count].endswith(b"\n") or re.search(rb",(?:u|up)$", content[:count]):
         count -= 5 if ending == ".csv" else 3  # a cut between rows, or in the last cell, shows in no text file
     cut = tmp_path / f"cut{ending}"
     cut.write_bytes(content[:count])
     if ending in (".jsonl", ".csv", ".ts"):  # the rows before the cut are there
-        assert len(open_source(cut, source_types=SERIES_SOURCE_TYPES).bad_rows) == 1
+        assert len(open_series(cut).bad_rows) == 1
     else:
         assert f"cut{ending}" in refuse(cut)
 
@@ -105,7 +106,7 @@ def test_a_pdf_that_was_cut_is_refused(rest: float, tmp_path: Path) -> None:
 
 def refuse(path: Path) -> str:
     with pytest.raises(DataError) as refused:
-        open_source(path, source_types=SERIES_SOURCE_TYPES)
+        open_series(path)
     return str(refused.value)
 
 
@@ -126,7 +127,7 @@ def test_packed_data_without_the_suffix_is_named(ending: str, tmp_path: Path, mo
     message = refuse(tmp_path / f"x{ending}")
     assert "is packed with gzip; rename it: " in message
     run_command(message, tmp_path)
-    assert len(open_source(tmp_path / f"x{ending}.gz", source_types=SERIES_SOURCE_TYPES)) == 40
+    assert len(open_series(tmp_path / f"x{ending}.gz")) == 40
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".ts"])
@@ -136,7 +137,7 @@ def test_plain_data_with_the_suffix_is_named(ending: str, tmp_path: Path, monkey
     message = refuse(tmp_path / f"x{ending}.gz")
     assert "is not packed: it is no gzip file, although its name ends in .gz" in message
     run_command(message, tmp_path)
-    assert len(open_source(tmp_path / f"x{ending}", source_types=SERIES_SOURCE_TYPES)) == 40
+    assert len(open_series(tmp_path / f"x{ending}")) == 40
 
 
 @pytest.mark.parametrize(

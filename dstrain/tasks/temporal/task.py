@@ -12,16 +12,53 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dstrain.batch import Batch
-from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig, TrainDatasetConfig
-from dstrain.data.content import count_series
-from dstrain.data.encoding.conversations import EncodedPrompt, encode_answers
-from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
-from dstrain.data.formats.conversations import Conversation, ParsedPrompt
-from dstrain.data.formats.messages import Message, has_images
-from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, prepare
-from dstrain.data.records import BadRecord, EncodeResult, as_record, try_parse
-from dstrain.data.series import (
+from dstrain.task import (
+    ANSWER_METRICS,
+    MISSING_MODEL,
+    NO_TRAIN_DATA,
+    AnswerMetric,
+    BadRecord,
+    Batch,
+    ConcatSource,
+    Conversation,
+    DataError,
+    DatasetConfig,
+    EncodedPrompt,
+    EncodeResult,
+    EncodingConfig,
+    Fault,
+    Loss,
+    Message,
+    ModelConfig,
+    ModelSource,
+    ModelValidator,
+    ParsedPrompt,
+    PlaceholderExpansion,
+    RecipeError,
+    RecordEncode,
+    RunConfig,
+    Source,
+    StoredPrompts,
+    TokenStore,
+    TrainDatasetConfig,
+    as_record,
+    check_freeze_and_groups,
+    check_vocab_size,
+    check_weight_files,
+    count_series,
+    encode_answers,
+    has_images,
+    insert_soft_tokens,
+    is_multimodal,
+    policy_of,
+    prepare,
+    read_config,
+    tiny_recipe,
+    try_parse,
+)
+from dstrain.tasks.common.text import TextChecks, TextExport
+from dstrain.tasks.sft import SFT
+from dstrain.tasks.temporal.series import (
     EncoderOptions,
     PatchConfig,
     Patches,
@@ -31,7 +68,6 @@ from dstrain.data.series import (
     choose_masked,
     cut_patches,
     from_columns,
-    insert_soft_tokens,
     read_label,
     read_series_record,
     read_values,
@@ -40,28 +76,13 @@ from dstrain.data.series import (
     summarize_values,
     to_columns,
 )
-from dstrain.data.sources.base import ConcatSource, Source
-from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
-from dstrain.data.token_store import TokenStore
-from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.models.checks import ModelValidator
-from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
-from dstrain.models.params import check_freeze_and_groups
-from dstrain.models.processors import is_multimodal
-from dstrain.models.weights import check_weight_files
-from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import StoredPrompts
-from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.record_task import policy_of
-from dstrain.tasks.common.task import AnswerMetric, Loss, tiny_recipe
-from dstrain.tasks.common.text import TextChecks, TextExport
-from dstrain.tasks.sft import SFT
+from dstrain.tasks.temporal.tables import open_series
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from dstrain.batch import Batch
+    from dstrain.task import Batch
 
 
 RECORD_VERSION = 2
@@ -99,7 +120,7 @@ class TemporalModelSource(ModelSource):
     @property
     def has_encoder(self) -> bool:
         """True where model.path is an exported temporal model."""
-        from dstrain.models.folder import is_temporal_folder, resolve_base_model
+        from dstrain.task import is_temporal_folder, resolve_base_model
 
         return is_temporal_folder(resolve_base_model(self.recipe.model).path)
 
@@ -119,7 +140,7 @@ class TemporalModelSource(ModelSource):
 
     def _read_config(self, model: ModelConfig) -> PretrainedConfig:
         """Return a `TemporalConfig` with the sizes of a saved encoder, or of the options. Raises RecipeError."""
-        from dstrain.models.temporal import TemporalConfig  # also registers the type with transformers
+        from dstrain.tasks.temporal.model import TemporalConfig  # also registers the type with transformers
 
         own = self.task.encoder.config_values()
         if not self.has_language_model:
@@ -144,7 +165,7 @@ class TemporalModelSource(ModelSource):
         """The labels of an exported classifier; empty where model.path is none."""
         if not self.has_encoder:
             return ()
-        import dstrain.models.temporal  # noqa: F401  # registers the type
+        import dstrain.tasks.temporal.model  # noqa: F401  # registers the type
 
         config: Any = read_config(self.recipe.model)
         if "TemporalForClassification" not in (config.architectures or ()):
@@ -162,7 +183,7 @@ class TemporalModelSource(ModelSource):
 
     @property
     def auto_class(self) -> Any:
-        from dstrain.models.temporal import AutoTemporalModel
+        from dstrain.tasks.temporal.model import AutoTemporalModel
 
         return AutoTemporalModel(self.task.stage)
 
@@ -244,7 +265,7 @@ class TemporalChecks(TextChecks):
 
 @dataclass(frozen=True)
 class TemporalExport(TextExport):
-    """Exports a folder that `dstrain.models.temporal` loads; the labels of a classifier are in its config."""
+    """Exports a folder that `dstrain.tasks.temporal.model` loads; the labels of a classifier are in its config."""
 
     task: Temporal
 
@@ -342,7 +363,7 @@ class Temporal(SFT):
         if item is SYNTHETIC_CURVES:
             assert self.synthetic is not None
             return SyntheticCurves(self.synthetic)
-        return open_source(item, self.recipe.data.columns, SERIES_SOURCE_TYPES)
+        return open_series(item, self.recipe.data.columns)
 
     @property
     def label_column(self) -> str:  # type: ignore[override]  # depends on the stage
@@ -528,12 +549,12 @@ class SeriesPrompts(StoredPrompts):
             return super().read_prompt(record)
         sample = read_series_record(record)
         patches = cut_patches(sample.values, sample.stats, self.task.model_source.patches)
-        return ParsedPrompt([{"role": "user", "content": sample.prompt or self.task.prompt}], series=patches)
+        return ParsedPrompt([{"role": "user", "content": sample.prompt or self.task.prompt}], soft_inputs=patches)
 
     def encode(self, example: Mapping[str, Any]) -> EncodedPrompt | None:
         prompt = super().encode(example)
         assert prompt is not None, "every example has one"
-        return replace(prompt, series=cut_patches(*from_columns(example), self.task.model_source.patches))
+        return replace(prompt, soft_inputs=cut_patches(*from_columns(example), self.task.model_source.patches))
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dstrain.data.series import PatchConfig, cut_patches, normalize, stack_patches
 from dstrain.errors import UsageError
-from dstrain.models.temporal import (
+from dstrain.tasks.temporal.model import (
     AutoTemporalModel,
     TemporalConfig,
     TemporalForClassification,
     TemporalForConditionalGeneration,
     TemporalForMaskedModeling,
 )
+from dstrain.tasks.temporal.series import PatchConfig, cut_patches, normalize, stack_patches
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

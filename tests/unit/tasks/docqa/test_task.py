@@ -28,7 +28,7 @@ from dstrain.tasks.common import forward
 from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.task import load_dataset
-from dstrain.tasks.docqa import focal_cross_entropy
+from dstrain.tasks.docqa.task import focal_cross_entropy
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.evaluate import Evaluation

@@ -9,21 +9,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config.schema import DatasetConfig, LoraConfig, check_limits
-from dstrain.data.documents.source import DocumentOptions, DocumentSource
-from dstrain.data.encoding.chat_template import messages_to_transcript
-from dstrain.data.encoding.conversations import encode_answers
-from dstrain.data.encoding.rendering import PlaceholderExpansion
-from dstrain.data.formats.answers import PromptAnswers
-from dstrain.data.formats.conversations import Conversation, ParsedPrompt
-from dstrain.data.formats.images import RecordWithImages
-from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
-from dstrain.data.records import BadRecord, EncodeResult, as_record
-from dstrain.data.sources.base import Source, cut_source
-from dstrain.data.vision.document_augment import DocumentAugmentation
-from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import StoredPrompts
-from dstrain.tasks.common.task import Loss, tiny_recipe
+from dstrain.task import (
+    ANSWER_METRICS,
+    IMAGE_PLACEHOLDER,
+    BadRecord,
+    Conversation,
+    DatasetConfig,
+    EncodeResult,
+    LoraConfig,
+    Loss,
+    Message,
+    ParsedPrompt,
+    PlaceholderExpansion,
+    PromptAnswers,
+    RecordWithImages,
+    Source,
+    StoredPrompts,
+    as_record,
+    check_limits,
+    cut_source,
+    encode_answers,
+    messages_to_transcript,
+    read_system,
+    tiny_recipe,
+)
+from dstrain.tasks.docqa.augment import DocumentAugmentation
+from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from dstrain.tasks.sft import SFT
 from dstrain.tasks.vlm import COLORS, TINY_CONFIG, VLMChecks
 
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.batch import Batch
+    from dstrain.task import Batch
 
 QUESTION_FIELD = "{question}"
 """Mark of the question in `prompt_template`."""

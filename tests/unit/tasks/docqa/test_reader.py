@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dstrain.data.documents.pages import Document, PdfDocument, TiffDocument
-from dstrain.data.documents.source import DocumentReader
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image, resolve_image
-from tests.unit.data.documents.pdf_files import PAGES, write_pdf
+from dstrain.tasks.docqa.pages import Document, PdfDocument, TiffDocument
+from dstrain.tasks.docqa.source import DocumentReader
+from tests.unit.tasks.docqa.pdf_files import PAGES, write_pdf
 from tests.vocabulary import invoke
 
 COLORS = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]

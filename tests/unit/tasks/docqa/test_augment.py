@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.vision.document_augment import DocumentAugmentation, add_noise, change_color, crop_page, rotate_page
+from dstrain.tasks.docqa.augment import DocumentAugmentation, add_noise, change_color, crop_page, rotate_page
 
 ALL = {"crop": 0.1, "rotate": 5.0, "noise": 8.0, "color": 0.2}
 

@@ -12,18 +12,28 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.records import LABEL_NAMES, yaml_key
-from dstrain.data.sources.base import Columns
-from dstrain.data.sources.files import RowsSource, file_extension, read_whole_file
-from dstrain.data.sources.parquet import ParquetSource
-from dstrain.errors import DataError
-from dstrain.files import display_path
+from dstrain.task import (
+    LABEL_NAMES,
+    SOURCE_TYPES,
+    Columns,
+    DataError,
+    DatasetConfig,
+    ParquetSource,
+    RowsSource,
+    Source,
+    display_path,
+    file_extension,
+    open_source,
+    read_whole_file,
+    yaml_key,
+)
+from dstrain.tasks.temporal.ts_files import TsSource
 
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
 """Columns that are not values of the series."""
@@ -513,3 +523,18 @@ def _has_ts_header(path: Path) -> bool:
 
 def _first_lines(file: Iterable[bytes]) -> Iterable[bytes]:
     return itertools.islice(file, 1000)
+
+
+_SERIES_TYPES = {".ts": TsSource, ".csv": CsvSource, ".tsv": CsvSource}
+SERIES_SOURCE_TYPES: Mapping[str, Callable[[Path, Columns], Source]] = {
+    **SOURCE_TYPES,
+    ".parquet": SeriesParquetSource,
+    **_SERIES_TYPES,
+    **{f"{ending}.gz": kind for ending, kind in _SERIES_TYPES.items()},
+}
+"""File extension -> source class."""
+
+
+def open_series(path_or_config: str | Path | DatasetConfig, columns: Columns | None = None) -> Source:
+    """Open a file of series as `open_source` does, a .ts, .csv or .tsv file too. Raises DataError."""
+    return open_source(path_or_config, columns, SERIES_SOURCE_TYPES, suggest_series_conversion)

@@ -8,24 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dstrain.data.encoding.conversations import SOFT_TOKEN_ID, insert_soft_tokens
 from dstrain.data.formats.columns import ColumnReport, add_record
 from dstrain.data.records import BadRecord
-from dstrain.data.series import (
+from dstrain.tasks.temporal.series import (
     CURVES,
-    SERIES_TOKEN_ID,
     PatchConfig,
     SyntheticCurves,
     SyntheticOptions,
     choose_masked,
     cut_patches,
     from_columns,
-    insert_soft_tokens,
     normalize,
     read_series_record,
     stack_patches,
     to_columns,
 )
-from dstrain.tasks.temporal import PATTERN_WORDS, find_patterns, names_right_pattern
+from dstrain.tasks.temporal.task import PATTERN_WORDS, find_patterns, names_right_pattern
 
 
 def test_a_list_of_numbers_is_one_channel() -> None:
@@ -155,9 +154,9 @@ def test_soft_tokens_follow_the_bos() -> None:
     class Tokenizer:
         bos_token_id = 1
 
-    assert insert_soft_tokens(Tokenizer(), [1, 5, 6], 2) == [1, SERIES_TOKEN_ID, SERIES_TOKEN_ID, 5, 6]
-    assert insert_soft_tokens(Tokenizer(), [5, 6], 1) == [SERIES_TOKEN_ID, 5, 6]
-    assert insert_soft_tokens(Tokenizer(), [], 1) == [SERIES_TOKEN_ID]
+    assert insert_soft_tokens(Tokenizer(), [1, 5, 6], 2) == [1, SOFT_TOKEN_ID, SOFT_TOKEN_ID, 5, 6]
+    assert insert_soft_tokens(Tokenizer(), [5, 6], 1) == [SOFT_TOKEN_ID, 5, 6]
+    assert insert_soft_tokens(Tokenizer(), [], 1) == [SOFT_TOKEN_ID]
 
 
 # Synthetic curves: functions of seed and index, with captions that name what is in them.

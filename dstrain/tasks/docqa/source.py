@@ -14,18 +14,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrain.data.documents.pages import (
-    Document,
-    PdfDocument,
-    TiffDocument,
-    sidecar_files,
+from dstrain.task import (
+    NOT_REGULAR,
+    UNKNOWN_CONTENT,
+    BadRecord,
+    Source,
+    WatchedFile,
+    WrappedSource,
+    as_record,
+    count_frames,
+    describe_content,
+    describe_unread,
+    display_path,
+    installed_version,
+    json_type_name,
+    open_regular_file,
+    read_content,
+    read_system,
+    resolve_image,
 )
-from dstrain.data.formats.messages import json_type_name, read_system
-from dstrain.data.records import BadRecord, as_record
-from dstrain.data.sources.base import Source, WrappedSource
-from dstrain.data.vision.image_io import UNKNOWN_CONTENT, count_frames, describe_content, read_content, resolve_image
-from dstrain.files import NOT_REGULAR, WatchedFile, describe_unread, display_path, open_regular_file
-from dstrain.patching import installed_version
+from dstrain.tasks.docqa.pages import Document, PdfDocument, TiffDocument, sidecar_files
 
 MIN_DPI, MAX_DPI = 18, 1200
 
@@ -486,6 +494,11 @@ class DocumentSource(WrappedSource):
             except BadRecord:
                 continue  # listed by `dstrain data check`
         return found
+
+    def describe_check(self) -> list[str]:
+        """Return `summarize`, and how many of the evidence pages that records name are found."""
+        recall = self.measure_recall()
+        return [*self.summarize(), *[str(recall)] * (recall.questions > 0)]
 
     def get_notes(self, index: int) -> list[str]:
         """Return what `dstrain data check` notes on a usable record that has been read."""

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import dstrain.data.documents.pages
+import dstrain.tasks.docqa.pages
 from dstrain.config.schema import RunConfig
-from dstrain.data.documents.pages import Document
-from dstrain.data.documents.source import (
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import ConcatSource, HeadSource
+from dstrain.data.sources.open import open_source
+from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.tasks import find_task, make_task
+from dstrain.tasks.docqa.pages import Document
+from dstrain.tasks.docqa.source import (
     DocumentOptions,
     DocumentQuestion,
     DocumentSource,
@@ -22,19 +27,14 @@ from dstrain.data.documents.source import (
     retrieve_pages,
     select_pages,
 )
-from dstrain.data.records import BadRecord
-from dstrain.data.sources.base import ConcatSource, HeadSource
-from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import read_image, resolve_image
-from dstrain.tasks import find_task, make_task
-from tests.unit.data.documents.pdf_files import PAGES, count_calls, write_empty_pdf, write_pdf
+from tests.unit.tasks.docqa.pdf_files import PAGES, count_calls, write_empty_pdf, write_pdf
 from tests.vocabulary import invoke, write_jsonl
 
 RENT = {"question": "How much is the rent?", "answer": "nine hundred", "document": "contract.pdf"}
 TASK = '''
 from dataclasses import dataclass
-from dstrain.data.documents.source import DocumentOptions
-from dstrain.data.documents.source import DocumentSource
+from dstrain.tasks.docqa.source import DocumentOptions
+from dstrain.tasks.docqa.source import DocumentSource
 from dstrain.tasks.vlm import VLM
 
 
@@ -95,7 +95,7 @@ def test_the_digest_changes_with_the_options(folder: Path, monkeypatch: pytest.M
     made.append(open_questions(folder, [RENT | {"answer": "900"}]))
     assert len({source.digest for source in made}) == 4
     assert open_questions(folder, [RENT]).digest == made[0].digest
-    monkeypatch.setattr("dstrain.data.documents.source.installed_version", lambda package: "5.99")
+    monkeypatch.setattr("dstrain.tasks.docqa.source.installed_version", lambda package: "5.99")
     assert open_questions(folder, [RENT]).digest != made[0].digest
 
 
@@ -116,7 +116,7 @@ def test_a_document_is_opened_once_for_many_questions(folder: Path, monkeypatch:
     source = open_questions(
         folder, [RENT | {"question": f"What about the rent of {at}?"} for at in range(9)], max_pages=1
     )
-    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.tasks.docqa.pages, "call_pdfium")
     assert {tuple(source[index]["pages"]) for index in range(len(source))} == {(2,)}
     assert [operation for _, _, operation in calls] == ["opening it", "reading its text"]
 
@@ -237,7 +237,7 @@ def test_a_document_that_changes_is_prepared_again(folder: Path) -> None:
 
 def test_prepared_documents_are_not_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_recipe(folder, [RENT]).examples("train")
-    calls = count_calls(monkeypatch, dstrain.data.documents.pages, "call_pdfium")
+    calls = count_calls(monkeypatch, dstrain.tasks.docqa.pages, "call_pdfium")
     assert len(train_recipe(folder, [RENT]).examples("train")) == 1
     assert calls == []
 

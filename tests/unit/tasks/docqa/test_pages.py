@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.documents import pages
-from dstrain.data.documents.pages import DocumentCache, PageIndex, PdfDocument, read_boxes, read_sidecar, tokenize_words
 from dstrain.data.limited_process import ResourceLimits
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError
-from tests.unit.data.documents.pdf_files import (
+from dstrain.tasks.docqa import pages
+from dstrain.tasks.docqa.pages import DocumentCache, PageIndex, PdfDocument, read_boxes, read_sidecar, tokenize_words
+from tests.unit.tasks.docqa.pdf_files import (
     PAGES,
     count_calls,
     write_empty_pdf,
@@ -295,7 +295,7 @@ def test_a_question_that_shares_no_word_ranks_no_page() -> None:
 
 def test_the_order_does_not_depend_on_the_hash_seed() -> None:
     question = "when does the tenant pay the rent of the house in March"
-    code = "import sys; from dstrain.data.documents.pages import PageIndex; "
+    code = "import sys; from dstrain.tasks.docqa.pages import PageIndex; "
     code += "print(PageIndex(sys.argv[2:]).rank(sys.argv[1]))"
     other = subprocess.run(
         [sys.executable, "-c", code, question, *PAGES * 3],

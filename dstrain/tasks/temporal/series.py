@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.config.schema import check_limits
-from dstrain.data.records import LABEL_NAMES, BadRecord, Record, as_record, yaml_key
-from dstrain.data.sources.base import BaseSource
+from dstrain.task import LABEL_NAMES, SOFT_TOKEN_ID, BadRecord, BaseSource, Record, as_record, check_limits, yaml_key
 
 if TYPE_CHECKING:
     import torch
@@ -188,10 +186,6 @@ def _read_text(record: Mapping[str, Any], key: str) -> str | None:
 # Shapes: B series, C channels, T time steps, N patches of all channels of a series, P values of a patch.
 
 
-SERIES_TOKEN_ID = -1
-"""Placeholder of a soft token in input ids. No tokenizer has it, so no vocabulary has to be extended."""
-
-
 @dataclass(frozen=True)
 class PatchConfig:
     """Sizes of patches and of the groups that become one soft token."""
@@ -222,6 +216,11 @@ class Patches:
     """(N, 2) int64: index of the patch in its channel, index of the channel."""
     num_tokens: int
     """Soft tokens that the series becomes."""
+
+    @staticmethod
+    def stack(series: Sequence[Patches]) -> dict[str, torch.Tensor]:
+        """Return the encoder's inputs for a batch of prompts."""
+        return stack_patches(series)
 
     @property
     def observed(self) -> np.ndarray:
@@ -280,12 +279,6 @@ def choose_masked(patches: Patches, ratio: float, rng: np.random.RandomState) ->
     return hidden
 
 
-def insert_soft_tokens(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
-    """Return the ids with placeholders of soft tokens at the start, after the BOS."""
-    first = 1 if ids and ids[0] == tokenizer.bos_token_id else 0
-    return [*ids[:first], *[SERIES_TOKEN_ID] * count, *ids[first:]]
-
-
 _CONFIG_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -325,7 +318,7 @@ class EncoderOptions:
     def config_values(self) -> dict[str, Any]:
         """Return the settings of a `TemporalConfig`."""
         values = {_CONFIG_NAMES.get(name, name): value for name, value in asdict(self).items()}
-        return {**values, "intermediate_size": 4 * self.hidden_size, "series_token_id": SERIES_TOKEN_ID}
+        return {**values, "intermediate_size": 4 * self.hidden_size, "series_token_id": SOFT_TOKEN_ID}
 
     def find_mismatched(self, config: Any, given: Mapping[str, Any]) -> list[str]:
         """Return the options in `given` whose value here is not that of the config."""

@@ -13,7 +13,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import DataError, DstrainError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.temporal import Temporal
+from dstrain.tasks.temporal.task import Temporal
 from dstrain.training.build_model import build_model
 
 

@@ -1,1 +1,0 @@
-"""Document question answering: documents, their pages, and the pages that a question is asked about."""

@@ -1,0 +1,1 @@
+"""Task temporal: its task, its model, series and their readers."""

@@ -39,6 +39,12 @@ def function(): ...
 """
 
 
+@pytest.fixture(autouse=True)
+def own_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a file that was imported stays in sys.path, where the next test must not find it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a recipe and the module mine_sinks."""

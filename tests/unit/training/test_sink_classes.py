@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,12 @@ def function(): ...
 
 
 @pytest.fixture(autouse=True)
-def own_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a file that was imported stays in sys.path, where the next test must not find it."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def own_sys_path() -> Iterator[None]:
+    """The folder of a file that was imported stays in sys.path, and its neighbours in sys.modules."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+    sys.modules.pop("mine_sinks", None)
 
 
 @pytest.fixture
@@ -65,7 +69,6 @@ def test_a_class_is_found_by_import_path_and_by_file(folder: Path, monkeypatch: 
     assert find_sink_class(f"{folder}/mine_sinks.py:Mine").__name__ == "Mine"
     monkeypatch.syspath_prepend(str(folder))
     assert find_sink_class("mine_sinks.Mine").__name__ == "Mine"
-    del sys.modules["mine_sinks"]
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def build_fitting_engine(
         del engine, error
         free_cached_memory()
         change = describe_reduction(plan.batch, smaller)
-        what = f"{change}: the longest batch does not fit into memory; batch.total stays {plan.batch.total}"
-        run_log.announce(what, "micro_batch_reduced", step=plan.start.point.step, change=change, what=what)
+        message = f"{change}: the longest batch does not fit into memory; batch.total stays {plan.batch.total}"
+        run_log.announce(message, "micro_batch_reduced", step=plan.start.point.step, change=change, what=message)
         plan = _with_batch(plan, smaller, world)
         memory.batch = smaller
         engine = build(plan)
@@ -110,9 +110,9 @@ def find_longest_batch(costs: CostFunction | None, num_samples: int, batch: Batc
         ids = np.concatenate([longest, np.arange(start, min(start + IDS_PER_BLOCK, num_samples))])
         longest = ids[sort_longest_first(costs(ids).tokens)[:most]]
     if batch.tokens is not None:
-        found = costs(longest)
+        sample_costs = costs(longest)
         count = 1
-        while count < len(longest) and found.of(np.arange(count + 1)) <= batch.tokens:
+        while count < len(longest) and sample_costs.of(np.arange(count + 1)) <= batch.tokens:
             count += 1
         longest = longest[:count]
     return longest.tolist()

@@ -225,7 +225,8 @@ class Conversion:
         """Return the value here for a value of theirs; None, with a note, where there is none."""
         if key == "model.attn_implementation" and "/" in str(value):
             return value
-        if (ours := find_value(key, value)) is None:
+        ours = find_value(key, value)
+        if ours is None:
             is_lost = key != "model.attn_implementation"
             self.note(name, f"{key} has no `{one_line(str(value))[:60]}`", is_lost)
         return ours

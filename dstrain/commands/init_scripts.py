@@ -35,7 +35,8 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
 
     Nothing is run.
     """
-    if reason := not_file_reason(path):
+    reason = not_file_reason(path)
+    if reason:
         raise UsageError(f"{path}: {reason}; give the script's file")
     lines = re.sub(r"\\\n", " \x00", read_text(path)).split("\n")  # \0 stands for the end of a line that goes on
     for index, line in enumerate(lines):
@@ -81,7 +82,8 @@ def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _read_launch(options: Mapping[str, Any]) -> Any:
     """Return the file that `accelerate launch` is given, or its options in the form of such a file."""
-    if file := options.get("config_file"):
+    file = options.get("config_file")
+    if file:
         return file
     block = {name: options[name] for name in _LAUNCH_KEYS if name in options}
     return {"deepspeed_config": block, "mixed_precision": options.get("mixed_precision")} if block else None
@@ -97,7 +99,8 @@ def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> S
         elif word.endswith((".yaml", ".yml", ".json")):
             parsed["config"] = word
     source = SourceMap(path.name, parsed, {(name,): place for name in parsed})
-    if isinstance(config := parsed.pop("config", None), str):
+    config = parsed.pop("config", None)
+    if isinstance(config, str):
         file = find_file(config, path)
         if file is None:
             raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
@@ -127,4 +130,7 @@ def find_file(name: str, other: Path) -> Path | None:
     folders = (
         folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in other.resolve().parents
     )
-    return next((one for one in (Path(name), *(folder / name for folder in folders)) if one.is_file()), None)
+    for path in (Path(name), *(folder / name for folder in folders)):
+        if path.is_file():
+            return path
+    return None

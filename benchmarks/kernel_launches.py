@@ -97,21 +97,11 @@ def count(name: str, layers: int, way: str) -> dict[str, int]:
         output = model(**inputs)
         hidden = output.logits if hasattr(output, "logits") else output[0]
         counts.append(launches())
-        torch.autograd.backward(hidden, torch.zeros_like(hidden))
+        # In this thread: autograd's own one may release Python objects while the process ends, which aborts it.
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(hidden, torch.zeros_like(hidden))
         counts.append(launches())
-    release_autograd_thread()
     return {"forward": counts[1] - counts[0], "backward": counts[2] - counts[1]}
-
-
-def release_autograd_thread() -> None:
-    """Wait until the device's thread of autograd holds no function in Python.
-
-    It may hold the last one when backward returns. A Python before 3.14 that ends in this moment aborts the process.
-    """
-    import torch
-
-    number = torch.ones((), device="cuda", requires_grad=True)
-    (number * number).backward()
 
 
 def launches() -> int:

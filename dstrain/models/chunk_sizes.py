@@ -5,11 +5,12 @@ MAX_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 
 On a GPU chunks are larger, because launching the kernels of one takes the host about 0.4 ms.
 """
-KEPT_SHARE = 3.0
-"""Of MAX_CHUNK_BYTES, for the errors that are kept for the gradient of the weight; others are recomputed. Autograd
-holds more than three copies of a chunk of logits at a time."""
-SLICE_SHARE = 0.5
-"""Of MAX_CHUNK_BYTES, for the logits of one matrix product: on a CPU they stay in the last-level cache."""
+KEPT_SHARE = {"cpu": 3.0, "cuda": 0.25}
+"""Device type -> of MAX_CHUNK_BYTES, for the errors of all targets. Errors that fit are kept for the gradient of the
+weight; if they don't fit, the backward pass computes all of them again. A GPU keeps no more than one slice, since the
+bytes that a step saves decide which batch fits."""
+SLICE_SHARE = {"cpu": 0.5, "cuda": 0.25}
+"""Device type -> of MAX_CHUNK_BYTES, for the logits of one matrix product: on a CPU they stay in the last-level cache."""
 BLOCK_SHARE = {"cpu": 1 / 64, "cuda": 0.5}
 """Device type -> of MAX_CHUNK_BYTES, for fp32 logits that become errors at once: a CPU has them in its core's cache."""
 QUERY_BLOCK = 128

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -211,22 +210,17 @@ class _LinearScores(torch.autograd.Function):
     ) -> Any:
         _, _, needs_rows, *needs_parameters = ctx.needs_input_grad
         ctx.head, vocab_size = head, len(parameters[0])  # not as saved tensors: ZeRO-3 frees and gathers parameters
-        rows_per_share = partial(rows_per_chunk, vocab_size, rows.device, rows.element_size())
-        slice_rows = rows_per_share(SLICE_SHARE)
-        kept = min(len(rows), rows_per_share(KEPT_SHARE)) if any(needs_parameters) else 0
-        errors = rows.new_empty(kept, vocab_size)
+        slice_rows, kept_rows = (_rows_per_share(rows, vocab_size, shares) for shares in (SLICE_SHARE, KEPT_SHARE))
+        keeps_errors = any(needs_parameters) and len(rows) <= kept_rows
+        errors = rows.new_empty(len(rows) if keeps_errors else 0, vocab_size)
+        scratch = rows.new_empty(0 if keeps_errors else min(len(rows), slice_rows), vocab_size)
         # The gradient of the rows up to a factor: without one for the weight, nothing is left to recompute.
         products = torch.empty_like(rows) if needs_rows else None
         columns = []
-        first_kept = len(rows) - kept
-        scratch = rows.new_empty(min(first_kept, slice_rows), vocab_size)
         # With an empty slice, whose scores have the right types, where there are no rows.
-        parts = [*_slices(0, first_kept, slice_rows), *_slices(first_kept, len(rows), slice_rows)]
-        for at in parts or [slice(0, 0)]:
-            begin = at.start - first_kept
-            out = scratch[: at.stop - at.start] if begin < 0 else errors[begin : at.stop - first_kept]
-            is_error_kept = begin >= 0 and bool(kept)
-            columns.append(head.score_slice(rows[at], targets[at], out, needs_rows or is_error_kept))
+        for at in [*_slices(0, len(rows), slice_rows)] or [slice(0, 0)]:
+            out = errors[at] if keeps_errors else scratch[: at.stop - at.start]
+            columns.append(head.score_slice(rows[at], targets[at], out, needs_rows or keeps_errors))
             if products is not None:
                 torch.mm(out, parameters[0], out=products[at])
         normalizers, log_probs, *others = [torch.cat(column) for column in zip(*columns, strict=True)]
@@ -264,25 +258,27 @@ def _parameter_gradient(
 ) -> torch.Tensor:
     """Return the sum over targets of error times input, (V, H) or (V, H + 1).
 
-    `errors` are those of the last targets. The others are recomputed, for a block of the vocabulary at a time: each
-    value of the gradient is one sum over all targets, rounded once.
+    If `errors` (N, V) were not kept, they are computed again, for a block of the vocabulary at a time: each value of
+    the gradient is one sum over all targets, rounded once.
     """
-    first_kept = len(rows) - len(errors)
-    if first_kept == 0:
+    if len(errors) == len(rows):
         return errors.t() @ inputs
     vocab_size = errors.shape[1]
     total = inputs.new_empty(vocab_size, inputs.shape[1])
-    block_size = min(vocab_size, rows_per_chunk(len(rows), rows.device, rows.element_size(), SLICE_SHARE))
+    block_size = min(vocab_size, _rows_per_share(rows, len(rows), SLICE_SHARE))
     scratch = rows.new_empty(len(rows) * block_size)
     for tokens in _slices(0, vocab_size, block_size):
         width = tokens.stop - tokens.start
         block = scratch[: len(rows) * width].view(len(rows), width)
-        head.recompute_errors(
-            rows[:first_kept], targets[:first_kept], normalizers[:first_kept], tokens, block[:first_kept]
-        )
-        block[first_kept:] = errors[:, tokens]
+        head.recompute_errors(rows, targets, normalizers, tokens, block)
         torch.mm(block.t(), inputs, out=total[tokens])
     return total
+
+
+def _rows_per_share(like: torch.Tensor, num_columns: int, shares: Mapping[str, float]) -> int:
+    """Return how many rows of this many values, of the type and on the device of `like`, take this device's share."""
+    share = shares.get(like.device.type, shares["cuda"])
+    return rows_per_chunk(num_columns, like.device, like.element_size(), share)
 
 
 def _slices(begin: int, end: int, size: int) -> Iterator[slice]:

@@ -424,11 +424,20 @@ class PlanInputs:
 
     @cached_property
     def kept_targets(self) -> int:
-        """Targets whose errors are kept for the gradient of the head; 0 where the head is not trained."""
+        """Targets whose errors are kept for the gradient of the head; 0 where the backward pass computes them again."""
+        limit = int(self.chunk * KEPT_SHARE[self.device]) // (self.width * self.shape.vocab)
+        return self.workload.targets if self.trains_head and self.workload.targets <= max(1, limit) else 0
+
+    @property
+    def recomputes_errors(self) -> bool:
+        """True where the backward pass computes the logits of all targets once more."""
+        return self.trains_head and self.kept_targets < self.workload.targets
+
+    @cached_property
+    def trains_head(self) -> bool:
+        """True where the weight of the head has a gradient."""
         part = "embedding" if self.shape.tied else "head"
-        is_trained = any(one.is_trainable for one, _ in self.shape.kinds if one.part == part)
-        limit = int(self.chunk * KEPT_SHARE) // (self.width * self.shape.vocab)
-        return min(self.workload.targets, max(1, limit)) if is_trained and self.has_head else 0
+        return self.has_head and any(kind.is_trainable for kind, _ in self.shape.kinds if kind.part == part)
 
 
 class Row(NamedTuple):
@@ -1195,22 +1204,18 @@ def _block_bytes(run: PlanInputs, values: float) -> float:
     return min(4 * values, run.chunk * BLOCK_SHARE[run.device])
 
 
-def _has_recomputed_errors(run: PlanInputs) -> bool:
-    return 0 < run.kept_targets < run.workload.targets
-
-
 def _recomputed_logit_bytes(run: PlanInputs) -> int:
     """Return the bytes of a block of the vocabulary for all targets, and of its probabilities in fp32."""
-    if not _has_recomputed_errors(run):
+    if not run.recomputes_errors:
         return 0
-    values = min(run.workload.targets * run.shape.vocab, run.chunk * SLICE_SHARE / run.width)
+    values = min(run.workload.targets * run.shape.vocab, run.chunk * SLICE_SHARE[run.device] / run.width)
     return round(run.width * values + _block_bytes(run, values))
 
 
 def _slice_bytes(run: PlanInputs) -> int:
     """Return the bytes of the logits of a slice of the targets whose errors are not kept."""
     others = max(run.workload.targets - run.kept_targets, 0)
-    return round(min(others * run.shape.vocab * run.width, run.chunk * SLICE_SHARE)) if run.has_head else 0
+    return round(min(others * run.shape.vocab * run.width, run.chunk * SLICE_SHARE[run.device])) if run.has_head else 0
 
 
 # In formulas: N targets, H width, V vocabulary.
@@ -1220,7 +1225,7 @@ HEAD_ROWS = (
         lambda run: (2 * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
         "2 w N H", f"{HEADS}, _LinearScores"),
     Row("errors of the head", "gpu", "activation", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,
-        lambda run: f"w V min(N, {KEPT_SHARE:g} x {run.chunk >> 20} MiB / (w V))", f"{HEADS}, KEPT_SHARE"),
+        lambda run: f"w V N, where at most {KEPT_SHARE[run.device] * run.chunk / 2**20:g} MiB", f"{HEADS}, KEPT_SHARE"),
     Row("logits of a block", "gpu", "activation",
         ("scores", "scores"), _logit_bytes,
         "2 fp32 blocks", f"{HEADS}, BLOCK_SHARE"),

@@ -181,7 +181,7 @@ def _list_products(run: PlanInputs) -> Iterator[_Product]:
         elif part == "vision" and vision is not None and "position" not in tensor.name:
             yield from _encoder_products(run, vision, tensor, index)
     if run.has_head:
-        recomputed = (workload.targets - run.kept_targets) / workload.targets if run.kept_targets else 0
+        recomputed = int(run.recomputes_errors)
         is_recorded = "projector" in run.trained_parts or any(graph.is_recorded for graph in run.layers)
         count = 1 + is_recorded + (run.head_numel > 0)
         yield _Product(workload.targets, run.shape.vocab, run.shape.hidden, count, recomputed)

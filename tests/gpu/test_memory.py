@@ -37,7 +37,8 @@ def test_the_table_of_presets_and_cards_is_made(tmp_path: Path) -> None:
     broken = {key: row["why"] for key, row in by.items() if row["fits"] is None and "nvme" not in key[0]}
     assert not broken, "failed for another reason than memory"
     for row in rows:
-        assert row["peak_gib"] is None or row["peak_gib"] <= row["cap_gb"]
+        if row["fits"] and not IS_SLOW:  # a CPU reports no peak
+            assert row["peak_gib"] <= row["cap_gb"]
     if not IS_SLOW:  # 1.1 billion parameters at 16 bytes are 17.6 GB, 2 of them weights
         assert by["zero3_offload", 8.0]["fits"], "weights and optimizer on the host leave room on any card"
         assert not by["zero0", 12.0]["fits"]

@@ -69,6 +69,17 @@ def test_a_full_host_rules_out_offloading() -> None:
         choose_preset(config, Cluster(gpus_per_node=1), Budget(gpu_bytes=24 * GIB, host_bytes=8 * GIB))
 
 
+@pytest.mark.parametrize(
+    ("gpu_gib", "host_gib", "short_of"),
+    [(24, 8, "of a host where 7.2 GiB may be used"), (1, 512, "of a GPU where 921.6 MiB may be used")],
+)
+def test_the_error_names_the_memory_that_is_short(gpu_gib: int, host_gib: int, short_of: str) -> None:
+    config = made_config(batch={"total": 8, "micro": 1})
+    with pytest.raises(PresetError) as refusal:
+        choose_preset(config, Cluster(gpus_per_node=1), Budget(gpu_bytes=gpu_gib * GIB, host_bytes=host_gib * GIB))
+    assert short_of in str(refusal.value)
+
+
 def test_what_does_not_fit_names_the_nearest_fix() -> None:
     config = made_config(model={"gradient_checkpointing": False}, batch={"total": 8, "micro": 8}, shape="llama-3.2-1b")
     with pytest.raises(PresetError, match=r"nearest fix: batch\.micro 8 -> \d"):

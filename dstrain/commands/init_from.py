@@ -221,8 +221,10 @@ class _Converter(Conversion):
         if self.loss_type is not None:
             self.put("options.loss_type", self.loss_type, "")
             self.origins[("options", "loss_type")] = origin
-        if self.loss_type == "simpo" and (margin := positive_number(self.take("gamma")[1])) is not None:
-            self.put("options.simpo_gamma", margin, "gamma")
+        if self.loss_type == "simpo":
+            margin = positive_number(self.take("gamma")[1])
+            if margin is not None:
+                self.put("options.simpo_gamma", margin, "gamma")
         return task
 
     def _find_defaults(self) -> None:
@@ -231,14 +233,18 @@ class _Converter(Conversion):
         for name, rate in known.get("learning_rates", {}).items():  # of a task, or a method
             if name == self.task or name in map(self.theirs.get, find_names("model.lora")):
                 defaults["learning_rate"] = rate
-        answered = {answer.text for name in self.theirs if (answer := find_answer((name,)))}
-        has_passes = {"steps", "epochs"} & answered or "epochs" in self.theirs
+        answers = map(find_answer, ((name,) for name in self.theirs))
+        set_keys = {answer.text for answer in answers if answer is not None}
+        has_length = bool({"steps", "epochs"} & set_keys) or "epochs" in self.theirs
         for name, value in defaults.items():
             answer = find_answer((name,))
-            is_set = answer is not None and answer.text in answered - {"optim.betas"}
-            has_batch = answer is not None and answer.text == "batch.accumulate" and "batch.total" in answered
-            is_set |= answer is not None and answer.text == "epochs" and bool(has_passes)
-            if not (name in self.theirs or is_set or has_batch):
+            key = None if answer is None else answer.text
+            is_set = name in self.theirs or key in set_keys - {"optim.betas"}
+            if key == "batch.accumulate":
+                is_set = is_set or "batch.total" in set_keys
+            if key == "epochs":
+                is_set = is_set or has_length
+            if not is_set:
                 self.defaults[name] = value
         self.left |= dict.fromkeys(self.defaults)
 
@@ -262,10 +268,11 @@ class _Converter(Conversion):
             if key in self.theirs and (key, self.trainer) != ("eval_dataset", "ms-swift")
         ]
         eval_name, held_out = self.take(eval_keys[0]) if eval_keys else ("", None)
-        where = {
-            "name": where["name"],
-            **{key: value for key, keys in read_table()["init"]["eval"].items() if (value := self.take(*keys)[1])},
-        }
+        where = {"name": where["name"]}
+        for key, keys in read_table()["init"]["eval"].items():
+            _, value = self.take(*keys)
+            if value:
+                where[key] = value
         if where.get("data_files") and not held_out:
             eval_name, held_out = "eval_data_files", "json"
         strategy = str(self.theirs.get("eval_strategy", self.theirs.get("evaluation_strategy", ""))).lower()
@@ -366,7 +373,8 @@ class _Converter(Conversion):
         else:
             paths = [path] if path else []
         made: dict[str, Any] = {"columns": columns} if columns else {}
-        if isinstance(media_dir := self.theirs.get("media_dir"), str):
+        media_dir = self.theirs.get("media_dir")
+        if isinstance(media_dir, str):
             made["media_dir"] = media_dir
         split = str(block.get("split") or "")
         if not all(Path(one).exists() or Path(one).suffix in _FILE_SUFFIXES for one in paths):
@@ -444,8 +452,10 @@ class _Converter(Conversion):
     def _convert_ds_config(self) -> None:
         name, value = self.take("deepspeed", "ds_cfgs")
         launch, block = self.take("accelerate_config")
-        if isinstance(block, str) and (file := find_file(block, self.path)):
-            block = read_yaml(file, "1.1").values
+        if isinstance(block, str):
+            config_file = find_file(block, self.path)
+            if config_file:
+                block = read_yaml(config_file, "1.1").values
         if isinstance(block, dict):
             given = block.get("deepspeed_config")
             if not name and isinstance(given, dict):
@@ -453,19 +463,21 @@ class _Converter(Conversion):
                 devices = [given.get(f"offload_{part}_device", "none") for part in ("optimizer", "param")]
                 name, value = launch, value or (None if stage is None else (stage, devices))
             name = name or launch
-            if ("precision",) not in self.values and (width := find_value("precision", block.get("mixed_precision"))):
-                self.put("precision", width, launch)
+            precision = find_value("precision", block.get("mixed_precision"))
+            if precision and ("precision",) not in self.values:
+                self.put("precision", precision, launch)
         elif launch and not name:
             name, value = launch, block
         if value is None:
             return self.note(name, "ds_config is zero2", is_lost=False) if name else None
         if isinstance(value, dict):
             return self.note(name, "write the block as a JSON file, and `dstrain presets --adopt` converts it")
+        ds_file = find_file(str(value), self.path)
         if isinstance(value, tuple):
             stage, devices = str(value[0]), value[1]
-        elif file := find_file(str(value), self.path):
+        elif ds_file:
             try:
-                block = read_json(file).values
+                block = read_json(ds_file).values
                 stage = f"{get_zero_stage(block)}"
             except PresetError as error:
                 raise UsageError(f"{self.locate(name)}: {error}") from None

@@ -40,26 +40,36 @@ def read_command(path: Path) -> tuple[SourceMap, str]:
         raise UsageError(f"{path}: {reason}; give the script's file")
     lines = re.sub(r"\\\n", " \x00", read_text(path)).split("\n")  # \0 stands for the end of a line that goes on
     for index, line in enumerate(lines):
-        if line.lstrip().startswith("#") or not (found := _COMMAND.search(line.replace("\x00", " "))):
+        command = _COMMAND.search(line.replace("\x00", " "))
+        if command is None or line.lstrip().startswith("#"):
             continue
         place = index + 1 + sum(other.count("\x00") for other in lines[:index])
         try:
             before, words = (
-                shlex.split(part.replace("\x00", " ")) for part in (line[: found.start()], line[found.end() :])
+                shlex.split(part.replace("\x00", " ")) for part in (line[: command.start()], line[command.end() :])
             )
         except ValueError as error:
             raise UsageError(
                 f"{path}:{place}: the command cannot be read ({error}); check its quotation marks"
             ) from None
-        source = _read_words(path, f"{path.name}:{place}", found[2] or found[3] or found[4], words)
-        if "accelerate" in before and (launch := _read_launch(_read_options(before)[0])):
-            source.values["accelerate_config"] = launch
-            source.locations["accelerate_config",] = f"{path.name}:{place}"
-        return source, _COMMANDS[
-            found[1] or ("llamafactory-cli" if found[3] else "swift" if "swift/" in found[0] else "trl")
-        ]
+        source = _read_words(path, f"{path.name}:{place}", command[2] or command[3] or command[4], words)
+        if "accelerate" in before:
+            launch = _read_launch(_read_options(before)[0])
+            if launch:
+                source.values["accelerate_config"] = launch
+                source.locations["accelerate_config",] = f"{path.name}:{place}"
+        return source, _find_trainer(command)
     known = "`swift sft`, `llamafactory-cli train`, `axolotl train`, `trl dpo` and a script named as dpo.py"
     raise UsageError(f"{path}: has no command that is known ({known} are); give the YAML file of the training")
+
+
+def _find_trainer(command: re.Match[str]) -> str:
+    """Return the trainer that a command or the script's path names; TRL for a script of another path."""
+    if command[1]:
+        return _COMMANDS[command[1]]
+    if command[3]:
+        return _COMMANDS["llamafactory-cli"]
+    return _COMMANDS["swift" if "swift/" in command[0] else "trl"]
 
 
 def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -71,8 +81,13 @@ def _read_options(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            is_off = name.startswith("no_") and not equals and find_answer((name,)) is None
-            last = given[name.removeprefix("no_") if is_off else name] = ["false"] if is_off else [value] * bool(equals)
+            if equals:
+                last = [value]
+            elif name.startswith("no_") and find_answer((name,)) is None:
+                name, last = name.removeprefix("no_"), ["false"]
+            else:
+                last = []
+            given[name] = last
         elif word in ("&&", "||", "|", ";", ">", "2>&1") or word.startswith("#"):
             break
         else:
@@ -106,8 +121,10 @@ def _read_words(path: Path, place: str, command: str, words: Iterable[str]) -> S
             raise UsageError(f"{place}: names {one_line(config)}, which is not here; give that file to --from")
         below = read_yaml(file, "1.1")
         source.values, source.locations = {**below.values, **parsed}, {**below.locations, **source.locations}
-    if command != "train":
-        source.values.setdefault("stage" if command != "rlhf" else "rlhf_type", "dpo" if command == "rlhf" else command)
+    if command == "rlhf":
+        source.values.setdefault("rlhf_type", "dpo")
+    elif command != "train":
+        source.values.setdefault("stage", command)
     return source
 
 
@@ -115,13 +132,20 @@ def _parse_words(words: list[str]) -> Any:
     """Return the value of an option: true for none, a number, a text, or a list."""
     if any("$" in word or "`" in word for word in words):
         return SHELL_VALUE
+    if not words:
+        return True
     try:
-        values = [
-            yaml.safe_load(word) if "\n" not in word and not re.search(r"[:#&*!]", word) else word for word in words
-        ]
+        values = [_parse_word(word) for word in words]
     except (yaml.YAMLError, ValueError):
         values = list(words)
-    return True if not values else values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else values
+
+
+def _parse_word(word: str) -> Any:
+    """Return a word as YAML reads it; a word with a line break or a sign of YAML's syntax is text."""
+    if "\n" in word or re.search(r"[:#&*!]", word):
+        return word
+    return yaml.safe_load(word)
 
 
 def find_file(name: str, other: Path) -> Path | None:

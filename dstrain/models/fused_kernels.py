@@ -696,6 +696,11 @@ def _sentinels(forward: Function) -> dict[str, str]:
     return {name: name for name in [*named, *extra]}
 
 
+def _first_output(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
 def _layer_forward(eager: Function, roles: LayerRoles, by_name: bool) -> Function:
     """Return the forward function of a layer. `by_name`: the attention gets its input by name."""
     names: list[str] = []
@@ -707,17 +712,18 @@ def _layer_forward(eager: Function, roles: LayerRoles, by_name: bool) -> Functio
         if parameter.default is not parameter.empty:
             defaults[parameter.name] = parameter.default
 
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs = defaults | dict(zip(names, args, strict=False)) | kwargs
-        residual = hidden_states
+    def attend(self: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         normed, attention = getattr(self, roles.first_norm)(hidden_states), getattr(self, roles.attention)
-        output = attention(hidden_states=normed, **kwargs) if by_name else attention(normed, **kwargs)
-        hidden_states = output[0] if isinstance(output, tuple) else output
+        return _first_output(attention(hidden_states=normed, **kwargs) if by_name else attention(normed, **kwargs))
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        residual = hidden_states
+        # No variable here holds what only the attention needs while the MLP, which takes most memory, runs.
+        hidden_states = attend(self, hidden_states, defaults | dict(zip(names, args, strict=False)) | kwargs)
         if roles.attention_norm is not None:
             hidden_states = getattr(self, roles.attention_norm)(hidden_states)
         hidden_states, residual = getattr(self, roles.second_norm)(hidden_states, residual)
-        output = getattr(self, roles.mlp)(hidden_states)
-        hidden_states = output[0] if isinstance(output, tuple) else output
+        hidden_states = _first_output(getattr(self, roles.mlp)(hidden_states))
         if roles.mlp_norm is not None:
             hidden_states = getattr(self, roles.mlp_norm)(hidden_states)
         return residual + hidden_states

@@ -224,17 +224,18 @@ class _LinearScores(torch.autograd.Function):
             if products is not None:
                 torch.mm(out, parameters[0], out=products[at])
         normalizers, log_probs, *others = [torch.cat(column) for column in zip(*columns, strict=True)]
-        ctx.save_for_backward(rows, targets, normalizers, errors, products)
+        trained = (rows, targets, normalizers, errors) if any(needs_parameters) else (None,) * 4
+        ctx.save_for_backward(products, *trained)
         ctx.mark_non_differentiable(*others)
         return log_probs, *others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> Any:
-        rows, targets, normalizers, errors, products = ctx.saved_tensors
+        products, rows, targets, normalizers, errors = ctx.saved_tensors
         _, _, needs_rows, *needs_parameters = ctx.needs_input_grad
         factors = -grad_output[:, None]  # (N, 1)
-        row_grad = (products * factors).to(rows.dtype) if needs_rows else None
+        row_grad = (products * factors).to(products.dtype) if needs_rows else None
         parameter_grads: list[torch.Tensor | None] = [None] * len(needs_parameters)
         if any(needs_parameters):
             # A bias is the weight of a constant input of 1.

@@ -1222,8 +1222,8 @@ def _slice_bytes(run: PlanInputs) -> int:
 # fmt: off
 HEAD_ROWS = (
     Row("inputs of the head", "gpu", "activation", HEAD,
-        lambda run: (2 * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
-        "2 w N H", f"{HEADS}, _LinearScores"),
+        lambda run: ((1 + run.trains_head) * run.width * run.shape.hidden + 24) * run.workload.targets * run.has_head,
+        lambda run: "2 w N H" if run.trains_head else "w N H", f"{HEADS}, _LinearScores"),
     Row("errors of the head", "gpu", "activation", HEAD, lambda run: run.width * run.kept_targets * run.shape.vocab,
         lambda run: f"w V N, where at most {KEPT_SHARE[run.device] * run.chunk / 2**20:g} MiB", f"{HEADS}, KEPT_SHARE"),
     Row("logits of a block", "gpu", "activation",

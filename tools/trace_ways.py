@@ -8,8 +8,9 @@ save: the first checkpoint of a run at ZeRO stage 1, in one process.
 resume: the functions that a rank calls before its first step only when it resumes.
 hosts: two launches with --no-ssh as two hosts, with a rank each, up to the first step.
 
-Calls in the main thread are counted, without those that run at import. A move is a call in another file than the call
-before it. -v names the files.
+Calls in the main thread are counted. Not counted is what runs while a module is imported: its body, decorators, tables,
+class bodies. Comprehensions and lambdas count as functions, and each value that a generator yields as a call. A move is a
+call in another file than the call before it. -v names the files and the functions that are called most.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -37,19 +39,31 @@ class Tracer:
 
     def __init__(self, until: str = "", inside: str = "") -> None:
         """Take the qualified name of the function whose call ends it, and of the one whose first call it is limited to."""
-        self.functions: set[tuple[str, str]] = set()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """(file, qualified name of a function) -> calls of it."""
         self.moves = 0
         self._last_file, self._until, self._inside = "", until, inside
         self._outer: FrameType | None = None
         """Call of the function that the tracer is limited to."""
+        self._import: FrameType | None = None
+        """Body of the module that is being imported; the outermost, where it imports others."""
 
     def record(self, frame: FrameType, event: str, argument: Any) -> None:
         """Take an event, as `sys.setprofile` gives it."""
         code = frame.f_code
-        if event == "return" and frame is self._outer:
-            sys.setprofile(None)
-        # Module and class bodies run once, when they are imported; they are not on the way.
-        if event != "call" or not code.co_flags & 0x2 or PACKAGE not in code.co_filename:
+        if event == "return":
+            if frame is self._outer:
+                sys.setprofile(None)
+            if frame is self._import:
+                self._import = None
+            return
+        if event != "call" or self._import is not None:
+            return
+        if code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
+            self._import = frame
+            return
+        # Without the flag of functions (CO_NEWLOCALS) it is the body of a class, or of the module that Python was started with.
+        if not code.co_flags & 0x2 or PACKAGE not in code.co_filename:
             return
         if code.co_qualname == self._until:
             sys.setprofile(None)
@@ -59,7 +73,7 @@ class Tracer:
                 return
             self._outer = frame
         file = code.co_filename.rpartition(PACKAGE)[2]
-        self.functions.add((file, code.co_qualname))
+        self.calls[file, code.co_qualname] += 1
         self.moves += file != self._last_file
         self._last_file = file
 
@@ -82,7 +96,12 @@ def install(folder: str, until: str, inside: str) -> None:
     tracer = Tracer(until, inside)
     name = "rank" if "RANK" in os.environ else "launcher"
     path = Path(folder) / f"{name}-{os.getpid()}.json"
-    atexit.register(lambda: path.write_text(json.dumps([[*tracer.functions], tracer.moves]), encoding="utf-8"))
+
+    def write() -> None:
+        calls = [[file, name, count] for (file, name), count in tracer.calls.items()]
+        path.write_text(json.dumps({"calls": calls, "moves": tracer.moves}), encoding="utf-8")
+
+    atexit.register(write)
     sys.setprofile(tracer.record)
 
 
@@ -109,13 +128,14 @@ def run(arguments: list[str], folder: Path, until: str = "", inside: str = "") -
 
 def read(folder: Path, processes: str) -> list[Tracer]:
     """Return what the processes of a command called: "rank-*", or "*" for all."""
-    found = []
+    tracers = []
     for path in sorted(folder.glob(f"{processes}.json")):
         tracer = Tracer()
-        functions, tracer.moves = json.loads(path.read_text(encoding="utf-8"))
-        tracer.functions = {(file, name) for file, name in functions}
-        found.append(tracer)
-    return found
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        tracer.calls = Counter({(file, name): count for file, name, count in trace["calls"]})
+        tracer.moves = trace["moves"]
+        tracers.append(tracer)
+    return tracers
 
 
 def train(run_dir: Path, steps: int = 4) -> list[str]:
@@ -163,7 +183,8 @@ def trace_resume(folder: Path) -> Parts:
     run([*train(folder / "run"), *ONE_PROCESS], folder / "first", FIRST_STEP)
     run([*train(folder / "run", 6), *ONE_PROCESS, "--allow-change", "steps"], folder / "second", FIRST_STEP)
     (first,), (second,) = read(folder / "first", "rank-*"), read(folder / "second", "rank-*")
-    second.functions -= first.functions
+    for function in first.calls:
+        second.calls.pop(function, None)
     second.moves = 0  # of these functions alone it says nothing
     return {"resume": [second]}
 
@@ -185,16 +206,18 @@ WAYS = {"train": trace_train, "record": trace_record, "save": trace_save, "resum
 
 
 def main(arguments: list[str]) -> None:
-    print("| way | files | functions | moves between files |\n|---|---|---|---|")
+    print("| way | files | functions | calls | moves between files |\n|---|---|---|---|---|")
     for name in [name for name in arguments if name != "-v"] or WAYS:
         with tempfile.TemporaryDirectory() as folder:
             parts = WAYS[name](Path(folder))
         for part, tracers in parts.items():
-            functions = set().union(*(tracer.functions for tracer in tracers))
-            files = {file for file, _ in functions}
-            print(f"| {part} | {len(files)} | {len(functions)} | {sum(tracer.moves for tracer in tracers) or ''} |")
+            calls = sum((tracer.calls for tracer in tracers), Counter())
+            files = {file for file, _ in calls}
+            moves = sum(tracer.moves for tracer in tracers)
+            print(f"| {part} | {len(files)} | {len(calls)} | {calls.total()} | {moves or ''} |")
             if "-v" in arguments:
                 print("\n".join(f"  {file}" for file in sorted(files)))
+                print("\n".join(f"  {count} {file}: {function}" for (file, function), count in calls.most_common(20)))
 
 
 if __name__ == "__main__":

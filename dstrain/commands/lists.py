@@ -28,7 +28,7 @@ from dstrain.tasks import (
     builtin_tasks,
     default_learning_rate,
     default_lora,
-    fill_learning_rate,
+    fill_defaults,
     find_task,
     task_options,
 )
@@ -239,7 +239,7 @@ def _memory(lora: dict[str, Any] | None, gpus: int) -> Iterator[str]:
         "data": {"train": [], "max_length": 1024},
         "batch": {"micro": 1, "accumulate": 1},
     }
-    config = fill_learning_rate(RunConfig.model_validate(values))
+    config = fill_defaults(RunConfig.model_validate(values), find_task("sft"))
     shape, cluster = read_shape(config), Cluster(gpus_per_node=gpus)
     for preset in preset_names():
         try:

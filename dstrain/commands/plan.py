@@ -28,7 +28,7 @@ from dstrain.planner.workload import (
     parse_bytes,
 )
 from dstrain.preset import preset_names, read_preset
-from dstrain.tasks import TaskOptions, fill_learning_rate, fill_lora
+from dstrain.tasks import TaskOptions, fill_defaults, find_task
 from dstrain.units import format_bytes, format_count
 
 MAX_FIXES = 3
@@ -124,7 +124,8 @@ def read_plan_recipe(request: PlanRequest) -> RunConfig:
     ds_config = config.ds_config
     if ds_config.endswith(".json") and (file := find_path(ds_config, recipe.folder)) is not None:
         ds_config = str(file)
-    return fill_learning_rate(fill_lora(config.model_copy(update={"model": model, "ds_config": ds_config})))
+    config = config.model_copy(update={"model": model, "ds_config": ds_config})
+    return fill_defaults(config, find_task(config.task))
 
 
 def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import check_group_patterns, read_base_shape, read_properties, read_shape
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, Preset
-from dstrain.tasks import Task, builtin_tasks, make_task
+from dstrain.tasks import Task, builtin_tasks
 from dstrain.tasks.common.judge import check_judge
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.text import TextTask
@@ -34,8 +35,10 @@ from dstrain.training.start import Start
 MAX_CHECKED_BYTES = 256 << 20
 """Larger data files, in total, are only checked by the ranks: reading them twice would take
 noticeable time."""
+NUM_FIRST_RECORDS = 100
+"""Number of records of each split that are read before the launch; the ranks read all."""
 MAX_CHECKED_RECORDS = 2000
-"""Number of records read before the launch; the ranks read all."""
+"""Number of records that are read where one of the first is bad: enough to tell whether there are too many of them."""
 
 
 def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, device: Device) -> dict[str, Any]:
@@ -98,15 +101,17 @@ def check_data(task: Task, start: Start, allowed_keys: Collection[str]) -> None:
     if config.task not in builtin_tasks() or all(load_file_result(file, cache_entry) for file in files):
         return
     started_at, states = time.time_ns(), [file_state(file) for file in files]
-    _check_records(config)
+    _check_records(task)
     # Only now: a file that was refused is read again at the next start.
     for file, state in zip(files, states, strict=True):
         save_file_result(file, cache_entry, True, started_at, state)
 
 
-def _check_records(config: RunConfig) -> None:
+def _check_records(task: Task) -> None:
     """Raise DataError if too many of the first records are bad for the limit of all records."""
-    task = make_task(config.model_copy(update={"model": ModelConfig()}))  # records are parsed without a tokenizer
+    config = task.recipe
+    # Records are parsed without a tokenizer.
+    task = replace(task, recipe=config.model_copy(update={"model": ModelConfig()}))
     if task.prompts is None:
         return
     text_task: TextTask = task.prompts.task
@@ -118,6 +123,8 @@ def _check_records(config: RunConfig) -> None:
 def _scan_first_records(task: TextTask, source: ConcatSource) -> BuildReport:
     report = BuildReport(read=len(source) + len(source.bad_rows), bad=[*source.bad_rows])
     for index in range(min(MAX_CHECKED_RECORDS, len(source))):
+        if index == NUM_FIRST_RECORDS and not report.bad:
+            break
         record = try_parse(source.__getitem__, index)
         item = record if isinstance(record, BadRecord) else try_parse(parse_record, task.parse_record, record)
         if isinstance(item, BadRecord):

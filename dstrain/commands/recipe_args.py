@@ -24,7 +24,7 @@ from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_loc
 from dstrain.files import check_path_encoding, find_path, find_pattern, not_file_reason, path_exists
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
-from dstrain.tasks import TaskOptions, fill_learning_rate, fill_lora, find_task
+from dstrain.tasks import TaskOptions, fill_defaults, find_task
 
 
 def list_builtin_recipes() -> list[str]:
@@ -110,7 +110,7 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
     check_keys(request.allowed_changes, "--allow-change")
     # Absolute: workers may start in another folder.
     config = resolve_paths(recipe.config, recipe.folder)
-    return replace(recipe, config=fill_learning_rate(fill_lora(config)))
+    return replace(recipe, config=fill_defaults(config, find_task(config.task)))
 
 
 def get_run_dir(request: TrainRequest, name: str) -> Path:

@@ -324,6 +324,8 @@ def list_keys() -> list[str]:
 
 def check_keys(names: Sequence[str], option: str) -> None:
     """Raise RecipeError for names in a command-line option that are not recipe keys."""
+    if not names:
+        return
     known = list_keys()
     faults = []
     for name in names:

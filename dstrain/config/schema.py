@@ -368,7 +368,7 @@ class OptimConfig(Section):
 
     @property
     def peak_lr(self) -> float:
-        """Return `lr`. Raises ValueError while it is None: `make_task` and `fill_learning_rate` set it."""
+        """Return `lr`. Raises ValueError while it is None: `fill_defaults` sets it."""
         if self.lr is None:
             raise ValueError("optim.lr is not set; use the recipe of a made task, which has the task's default")
         return self.lr

@@ -25,7 +25,7 @@ from dstrain.planner.shapes import (
 from dstrain.planner.workload import Cluster, detect_gpu_bytes, parse_bytes
 from dstrain.preset import Preset, read_preset
 from dstrain.process_setup import count_available_cores
-from dstrain.tasks import fill_learning_rate, find_task
+from dstrain.tasks import fill_defaults, find_task
 from dstrain.units import format_bytes
 
 PRESETS_BY_SPEED = (
@@ -411,7 +411,7 @@ def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, hardware: Har
     }
     cluster = Cluster(gpus_per_node=hardware.gpus, bf16=hardware.bf16)
     try:
-        config = fill_learning_rate(RunConfig.model_validate(values))
+        config = fill_defaults(RunConfig.model_validate(values), find_task(task))
         if not read_properties(config).is_known:
             return False
         shape = read_shape(config)

@@ -210,11 +210,12 @@ def builtin_tasks() -> list[str]:
 
 def find_task(name: str) -> type[Task]:
     """Return the task class of a packaged task, a file path, or a dotted module. Raises TaskError."""
-    return _find_task_class(name, _import_task_module(name))
+    return _find_task(os.path.abspath(os.path.expanduser(name)) if _is_file_name(name) else name)
 
 
 @cache
-def _find_task_class(name: str, module: ModuleType) -> type[Task]:
+def _find_task(name: str) -> type[Task]:
+    module = _import_task_module(name)
     defined = [
         value
         for value in vars(module).values()
@@ -239,12 +240,16 @@ def _find_task_class(name: str, module: ModuleType) -> type[Task]:
     return found[0]
 
 
+def _is_file_name(name: str) -> bool:
+    return name.endswith(".py") or "/" in name or name.startswith(".")
+
+
 def _import_task_module(name: str) -> ModuleType:
     if name in builtin_tasks():
         is_folder = (Path(__file__).parents[1] / name).is_dir()
         return importlib.import_module(f"dstrain.tasks.{name}{'.task' if is_folder else ''}")
     try:
-        if name.endswith(".py") or "/" in name or name.startswith("."):
+        if _is_file_name(name):
             return import_task_file(Path(name))
         if "." in name:
             return importlib.import_module(name)
@@ -303,17 +308,20 @@ def default_lora(task: type[Task]) -> LoraConfig | None:
     return found
 
 
-def fill_lora(recipe: RunConfig) -> RunConfig:
-    """Return the recipe with the task's adapters where model.lora is not written, not even as null.
+def fill_defaults(recipe: RunConfig, task: type[Task]) -> RunConfig:
+    """Return the recipe with its task's adapters and learning rate where it does not write them.
 
-    With model.lora.create_new_adapter: false, with those of the folder in model.path. Raises TaskError, RecipeError.
+    A null in model.lora is written: it asks for no adapters. With model.lora.create_new_adapter: false the adapters are
+    those of the folder in model.path. Raises RecipeError.
     """
     if "lora" in recipe.model.model_fields_set:
-        return _fill_from_adapter(recipe)
-    lora = default_lora(find_task(recipe.task))
-    if lora is None:
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+        recipe = _fill_from_adapter(recipe)
+    elif (lora := default_lora(task)) is not None:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+    if recipe.optim.lr is None:
+        lr = default_learning_rate(task, recipe.model.lora is not None)
+        recipe = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
+    return recipe
 
 
 def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
@@ -346,20 +354,10 @@ def _fill_from_adapter(recipe: RunConfig) -> RunConfig:
     return recipe.model_copy(update={"model": model.model_copy(update={"lora": lora})})
 
 
-def fill_learning_rate(recipe: RunConfig) -> RunConfig:
-    """Return the recipe with the task's learning rate where optim.lr is not set. Raises TaskError.
-
-    Call `fill_lora` first: the rate for adapters is another.
-    """
-    if recipe.optim.lr is not None:
-        return recipe
-    lr = default_learning_rate(find_task(recipe.task), recipe.model.lora is not None)
-    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
-
-
 def make_task(recipe: RunConfig) -> Task:
     """Return the recipe's task with validated options. Raises TaskError with every fault."""
-    task, recipe = find_task(recipe.task), fill_learning_rate(fill_lora(recipe))
+    task = find_task(recipe.task)
+    recipe = fill_defaults(recipe, task)
     if recipe.batch.packing is True and not getattr(task, "packs_batches", False):
         problem = f"is true, but task {recipe.task} has padded rows only"
         raise TaskError(Fault("batch.packing", problem, "leave it out"))

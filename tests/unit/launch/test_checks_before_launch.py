@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
 def test_records_are_checked_once(launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dstrain.cache.RACY_WINDOW_NS", -1_000_000_000_000)
     looked: list[int] = []
-    monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
+    monkeypatch.setattr(preflight, "_check_records", lambda task: looked.append(1))
     for _ in range(2):
         launch(lambda run_dir: 1)
     assert looked == [1]
@@ -103,6 +104,17 @@ def test_records_are_checked_once(launch: Callable[..., int], tmp_path: Path, mo
     monkeypatch.setattr(preflight, "MAX_CHECKED_BYTES", 10)
     launch(lambda run_dir: 1, "--set", "data.max_length=47")
     assert looked == [1, 1], "large files are left to the ranks"
+
+
+def test_later_records_are_read_where_one_of_the_first_is_bad(
+    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "NUM_FIRST_RECORDS", 3)
+    good, bad = {"chosen": "a good answer", "rejected": "a bad answer"}, {"chosen": "", "rejected": ""}
+    file = tmp_path / "pairs.jsonl"
+    for first, code in ((good, 0), (bad, 2)):
+        file.write_text("".join(json.dumps(record) + "\n" for record in [first, good, good, *[bad] * 4]))
+        assert launch(lambda run_dir: 0, "--set", f"data.train={file}") == code
 
 
 def test_a_task_of_ones_own_may_ask_for_its_tokenizer(launch: Callable[..., int], tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,117 +26,83 @@ from dstrain.launch.plan import plan_launch, show_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
+from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, resolve_precision
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.training.run_dir import check_run_dir_writable
-from dstrain.training.start import ResumeOptions, Start, guess_start
+from dstrain.training.start import START_ENV, ResumeOptions, Start, decide_start, find_point_by_sizes
 from dstrain.training.state.manifest import find_latest_complete, list_checkpoint_names
 
 if TYPE_CHECKING:
     from dstrain.training.health.signals import SignalHandler
 
-AnyLaunch = Launch | SlurmLaunch
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """What a launch runs: checked as far as it can be without torch, before any process starts."""
+
+    recipe: Recipe
+    run_dir: Path
+    resume: ResumeOptions
+    launch: Launch | SlurmLaunch
+    task: Task
+    device: Device
+    """The device of the ranks, as far as this host knows."""
+    start: Start
+    ds_config: dict[str, Any]
 
 
 def launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
     """Check the recipe and start the ranks, each of which calls `train_as_rank`. Returns the exit code."""
     with handle_signals(exit_without_workers):
-        return _launch_training(request, launch_options, dry_run)
-
-
-def _launch_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
-    request = resume_on_restart(request, os.environ)
-    recipe = resolve_recipe(request)
-    run_dir = get_run_dir(request, recipe.name)
-    resume = ResumeOptions(request.resume, request.allowed_changes)
-    launch = _plan_request(request, recipe, run_dir, launch_options)
-    if not isinstance(launch, SlurmLaunch) and (line := cpu_overload_warning(launch)):
-        log_stderr(f"warning: {line}")
-    task, start, ds_config = _check_before_launch(recipe, run_dir, resume, launch, dry_run)
-    if dry_run:
-        if start.auto:
-            log_stderr(start.auto)
-        log_stdout(show_dry_run(start, ds_config, launch, run_dir))
+        plan = check_training(resume_on_restart(request, os.environ), launch_options, dry_run)
+        if not dry_run:
+            return run_plan(plan)
+        if plan.start.auto:
+            log_stderr(plan.start.auto)
+        log_stdout(show_dry_run(plan))
         return 0
-    if isinstance(launch, SlurmLaunch):
-        _submit_job(launch, run_dir)
-        return 0
-    code = _launch_ranks(launch, task, run_dir, resume)
-    if code == EXIT_FAILED and 0 in launch.ranks and has_progress(run_dir):
-        rewrite_report(run_dir)  # rank 0 may have been killed before it wrote the last page
-    return code
 
 
-def _check_before_launch(
-    recipe: Recipe, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, dry_run: bool = False
-) -> tuple[Task, Start, dict[str, Any]]:
-    """Check all that needs no torch; return what a run will probably start with, and its DeepSpeed JSON.
+def check_training(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool = False) -> TrainPlan:
+    """Check what needs no torch, and decide what the run starts with. Raises UsageError.
 
     Before any process starts: a fault costs seconds here, minutes on a cluster.
     """
+    recipe = resolve_recipe(request)
+    run_dir = get_run_dir(request, recipe.name)
+    resume = ResumeOptions(request.resume, request.allowed_changes)
+    options, arguments = LaunchOptions(**launch_options), request.to_argv(run_dir)
+    launch: Launch | SlurmLaunch
+    if options.launcher == "slurm":
+        launch = plan_slurm_launch(options, arguments, os.environ, recipe.config.launch, run_dir)
+    else:
+        launch = plan_launch(options, arguments, os.environ, recipe.config.launch)
+        if line := cpu_overload_warning(launch):
+            log_stderr(f"warning: {line}")
     task = make_task(recipe.config)
-    # As far as this host knows.
     device = Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
-    start = _guess_start(recipe.config, run_dir, resume, launch, device)
+    start = _decide_start(recipe.config, run_dir, resume, launch, device)
     if dry_run and device.kind == "cpu" and resolve_precision(start.preset, recipe.config.precision, device) == "fp16":
         log_stderr("warning: fp16 needs a GPU, and this machine shows none, where the launch itself would be refused")
         device = Device("cuda", bf16=False)
     ds_config = check_launch(task, start, run_dir, launch.world_size, device)
     check_data(task, start, resume.allowed_keys)
-    if not isinstance(launch, SlurmLaunch) and not launch.hosts:  # on other hosts each rank checks its own folders
+    if isinstance(launch, Launch) and not launch.hosts:  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
-    return task, start, ds_config
+    return TrainPlan(
+        recipe=recipe, run_dir=run_dir, resume=resume, launch=launch, task=task, device=device, start=start,
+        ds_config=ds_config,
+    )  # fmt: skip
 
 
-def train_in_process(request: TrainRequest) -> int:
-    """Train in this process, after the checks of `launch_training`. Returns the exit code; raises DstrainError.
-
-    Output stays where it is, so that there are no logs of ranks. The environment is restored.
-    """
-    from dstrain.training.health.signals import SignalHandler, run_with_signals
-
-    recipe = resolve_recipe(request)
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    run_dir, worker = get_run_dir(request, recipe.name), Worker(0, 0, 1, "dstrain", 1, names)
-    resume = ResumeOptions(request.resume, request.allowed_changes)
-    _check_before_launch(recipe, run_dir, resume, _plan_request(request, recipe, run_dir, {"num_gpus": 1}))
-    is_new, environment = not run_dir.exists(), dict(os.environ)
-    check_run_dir_writable(run_dir)
-    try:
-        with Lease(run_dir) as lease, SignalHandler() as signal_handler:
-            lease.acquire()
-            lease.on_lost = lambda reason: setattr(signal_handler, "received_signal", "SIGTERM")
-            run = partial(_run_rank, recipe, run_dir, resume, worker, lease, None)
-            return run_with_signals(run, signal_handler, run_dir)
-    except UsageError:
-        if is_new and not has_progress(run_dir):
-            shutil.rmtree(run_dir, ignore_errors=True)
-        raise
-    finally:
-        # Later commands must not take this process for a rank.
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-def _run_rank(
-    recipe: Recipe, run_dir: Path, resume: ResumeOptions, worker: Worker, lease: Lease, screen: TextIO | None,
-    signal_handler: SignalHandler,
-) -> int:  # fmt: skip
-    """Train as one rank, whose rows go to `screen` if it is given. Returns the exit code."""
-    from dstrain.training.build_run import run_training
-    from dstrain.training.plan import make_plan
-    from dstrain.training.rendezvous import Rendezvous
-
-    rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
-    plan = make_plan(recipe, run_dir, resume, worker, rendezvous)
-    return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous)
-
-
-def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: AnyLaunch, device: Device) -> Start:
-    """Return what the ranks of a launch will probably start with."""
+def _decide_start(
+    config: RunConfig, run_dir: Path, resume: ResumeOptions, launch: Launch | SlurmLaunch, device: Device
+) -> Start:
+    """Return what the run of a launch starts with on such a device."""
     devices: tuple[str, ...] = ()
     if isinstance(launch, SlurmLaunch):
         per_node, nodes = launch.tasks_per_node, launch.nodes
@@ -145,35 +112,58 @@ def _guess_start(config: RunConfig, run_dir: Path, resume: ResumeOptions, launch
         per_node, devices = len(launch.ranks), launch.devices
         nodes = max(1, launch.world_size // per_node)
     cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
-    return guess_start(config, run_dir, resume, launch.world_size, cluster, devices)
+    point = find_point_by_sizes(run_dir, resume)
+    return decide_start(config, resume, launch.world_size, cluster, point, devices)
 
 
-def _plan_request(request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]) -> AnyLaunch:
-    """Return the launch of a request."""
-    options, arguments = LaunchOptions(**launch_options), request.to_argv(run_dir)
-    if options.launcher == "slurm":
-        return plan_slurm_launch(options, arguments, os.environ, recipe.config.launch, run_dir)
-    return plan_launch(options, arguments, os.environ, recipe.config.launch)
+def run_plan(plan: TrainPlan) -> int:
+    """Submit the job, or start the ranks and wait for them. Returns the exit code."""
+    launch, run_dir = plan.launch, plan.run_dir
+    if isinstance(launch, SlurmLaunch):
+        with hold_run_folder(run_dir, acquires=False):
+            job = submit(launch)
+        log_stdout(f"submitted job {job}; its output goes to {run_dir / OUTPUT_FILE.format(job=job)}")
+        return 0
+    code = _launch_ranks(plan, launch)
+    if code == EXIT_FAILED and 0 in launch.ranks and has_progress(run_dir):
+        rewrite_report(run_dir)  # rank 0 may have been killed before it wrote the last page
+    return code
 
 
-def _submit_job(launch: SlurmLaunch, run_dir: Path) -> None:
-    """Submit the job and print where its output goes. Raises UsageError, and leaves no new run folder then."""
-    is_new = not run_dir.exists()
+def train_in_process(request: TrainRequest) -> int:
+    """Train in this process, after the checks of `launch_training`. Returns the exit code; raises DstrainError.
+
+    Output stays where it is, so that there are no logs of ranks. The environment is restored.
+    """
+    from dstrain.training.health.signals import SignalHandler, run_with_signals
+
+    plan, environment = check_training(request, {"num_gpus": 1}), dict(os.environ)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    worker, run_dir = Worker(0, 0, 1, "dstrain", 1, names), plan.run_dir
     try:
-        check_run_dir_writable(run_dir)
-        job = submit(launch)
-    except UsageError:
-        if is_new:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        raise
-    log_stdout(f"submitted job {job}; its output goes to {run_dir / OUTPUT_FILE.format(job=job)}")
+        with hold_run_folder(run_dir) as (lease, _), SignalHandler() as signal_handler:
+            lease.on_lost = lambda reason: setattr(signal_handler, "received_signal", "SIGTERM")
+            start = plan.start.to_json(run_dir)
+            run = partial(_run_rank, plan.recipe, run_dir, plan.resume, worker, lease, None, start)
+            return run_with_signals(run, signal_handler, run_dir)
+    finally:
+        # Later commands must not take this process for a rank.
+        os.environ.clear()
+        os.environ.update(environment)
 
 
-def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
-    """Return the request of a restart: it continues from this run's own checkpoint where there is one."""
-    if request.resume == "never" or find_latest_complete(run_dir / "checkpoints"):
-        return replace(request, resume="auto")
-    return request
+def _run_rank(
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, worker: Worker, lease: Lease, screen: TextIO | None,
+    start_handed_on: str, signal_handler: SignalHandler,
+) -> int:  # fmt: skip
+    """Train as one rank, whose rows go to `screen` if it is given. Returns the exit code."""
+    from dstrain.training.build_run import run_training
+    from dstrain.training.plan import make_plan
+    from dstrain.training.rendezvous import Rendezvous
+
+    rendezvous = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
+    plan = make_plan(recipe, run_dir, resume, worker, rendezvous, start_handed_on)
+    return run_training(replace(plan, launch_id=lease.launch_id), screen, signal_handler, rendezvous)
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:
@@ -181,41 +171,63 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
 
     These are ranks that torchrun restarts, and requeued Slurm jobs.
     """
-    again = any(env.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    if request.resume == "never" and again:
-        return replace(request, resume="auto")
-    return resume_own_run(request, request.run_dir) if again and request.run_dir is not None else request
+    if all(env.get(name, "0") == "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return request
+    has_saved = request.run_dir is not None and find_latest_complete(request.run_dir / "checkpoints")
+    return replace(request, resume="auto") if request.resume == "never" or has_saved else request
 
 
-def _launch_ranks(launch: Launch, task: Task, run_dir: Path, resume: ResumeOptions) -> int:
-    """Acquire the run folder's lease, start the processes and supervise them. Returns the exit code."""
+@contextlib.contextmanager
+def hold_run_folder(
+    run_dir: Path, acquires: bool = True, is_shared: bool = False
+) -> Iterator[tuple[Lease, Callable[[], None]]]:
+    """Create the run folder, and acquire its lease. Raises UsageError.
+
+    A new folder is removed again if the run is refused inside, or ends before it starts, with nothing trained: by an
+    exception, or where the caller says so by the function that is yielded. `is_shared`: other commands use the folder too.
+    """
+    is_new = not run_dir.exists() and not is_shared
+    check_run_dir_writable(run_dir)
+
+    def discard() -> None:
+        if is_new and not has_progress(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    with Lease(run_dir) as lease:
+        if acquires:
+            lease.acquire()
+        try:
+            yield lease, discard
+        except (UsageError, SystemExit):
+            discard()
+            raise
+
+
+def _launch_ranks(plan: TrainPlan, launch: Launch) -> int:
+    """Hold the run folder, start the processes and supervise them. Returns the exit code."""
     from dstrain.launch.hosts import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_worker_files
 
-    is_new = not run_dir.exists()
-    check_run_dir_writable(run_dir)
-    with Lease(run_dir) as lease:
-        # With --no-ssh each host has its own command: that of rank 0 holds the lease.
-        alone = launch.has_all_ranks
-        if alone or 0 in launch.ranks:
-            lease.acquire()
-        if alone:
-            remove_worker_files(run_dir, launch.ranks)
-        launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
-        code = EXIT_USAGE
-        try:
-            log_stderr(describe_start(launch))
-            with open_worker_group(launch, run_dir) as group:
-                lease.on_lost = partial(setattr, group, "abort_reason")
-                if isinstance(group, MultiHostWorkerGroup):  # the hosts have reported their devices by now
-                    device = Device("cpu", True) if group.use_cpu else Device("cuda", group.supports_bf16)
-                    start = _guess_start(task.recipe, run_dir, resume, launch, device)
-                    check_launch(task, start, run_dir, launch.world_size, device)
-                code = EXIT_FAILED
-                code = supervise(group)
-        finally:
-            if is_new and alone and code == EXIT_USAGE and not has_progress(run_dir):
-                shutil.rmtree(run_dir, ignore_errors=True)
+    # With --no-ssh each host has its own command: that of rank 0 holds the lease.
+    is_shared = not launch.has_all_ranks
+    with hold_run_folder(plan.run_dir, 0 in launch.ranks, is_shared) as (lease, discard):
+        if not is_shared:
+            remove_worker_files(plan.run_dir, launch.ranks)
+        # The memory of other hosts is not known here: their rank 0 chooses the preset of `auto`.
+        is_open = bool(launch.hosts) and plan.recipe.config.ds_config == AUTO
+        handed_on = {LAUNCH_ID_ENV: lease.launch_id, START_ENV: "" if is_open else plan.start.to_json(plan.run_dir)}
+        launch = replace(launch, environment={**launch.environment, **handed_on})
+        log_stderr(describe_start(launch))
+        with open_worker_group(launch, plan.run_dir) as group:
+            lease.on_lost = partial(setattr, group, "abort_reason")
+            if isinstance(group, MultiHostWorkerGroup):  # the hosts have reported their devices by now
+                device = Device("cpu", True) if group.use_cpu else Device("cuda", group.supports_bf16)
+                if device != plan.device:
+                    start = _decide_start(plan.recipe.config, plan.run_dir, plan.resume, launch, device)
+                    check_launch(plan.task, start, plan.run_dir, launch.world_size, device)
+            code = supervise(group)
+        if code == EXIT_USAGE:
+            discard()
         return code
 
 
@@ -232,13 +244,14 @@ def has_progress(run_dir: Path) -> bool:
     return bool(list_checkpoint_names(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def show_dry_run(start: Start, ds_config: Mapping[str, Any], launch: AnyLaunch, run_dir: Path) -> str:
+def show_dry_run(plan: TrainPlan) -> str:
     """Return the resolved recipe, DeepSpeed JSON, batch, start and launch command or job script."""
+    launch, start = plan.launch, plan.start
     command = launch.script if isinstance(launch, SlurmLaunch) else show_launch(launch)
     checkpoint = start.point.checkpoint
     begin = "a new run" if checkpoint is None else f"from {checkpoint.path}, unless its files turn out to be damaged"
     return (
-        f"# recipe\n{dump_recipe(start.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
+        f"# recipe\n{dump_recipe(start.config)}\n# DeepSpeed JSON\n{json.dumps(plan.ds_config, indent=2)}\n\n"
         f"# batch\n{show_batch(start, launch.world_size)}\n\n"
         f"# start\n{begin}\n\n# launch\n{command}"
     )
@@ -291,7 +304,8 @@ def _train(worker: Worker, request: TrainRequest) -> int:
         if LAUNCH_ID_ENV not in os.environ and worker.rank == 0:  # else the launching `dstrain` holds the folder
             _acquire_lease(lease, worker, timedelta(minutes=recipe.config.timeout_minutes))
             lease.on_lost = _abort_process
-        run = partial(_run_rank, recipe, run_dir, resume, worker, lease, screen)
+        start = os.environ.get(START_ENV, "")
+        run = partial(_run_rank, recipe, run_dir, resume, worker, lease, screen, start)
         with SignalHandler() as signal_handler:  # until the exit is recorded
             return run_worker(run_dir, worker.rank, lambda: run_with_signals(run, signal_handler, run_dir))
 

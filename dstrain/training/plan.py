@@ -52,7 +52,7 @@ from dstrain.training.memory import MemoryMonitor
 from dstrain.training.rendezvous import Rendezvous
 from dstrain.training.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.training.sink_classes import check_sinks
-from dstrain.training.start import ResumeOptions, Start, decide_start
+from dstrain.training.start import ResumeOptions, Start, agree_on_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +142,17 @@ def use_device(device: torch.device) -> None:
 
 
 def make_plan(
-    recipe: Recipe, run_dir: Path, resume: ResumeOptions, worker: Worker, rendezvous: Rendezvous | None = None
+    recipe: Recipe,
+    run_dir: Path,
+    resume: ResumeOptions,
+    worker: Worker,
+    rendezvous: Rendezvous | None = None,
+    start_handed_on: str = "",
 ) -> RunPlan:
     """Check the recipe and prepare the data, before a process group starts.
 
     `rendezvous` lets the ranks agree on the checkpoint and wait for each other; without one, this
-    process decides alone. Raises UsageError, CheckpointError if no checkpoint of the run folder can
+    process decides alone. `start_handed_on`: what the launching process has decided (`agree_on_start`). Raises UsageError, CheckpointError if no checkpoint of the run folder can
     be used, and PeerFailureError if another rank fails or stops responding.
     """
     check_run_dir_writable(run_dir)
@@ -158,7 +163,7 @@ def make_plan(
         copy = open_copy(recipe.config, run_dir, resume, world)
         kind = get_preset_device(device)
         cluster = make_cluster(worker.world_size, worker.local_world_size, kind)
-        start = decide_start(recipe.config, run_dir, resume, worker.world_size, cluster, world)
+        start = agree_on_start(recipe.config, run_dir, resume, worker.world_size, cluster, world, start_handed_on)
         use_device(device)  # only now: `auto` reads the free memory
         if start.auto and worker.rank == 0:
             log_stdout(start.auto)

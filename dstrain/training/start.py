@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -55,6 +56,11 @@ class ResumePoint:
     """Damaged checkpoints that are newer, newest first."""
 
     @property
+    def folder(self) -> str:
+        """Folder of the checkpoint; empty if a new run begins."""
+        return "" if self.checkpoint is None else str(self.checkpoint.path)
+
+    @property
     def step(self) -> int:
         """Optimizer steps that were taken before this start."""
         return 0 if self.checkpoint is None else self.checkpoint.step
@@ -70,58 +76,28 @@ class Start:
     preset: Preset
     batch: BatchPlan
     auto: str = ""
-    """The line on the choice of `ds_config: auto`; empty where the recipe names a preset, and on ranks above 0."""
+    """The line on the choice of `ds_config: auto`; empty where the recipe names a preset."""
+
+    def to_json(self, run_dir: Path) -> str:
+        """Return the decision for the ranks of a run, which have the recipe and the preset themselves."""
+        return json.dumps(
+            {
+                "run_dir": str(run_dir),
+                "checkpoint": self.point.folder,
+                "ds_config": self.config.ds_config,
+                "batch": self.config.batch.model_dump(mode="json"),
+                "chat_template_time": self.config.model.chat_template_time,
+                "plan": asdict(self.batch),
+                "auto": self.auto,
+            }
+        )
 
 
-def guess_start(
-    config: RunConfig,
-    run_dir: Path,
-    options: ResumeOptions,
-    world_size: int,
-    cluster: Cluster,
-    devices: Sequence[str] = (),
-) -> Start:
-    """Return what the ranks will probably start with, for the checks and messages before a launch.
-
-    The checkpoint is the newest one that is complete by the sizes of its files; the ranks compare hashes too, and
-    decide with `decide_start`. `devices`: the GPUs of the launch as CUDA_VISIBLE_DEVICES names them; empty: all.
-
-    Raises ResumeError if --resume names a folder without a usable checkpoint, or if the recipe would change what was
-    learnt; PresetError where no preset fits, or the memory of the GPUs is not known; RecipeError.
-    """
-    if options.source == "never":
-        point = ResumePoint()
-    elif options.names_folder:
-        point = ResumePoint(checkpoint=find_checkpoint_at(options.source))
-    else:
-        point = ResumePoint(checkpoint=find_latest_complete(run_dir / "checkpoints"))
-    return _make_start(config, options, world_size, cluster, point, devices)
+START_ENV = "DSTRAIN_START"
+"""Environment variable with the decision of the launching process, as `Start.to_json` writes it."""
 
 
 def decide_start(
-    config: RunConfig, run_dir: Path, options: ResumeOptions, world_size: int, cluster: Cluster, world: Ranks
-) -> Start:
-    """Return what the run starts with: every rank verifies a share of the checkpoint, rank 0 decides. Collective.
-
-    Rank 0 decides alone since a network file system may show old files to other hosts, and other ranks would read
-    different amounts of free memory. Nothing on disk is changed. Raises as `guess_start` does, and CheckpointError if
-    the checkpoint is damaged.
-    """
-    point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
-    start, chosen = None, None
-    if world.rank == 0:
-        start = _make_start(config, options, world_size, cluster, point)
-        values = start.config.batch.model_dump(mode="json")
-        chosen = {"ds_config": start.config.ds_config, "batch": values, "plan": asdict(start.batch)}
-    chosen = world.gather(chosen)[0]
-    if start is not None:
-        return start
-    batch = BatchConfig.model_validate(chosen["batch"])
-    config = config.model_copy(update={"ds_config": str(chosen["ds_config"]), "batch": batch})
-    return Start(point=point, config=config, preset=read_preset(config.ds_config), batch=BatchPlan(**chosen["plan"]))
-
-
-def _make_start(
     config: RunConfig,
     options: ResumeOptions,
     world_size: int,
@@ -129,7 +105,14 @@ def _make_start(
     point: ResumePoint,
     devices: Sequence[str] = (),
 ) -> Start:
-    """Return the start at a point: preset, then micro-batch, then total; refuse what changes learning."""
+    """Return what a run starts with at a point: preset, then micro-batch, then total; refuse what changes learning.
+
+    `dstrain train` decides before it starts processes, and hands the decision to its ranks. They decide themselves in the
+    cases that `agree_on_start` names. `devices`: the GPUs of the launch as CUDA_VISIBLE_DEVICES names them; empty: all.
+
+    Raises ResumeError if the recipe would change what was learnt; PresetError where no preset fits, or the memory of the
+    GPUs is not known; RecipeError.
+    """
     checkpoint = point.checkpoint
     config = with_recorded_time(config, checkpoint)
     config, auto = _with_preset(config, cluster, checkpoint, devices)
@@ -140,6 +123,37 @@ def _make_start(
     accumulate = preset.accumulate if batch is config.batch else None
     plan = resolve_batch(batch, world_size, preset.micro, accumulate, config.parallel.sequence)
     return Start(point=point, config=config, preset=preset, batch=plan, auto=auto)
+
+
+def agree_on_start(
+    config: RunConfig,
+    run_dir: Path,
+    options: ResumeOptions,
+    world_size: int,
+    cluster: Cluster,
+    world: Ranks,
+    handed_on: str = "",
+) -> Start:
+    """Return what the run starts with, the same on every rank: each verifies a share of the checkpoint. Collective.
+
+    `handed_on`: the decision of the launching process. Rank 0 decides again where there is none, as under torchrun and
+    other launchers, or where the verified checkpoint is another one: the newest was damaged, or came from
+    `save.copy_to`. Other ranks may see old files on a network file system, or other free memory. Nothing on disk is
+    changed. Raises as `decide_start` does, and CheckpointError if the checkpoint is damaged.
+    """
+    point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
+    if world.rank == 0:
+        decided = json.loads(handed_on or "{}")
+        if (decided.get("run_dir"), decided.get("checkpoint")) != (str(run_dir), point.folder):
+            handed_on = decide_start(config, options, world_size, cluster, point).to_json(run_dir)
+    decided = json.loads(world.gather(handed_on)[0])
+    model = config.model.model_copy(update={"chat_template_time": decided["chat_template_time"]})
+    batch = BatchConfig.model_validate(decided["batch"])
+    config = config.model_copy(update={"ds_config": decided["ds_config"], "batch": batch, "model": model})
+    return Start(
+        point=point, config=config, preset=read_preset(config.ds_config), batch=BatchPlan(**decided["plan"]),
+        auto=decided["auto"],
+    )  # fmt: skip
 
 
 def _with_preset(
@@ -187,6 +201,18 @@ def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:
         problem = "the memory of the GPUs cannot be read on this machine: there is neither pynvml nor nvidia-smi"
         raise PresetError(Fault("ds_config auto", problem, f"name a preset, or set {GPU_MEMORY_ENV}=24GiB"))
     return Budget(gpu_bytes=min(found), host_bytes=host_bytes())
+
+
+def find_point_by_sizes(run_dir: Path, options: ResumeOptions) -> ResumePoint:
+    """Return the newest checkpoint whose files have the sizes that were written; the ranks compare hashes too.
+
+    Raises ResumeError if --resume names a folder without such a checkpoint.
+    """
+    if options.source == "never":
+        return ResumePoint()
+    if options.names_folder:
+        return ResumePoint(checkpoint=find_checkpoint_at(options.source))
+    return ResumePoint(checkpoint=find_latest_complete(run_dir / "checkpoints"))
 
 
 def find_resume_point(checkpoints: CheckpointStore, options: ResumeOptions) -> ResumePoint:

@@ -234,14 +234,15 @@ def test_train_refuses_such_a_partition_before_the_launch(tmp_path: Path) -> Non
     from dstrain.planner.workload import Cluster
     from dstrain.preset import Device
     from dstrain.tasks import make_task
-    from dstrain.training.start import ResumeOptions, guess_start
+    from dstrain.training.start import ResumeOptions, ResumePoint, decide_start
 
     values = {"task": "sft", "model": {"config": named_config("llama-3.2-3b")}, "data": {"train": "t.jsonl"}, "optim": {"name": "adamw_8bit"},
               "batch": {"micro": 1, "accumulate": 1}, "ds_config": "zero2"}  # fmt: skip
     task, run_dir = make_task(read_recipe(write_recipe(tmp_path, values), (), None, None).config), tmp_path / "run"
 
     def check(processes: int) -> Any:
-        start = guess_start(task.recipe, run_dir, ResumeOptions("never"), processes, Cluster(gpus_per_node=processes))
+        cluster = Cluster(gpus_per_node=processes)
+        start = decide_start(task.recipe, ResumeOptions("never"), processes, cluster, ResumePoint())
         return check_launch(task, start, run_dir, processes, Device("cuda", True))
 
     with pytest.raises(RecipeError, match="takes 2147483647 values in one partition"):

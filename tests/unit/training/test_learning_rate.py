@@ -19,7 +19,7 @@ from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.input_digests import dump_training_recipe
-from dstrain.training.start import ResumeOptions, guess_start
+from dstrain.training.start import ResumeOptions, decide_start, find_point_by_sizes
 from dstrain.training.state.manifest import write_hashed_file
 from tests.workers import ROOT
 
@@ -66,11 +66,12 @@ def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path:
 def test_another_default_than_the_run_began_with_is_refused_with_both(tmp_path: Path) -> None:
     recipe, run_dir = started(tmp_path), tmp_path / "run"
     began(run_dir, recipe, lr=3e-05)
+    point = find_point_by_sizes(run_dir, ResumeOptions())
     config = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir)).config
     with pytest.raises(ResumeError, match=r"optim\.lr: is 1e-05, but the run was started with 3e-05; put it back"):
-        guess_start(config, run_dir, ResumeOptions(), 1, Cluster(kind="cpu"))
+        decide_start(config, ResumeOptions(), 1, Cluster(kind="cpu"), point)
     same = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, overrides=["optim.lr=3e-05"])).config
-    assert guess_start(same, run_dir, ResumeOptions(), 1, Cluster(kind="cpu")).point.step == 1
+    assert decide_start(same, ResumeOptions(), 1, Cluster(kind="cpu"), point).point.step == 1
 
 
 def started(folder: Path) -> Path:

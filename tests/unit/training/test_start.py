@@ -31,7 +31,15 @@ from dstrain.training.build_run import prepare_start
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.input_digests import check_fingerprints, dump_training_recipe, fingerprint_weights
 from dstrain.training.plan import RunPlan, make_plan
-from dstrain.training.start import ResumeOptions, ResumePoint, Start, decide_start, find_resume_point
+from dstrain.training.start import (
+    ResumeOptions,
+    ResumePoint,
+    Start,
+    agree_on_start,
+    decide_start,
+    find_point_by_sizes,
+    find_resume_point,
+)
 from dstrain.training.state.manifest import (
     CheckpointInfo,
     find_checkpoints,
@@ -107,19 +115,56 @@ def test_every_rank_gets_the_decision_of_all(tmp_path: Path) -> None:
     assert "state is not what was written" in decisions[0].skipped[0].status
 
 
+CLUSTER = Cluster(gpus_per_node=2, kind="cpu")
+
+
+def agree(folder: Path, config: RunConfig, handed_on: str = "") -> list[Start]:
+    """Return what two ranks start with."""
+    return on_ranks(2, lambda world: agree_on_start(config, folder, ResumeOptions(), 2, CLUSTER, world, handed_on))
+
+
+def decide_before_launch(folder: Path, config: RunConfig) -> Start:
+    return decide_start(config, ResumeOptions(), 2, CLUSTER, find_point_by_sizes(folder, ResumeOptions()))
+
+
 def test_rank_0_decides_preset_and_batch_for_all(tmp_path: Path) -> None:
     """Ranks read different amounts of free memory."""
     config = RunConfig.model_validate({"task": "rm", "ds_config": "auto", "batch": {"total": 16}})
     choices = iter([SimpleNamespace(preset="zero2", micro=4, reason="it fits")])
-
-    def start(world: Any) -> Start:
-        return decide_start(config, tmp_path, ResumeOptions(), 2, Cluster(gpus_per_node=2, kind="cpu"), world)
-
     with mock.patch("dstrain.training.start.choose_preset", side_effect=lambda *_: next(choices)):
-        first, second = on_ranks(2, start)
-    assert (first.config, first.preset, first.batch) == (second.config, second.preset, second.batch)
+        first, second = agree(tmp_path, config)
+    assert first == second
     assert (first.preset.name, first.batch.micro, first.batch.accumulate) == ("zero2", 4, 2)
-    assert (first.auto, second.auto) == ("ds_config auto: it fits", "")
+    assert first.auto == "ds_config auto: it fits"
+
+
+def test_ranks_take_the_decision_of_the_launching_process(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"task": "rm", "ds_config": "auto", "batch": {"total": 16}})
+    choices = iter([SimpleNamespace(preset="zero2", micro=4, reason="it fits")])
+    with mock.patch("dstrain.training.start.choose_preset", side_effect=lambda *_: next(choices)):
+        decided = decide_before_launch(tmp_path, config)
+        assert agree(tmp_path, config, decided.to_json(tmp_path)) == [decided, decided]
+
+
+def test_ranks_decide_again_where_the_checkpoint_of_the_decision_is_damaged(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"task": "rm", "optim": {"lr": 1e-5}, "ds_config": "zero2"})
+    recipe = config.model_dump(mode="json")
+    save(tmp_path, 1, recipe=recipe, batch_total=4)
+    flip_byte(save(tmp_path, 2, recipe=recipe, batch_total=8))
+    decided = decide_before_launch(tmp_path, config)
+    assert (decided.point.step, decided.batch.total) == (2, 8)
+    for start in agree(tmp_path, config, decided.to_json(tmp_path)):
+        assert (start.point.step, start.batch.total) == (1, 4)
+
+
+def test_every_rank_writes_the_time_that_the_chat_template_of_the_run_wrote(tmp_path: Path) -> None:
+    """Ranks above 0 wrote the time of the resume, and so trained on other tokens."""
+    config = RunConfig.model_validate({"task": "sft", "optim": {"lr": 1e-5}, "batch": {"total": 4}})
+    values = config.model_dump(mode="json")
+    values["model"]["chat_template_time"] = "2020-01-31T00:00:00"
+    save(tmp_path, 1, recipe=values)
+    for start in agree(tmp_path, config):
+        assert start.config.model.chat_template_time == "2020-01-31T00:00:00"
 
 
 def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import torch
@@ -352,7 +351,7 @@ def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
 
 
 STALE_LOCK_SECONDS = 15 * 60
-"""Age at which a lock is removed that another host or container, which shares the folder, may hold."""
+"""Age from which a lock is removed that another host or container, which shares the folder, may hold."""
 LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "apfs", "ntfs"}
 """File systems that only this host writes to."""
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
@@ -360,43 +359,31 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 
 def remove_stale_locks(folder: Path) -> Iterator[str]:
-    """Remove the locks of killed builds, now or when they are old enough; yield a message for each.
+    """Remove the locks that killed builds have left; yield a message for each lock that nobody here holds.
 
     torch creates the file `lock` next to a build, has it open while it compiles, and waits without
     end while it exists (torch/utils/file_baton.py).
     """
     with contextlib.suppress(OSError, RuntimeError):
-        found = {path: _identity(path) for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)}
-        for lock in found and sorted(found.keys() - _find_open_locks([*found])):
-            if _identity(lock) != found[lock]:  # a build that began during the search
+        locks = {path: _identity(path) for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)}
+        for lock in locks and sorted(locks.keys() - _find_open_locks([*locks])):
+            if _identity(lock) != locks[lock]:  # a build that began during the search
                 continue
-            mtime = lock.stat().st_mtime
-            is_seen = _is_on_local_disk(lock) and os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
-            seconds_left = 0.0 if is_seen else mtime + STALE_LOCK_SECONDS - time.time()
-            if seconds_left <= 0:
+            sees_all = _is_on_local_disk(lock) and os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
+            if sees_all or lock.stat().st_mtime + STALE_LOCK_SECONDS <= time.time():
                 lock.unlink()
                 yield f"removed {lock}: a compilation that was killed had left it, and later ones would wait for it"
-                continue
-            yield (
-                f"{lock}: no process here holds it. Another host or container may be compiling; if not, remove it, "
-                f"or it is removed in {seconds_left:.0f} s"
-            )
-            timer = Timer(seconds_left, _remove_if_unchanged, (lock, mtime))
-            timer.daemon = True
-            timer.start()
+            else:
+                yield (
+                    f"{lock}: no process here holds it. Another host or container may be compiling; if not, remove it: "
+                    f"this run waits for it. A start removes it once it is {STALE_LOCK_SECONDS // 60} minutes old"
+                )
 
 
 def _identity(lock: Path) -> tuple[int, int]:
     """Return what tells a file from one that takes its place."""
     stat = lock.stat()
     return stat.st_ino, stat.st_ctime_ns
-
-
-def _remove_if_unchanged(lock: Path, mtime: float) -> None:
-    with contextlib.suppress(OSError):
-        # Otherwise another build has created it anew.
-        if lock.stat().st_mtime == mtime:
-            lock.unlink()
 
 
 def _is_on_local_disk(path: Path) -> bool:

@@ -225,9 +225,14 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
 def _resolve_path(block: dict[str, Any], key: str, recipe_dir: Path) -> None:
     """Make the path under a key absolute; leave names and missing keys as they are."""
     text = block.get(key)
-    found = find_path(text, recipe_dir) if isinstance(text, str) and text and _is_path(text, key) else None
-    if found is not None:
-        block[key] = str(found)
+    if not isinstance(text, str) or not text:
+        return
+    is_path = "/" in text or text.endswith((".json", ".py", ".jinja"))
+    if not is_path and key not in ("task", "ds_config"):  # a folder here is never taken for a task or preset
+        is_path = path_exists(Path(text)) and Path(text).is_dir()
+    path = find_path(text, recipe_dir) if is_path else None
+    if path is not None:
+        block[key] = str(path)
 
 
 def find_run(text: str | None, recipe_dir: Path) -> tuple[Path, str] | None:
@@ -279,13 +284,6 @@ def _resolve_sink(name: str, recipe_dir: Path) -> str:
         usual = None if mark == ":" else find_spec(place.partition(".")[0])
     is_other = usual is not None and (usual.origin is None or Path(usual.origin).resolve() != found.resolve())
     return name if is_other else f"{found}:{class_name}"
-
-
-def _is_path(text: str, key: str) -> bool:
-    """Return True if a value means a path. A folder in the working directory is never taken for a task or preset."""
-    if "/" in text or text.endswith((".json", ".py", ".jinja")):
-        return True
-    return key not in ("task", "ds_config") and path_exists(Path(text)) and Path(text).is_dir()
 
 
 def _missing_file_fault(key: str, text: str, recipe_dir: Path) -> Fault:

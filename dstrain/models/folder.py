@@ -64,16 +64,14 @@ def wrong_size_fault(values: Mapping[str, Any], key: str) -> Fault | None:
     for part in parts:
         for name, most in SIZE_LIMITS.items():
             value = part.get(name)
-            if isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and not _is_size(value, most)):
+            if value is None or isinstance(value, (list, Mapping)):  # a size for each layer, or none
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 where = f"{key}.{name}" if key == "model.config" and part is values else key
                 what = f"is {one_line(repr(value))[:40]}"
                 problem = what if where != key else f"{name} {what} in its config"
                 return Fault(where, problem, f"correct it: a whole number from 1 to {most}")
     return None
-
-
-def _is_size(value: float, most: int) -> bool:
-    return isinstance(value, int) and 1 <= value <= most
 
 
 TEMPORAL_TYPE = "dstrain_temporal"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.params import components_by_id, get_zero3_config, unwrap_peft
 from dstrain.models.shard import Sharder
@@ -29,14 +28,6 @@ OPTIMIZERS_8BIT = ("adamw_8bit", "paged_adamw_8bit")
 """Values of optim.name that are bitsandbytes' optimizers."""
 MAX_NUMEL_8BIT = 2**31
 """First size of a tensor that the kernels of these optimizers cannot take."""
-
-
-def iter_bitsandbytes_keys(config: RunConfig) -> Iterator[str]:
-    """Yield the recipe's keys that need bitsandbytes."""
-    if config.model.quantize is not None:
-        yield "model.quantize"
-    if config.optim.name in OPTIMIZERS_8BIT:
-        yield "optim.name"
 
 
 def import_bitsandbytes(key: str) -> Any:

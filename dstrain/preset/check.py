@@ -107,7 +107,9 @@ def describe_auto_default(path: KeyPath, spec: KeySpec) -> str:
 def _iter_issues(block: dict[str, Any], specs: dict[str, KeySpec], parent: KeyPath) -> Iterator[Issue]:
     for name, value in block.items():
         path = (*parent, name)
-        issue = _check_rejected(path, value) or _check_unknown(path, specs) or _check_value(path, specs[name], value)
+        issue = _check_rejected(path, value)
+        if issue is None:
+            issue = _check_value(path, specs[name], value) if name in specs else _describe_unknown(path, specs)
         if issue is not None:
             yield issue
         elif isinstance(value, dict) and "keys" in specs[name]:
@@ -133,9 +135,7 @@ def _check_rejected(path: KeyPath, value: Any) -> Issue | None:
     return None
 
 
-def _check_unknown(path: KeyPath, specs: dict[str, KeySpec]) -> Issue | None:
-    if path[-1] in specs:
-        return None
+def _describe_unknown(path: KeyPath, specs: dict[str, KeySpec]) -> Issue:
     version, parents = load_key_schema()["deepspeed"], find_parent_blocks(path[-1])
     problem = f"DeepSpeed {version} knows no such key here"
     if parents:

@@ -58,13 +58,19 @@ def find_value_problem(spec: KeySpec, value: Any) -> tuple[str, str] | None:
     """Return (problem, fix) of an invalid value, None for a valid one."""
     if (value is None and spec.get("null", False)) or spec["type"] == "any":
         return None
-    types = spec["type"].split("|")
-    if not any(_has_type(type_name, value) for type_name in types):
+    is_known = any(_has_type(type_name, value) for type_name in spec["type"].split("|"))
+    if is_known and "values" in spec:
+        given, known = value, spec["values"]
+        if spec.get("any_case") and isinstance(value, str):
+            given, known = value.lower(), [str(name).lower() for name in known]
+        is_known = given in known
+    if not is_known:
         return f"the value is {format_json(value)}", f"write {describe_expected(spec)}"
-    if "values" in spec and _fold_case(spec, value) not in [_fold_case(spec, known) for known in spec["values"]]:
-        return f"the value is {format_json(value)}", f"write {describe_expected(spec)}"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_in_bounds(spec, value):
-        return f"the value {value} is out of bounds", f"write {describe_expected(spec)}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        too_low = value < spec.get("min", value) or ("above" in spec and value <= spec["above"])
+        too_high = value > spec.get("max", value) or ("below" in spec and value >= spec["below"])
+        if too_low or too_high:
+            return f"the value {value} is out of bounds", f"write {describe_expected(spec)}"
     if "of" in spec and not all(isinstance(item, _TYPES[spec["of"]]) for item in value):
         return "the list contains values that are not strings", "write a list of strings"
     return None
@@ -86,19 +92,20 @@ def format_json(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def cast_integers(block: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+def cast_integers(block: dict[str, Any], parent: KeyPath = ()) -> dict[str, Any]:
     """Return a deep copy with 5e8 as 500000000 where DeepSpeed expects an integer: not all its parsers cast."""
-    return {name: _cast_integer(value, (*path, name)) for name, value in block.items()}
-
-
-def _cast_integer(value: Any, path: KeyPath) -> Any:
-    if isinstance(value, dict):
-        return cast_integers(value, path)
-    if isinstance(value, list):
-        return list(value)
-    key = find_key(path)
-    whole = key is not None and key["type"] == "int" and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
+    copied: dict[str, Any] = {}
+    for name, value in block.items():
+        path = (*parent, name)
+        if isinstance(value, dict):
+            copied[name] = cast_integers(value, path)
+        elif isinstance(value, list):
+            copied[name] = list(value)
+        elif isinstance(value, float) and value.is_integer() and (find_key(path) or {}).get("type") == "int":
+            copied[name] = int(value)
+        else:
+            copied[name] = value
+    return copied
 
 
 def _has_type(type_name: str, value: Any) -> bool:
@@ -109,19 +116,6 @@ def _has_type(type_name: str, value: Any) -> bool:
         return type_name == "bool"
     return isinstance(value, _TYPES[type_name]) or (
         type_name == "int" and isinstance(value, float) and value.is_integer()
-    )
-
-
-def _fold_case(spec: KeySpec, value: Any) -> Any:
-    return value.lower() if spec.get("any_case") and isinstance(value, str) else value
-
-
-def _is_in_bounds(spec: KeySpec, value: float) -> bool:
-    return (
-        value >= spec.get("min", value)
-        and value <= spec.get("max", value)
-        and ("above" not in spec or value > spec["above"])
-        and ("below" not in spec or value < spec["below"])
     )
 
 

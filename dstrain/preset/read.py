@@ -44,19 +44,24 @@ class Preset:
     @property
     def micro(self) -> int | None:
         """Return the JSON's default for samples per forward pass, None without one."""
-        return _to_int(self.block.get("train_micro_batch_size_per_gpu"))
+        micro = self.block.get("train_micro_batch_size_per_gpu")
+        return None if micro is None else int(micro)
 
     @property
     def accumulate(self) -> int | None:
         """Return the JSON's default for forward passes per step and process, None without one."""
-        return _to_int(self.block.get("gradient_accumulation_steps"))
+        accumulate = self.block.get("gradient_accumulation_steps")
+        return None if accumulate is None else int(accumulate)
 
     @property
     def precision(self) -> str | None:
         """Return the precision that the JSON sets: fp16 or bf16 if enabled, fp32 if both are disabled, else None."""
-        enabled = {name: get_nested(self.block, name, "enabled") for name in ("fp16", "bf16")}
-        chosen = next((name for name, value in enabled.items() if value is True), None)
-        return chosen or ("fp32" if all(value is False for value in enabled.values()) else None)
+        fp16, bf16 = get_nested(self.block, "fp16", "enabled"), get_nested(self.block, "bf16", "enabled")
+        if fp16 is True:
+            return "fp16"
+        if bf16 is True:
+            return "bf16"
+        return "fp32" if fp16 is False and bf16 is False else None
 
 
 def read_preset(name_or_path: str) -> Preset:
@@ -134,10 +139,6 @@ def _suggest_conversion(source: SourceMap, issues: list[Issue], path: Path) -> l
     problem = f"this JSON would be accepted:\n{converted.json_text}"
     fix = f"`dstrain presets --adopt {path}` prints it, with a list of all changes"
     return [Fault(source.name, problem.rstrip(), fix)]
-
-
-def _to_int(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _read_documentation() -> dict[str, str]:

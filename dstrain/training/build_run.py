@@ -107,7 +107,10 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
     try:
         # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
-        run = build_run(with_frozen_outputs(plan, world), world, terminal, signal_handler, memory)
+        inputs = plan.task.loss_inputs
+        if inputs.caches_outputs or inputs.select is not None:
+            plan = with_frozen_outputs(plan, world)
+        run = build_run(plan, world, terminal, signal_handler, memory)
         step = _train_to_end(run)
         memory.finish_comparison(run.run_log)
         if plan.config.save.copy_to:
@@ -183,7 +186,11 @@ def build_run(
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
     memory = memory or make_memory_monitor(plan, world)
-    plan, engine = build_fitting_engine(plan, memory, run_log, partial(build_engine, world=world, run_log=run_log))
+    build = partial(build_engine, world=world, run_log=run_log)
+    if config.batch.on_oom == "shrink":
+        plan, engine = build_fitting_engine(plan, memory, run_log, build)
+    else:
+        engine = build(plan)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights, early_stopping)

@@ -30,15 +30,12 @@ EngineBuilder = Callable[[RunPlan], DeepSpeedEngine]
 def build_fitting_engine(
     plan: RunPlan, memory: MemoryMonitor, run_log: RunLog, build: EngineBuilder
 ) -> tuple[RunPlan, DeepSpeedEngine]:
-    """Build the engine; with `batch.on_oom: shrink`, with the largest micro-batch whose longest batch fits. Collective.
+    """Build the engine with the largest micro-batch whose longest batch fits into memory. Collective.
 
     Returns the plan with that micro-batch. The recipe keeps its own, and a resumed run tries that one again. Raises
     the error of the allocation where not even one sample fits.
     """
-    engine = build(plan)
-    if plan.config.batch.on_oom != "shrink":
-        return plan, engine
-    world = memory.world
+    engine, world = build(plan), memory.world
     while True:
         error = _try_longest_batch(engine, plan, world)
         if not world.any(error is not None):

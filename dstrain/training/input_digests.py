@@ -176,7 +176,8 @@ def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, s
     precomputed reference counts too, since its log-probs depend on it. With LoRA the reference is the base.
     """
     model, seed = task.recipe.model, task.recipe.seed
-    coarse = is_half_precision_init(ds_config)
+    # Under ZeRO-3 DeepSpeed initializes new weights in 16 bits.
+    coarse = is_zero3(ds_config) and any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     found = {} if model.lora is None else {"base": weights_fingerprint(model, seed, coarse)}
     reference = task.loss_inputs.reference
     if reference.kind in ("model", "cached"):
@@ -184,11 +185,6 @@ def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, s
     for scorer in task.loss_inputs.scorers:
         found[scorer.recipe_key] = weights_fingerprint(scorer.config, seed)
     return found
-
-
-def is_half_precision_init(ds_config: Mapping[str, Any]) -> bool:
-    """Return True if new weights are initialized in 16 bits, as DeepSpeed does under ZeRO-3."""
-    return is_zero3(ds_config) and any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
 
 
 def check_fingerprints(

@@ -28,7 +28,7 @@ from dstrain.launch.probe import find_gloo_interface
 from dstrain.launch.processes import threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels
-from dstrain.models.quantization import check_bitsandbytes, iter_bitsandbytes_keys
+from dstrain.models.quantization import OPTIMIZERS_8BIT, check_bitsandbytes
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS, Cluster
 from dstrain.preset import Device, Preset
 from dstrain.process_setup import count_available_cores, log_if_slow, log_stdout
@@ -158,8 +158,13 @@ def make_plan(
     device = set_up_process(worker, recipe.config)
     with rendezvous or contextlib.nullcontext():
         world: Ranks = rendezvous or SingleProcessWorld()
-        check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
-        copy = open_copy(recipe.config, run_dir, resume, world)
+        if world.size > 1:  # a rank that sees another folder would find every checkpoint damaged
+            check_run_dir_shared(run_dir, world)
+        copy = (
+            None
+            if recipe.config.save.copy_to is None
+            else open_copy(recipe.config.save.copy_to, run_dir, resume, world)
+        )
         kind = get_preset_device(device)
         cluster = make_cluster(worker.world_size, worker.local_world_size, kind)
         start = agree_on_start(recipe.config, run_dir, resume, worker.world_size, cluster, world, start_handed_on)
@@ -169,7 +174,10 @@ def make_plan(
         config, preset, batch, checkpoint = start.config, start.preset, start.batch, start.point.checkpoint
         ds_config = resolve_ds_config(config, preset, batch, worker.world_size, kind, run_dir)
         check_offload_folders(ds_config, run_dir)
-        task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
+        task_recipe = resolve_model_dtype(config, ds_config)
+        if checkpoint is not None:
+            task_recipe = with_saved_tokenizer(checkpoint, task_recipe, resume.allowed_keys)
+        task = make_task(task_recipe)
         config, task = _with_template_time(config, task, worker, world)
         recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it
         if recorded is not None:  # before the records are read, which would fail on what a changed file causes
@@ -187,14 +195,12 @@ def make_plan(
     )  # fmt: skip
 
 
-def open_copy(config: RunConfig, run_dir: Path, resume: ResumeOptions, world: Ranks) -> RunCopy | None:
-    """Return the copy of the run on rank 0, None without one; copy its newest checkpoint into an empty run folder.
+def open_copy(place: str, run_dir: Path, resume: ResumeOptions, world: Ranks) -> RunCopy | None:
+    """Return the copy of the run on rank 0, None on others; copy its newest checkpoint into an empty run folder.
 
     Raises UsageError if it cannot be written, CheckpointError if it cannot be read. Collective.
     """
-    if config.save.copy_to is None:
-        return None
-    copy = RunCopy(config.save.copy_to, run_dir)
+    copy = RunCopy(place, run_dir)
     if world.rank > 0:
         world.gather(None)
         return None
@@ -244,11 +250,14 @@ def _prepare_datasets(
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         check_attention_compiler(task, get_training_dtype(ds_config), capability, os.environ)
-    for key in iter_bitsandbytes_keys(task.recipe):
-        check_bitsandbytes(key)
+    if task.recipe.model.quantize is not None:
+        check_bitsandbytes("model.quantize")
+    if task.recipe.optim.name in OPTIMIZERS_8BIT:
+        check_bitsandbytes("optim.name")
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
-        check_sinks(task.recipe.log.sinks)
+        if task.recipe.log.sinks:
+            check_sinks(task.recipe.log.sinks)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (
         rendezvous.local_main_process_first() if rendezvous and task.encodes_records else contextlib.nullcontext(),

@@ -32,15 +32,13 @@ from dstrain.training.state.manifest import CheckpointInfo
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
 
 
-def with_saved_tokenizer(
-    checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]
-) -> RunConfig:
+def with_saved_tokenizer(checkpoint: CheckpointInfo, config: RunConfig, allowed_keys: Collection[str]) -> RunConfig:
     """Return the recipe with the tokenizer or processor that the run trained or built at its start.
 
     Training it again would give every id another meaning if the data or the library has changed.
     """
     model = config.model
-    if checkpoint is None or model.config is None or is_change_allowed("model.tokenizer", allowed_keys):
+    if model.config is None or is_change_allowed("model.tokenizer", allowed_keys):
         return config
     restore_folder(folder := get_run_dir(checkpoint) / "tokenizer")
     if not folder.is_dir():

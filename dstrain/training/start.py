@@ -113,12 +113,16 @@ def decide_start(
     Raises ResumeError if the recipe would change what was learnt; PresetError where no preset fits, or the memory of the
     GPUs is not known; RecipeError.
     """
-    checkpoint = point.checkpoint
-    config = with_recorded_time(config, checkpoint)
-    config, auto = _with_preset(config, cluster, checkpoint, devices)
-    check_recipe_unchanged(checkpoint, config, options.allowed_keys)
+    checkpoint, auto = point.checkpoint, ""
+    if checkpoint is not None:
+        config = with_recorded_time(config, checkpoint)
+    if config.ds_config == AUTO:
+        config, auto = _with_preset(config, cluster, checkpoint, devices)
+    batch = config.batch
+    if checkpoint is not None:
+        check_recipe_unchanged(checkpoint, config, options.allowed_keys)
+        batch = with_saved_batch_total(batch, checkpoint, options.allowed_keys)
     preset = read_preset(config.ds_config)
-    batch = with_saved_batch_total(config.batch, checkpoint, options.allowed_keys)
     # The preset's accumulation would contradict the total that was taken from the checkpoint.
     accumulate = preset.accumulate if batch is config.batch else None
     plan = resolve_batch(batch, world_size, preset.micro, accumulate, config.parallel.sequence)
@@ -163,8 +167,6 @@ def _with_preset(
 
     A resumed run takes those that it was trained with.
     """
-    if config.ds_config != AUTO:
-        return config, ""
     batch = config.batch
     recorded = None if checkpoint is None else read_recorded_recipe(checkpoint)
     if checkpoint is not None and recorded is not None and recorded.ds_config != AUTO:
@@ -180,9 +182,9 @@ def _with_preset(
     return config.model_copy(update={"ds_config": name, "batch": batch}), f"ds_config auto: {reason}"
 
 
-def with_recorded_time(config: RunConfig, checkpoint: CheckpointInfo | None) -> RunConfig:
+def with_recorded_time(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
     """Return the recipe with the time that the chat template of the run wrote, where the recipe names none."""
-    if checkpoint is None or config.model.chat_template_time is not None:
+    if config.model.chat_template_time is not None:
         return config
     time = read_recorded_recipe(checkpoint).model.chat_template_time
     return config.model_copy(update={"model": config.model.model_copy(update={"chat_template_time": time})})
@@ -280,10 +282,8 @@ def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -
     return path
 
 
-def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:
+def check_recipe_unchanged(checkpoint: CheckpointInfo, config: RunConfig, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
-    if checkpoint is None:
-        return
     recorded = read_recorded_recipe(checkpoint)
     if recorded.batch.total is None and config.batch.total == checkpoint.run_info.get("batch_total"):
         # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
@@ -316,10 +316,10 @@ def get_run_dir(checkpoint: CheckpointInfo) -> Path:
 
 
 def with_saved_batch_total(
-    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
+    batch: BatchConfig, checkpoint: CheckpointInfo, allowed_keys: Collection[str]
 ) -> BatchConfig:
     """Return the recipe's batch with the total the run began with, whatever the world size is now."""
-    total = None if checkpoint is None else checkpoint.run_info.get("batch_total")
+    total = checkpoint.run_info.get("batch_total")
     if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
         return batch
     if batch.total is None or (batch.micro is not None and batch.accumulate is not None):

@@ -182,8 +182,8 @@ def test_copies_that_cannot_be_read_end_the_start(tmp_path: Path, monkeypatch: p
     config = RunConfig.model_validate(recipe)
     monkeypatch.setattr(RunCopy, "restore", lambda self: (_ for _ in ()).throw(PermissionError("denied")))
     with pytest.raises(CheckpointError, match=r"backup/one cannot be read \(PermissionError: denied\); fix the cause"):
-        open_copy(config, tmp_path / "one", ResumeOptions(), OneRank())  # type: ignore[arg-type]
-    assert open_copy(config, tmp_path / "one", ResumeOptions("never"), OneRank()) is not None  # type: ignore[arg-type]
+        open_copy(str(config.save.copy_to), tmp_path / "one", ResumeOptions(), OneRank())  # type: ignore[arg-type]
+    assert open_copy(str(config.save.copy_to), tmp_path / "one", ResumeOptions("never"), OneRank()) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

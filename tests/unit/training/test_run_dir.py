@@ -46,7 +46,6 @@ def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wante
     found = with_saved_batch_total(BatchConfig(**batch), start, [])
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
-    assert with_saved_batch_total(BatchConfig(**batch), None, []) == BatchConfig(**batch)
 
 
 def test_a_run_folder_without_inodes_is_refused_with_what_to_free(

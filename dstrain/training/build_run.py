@@ -12,6 +12,7 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
+from dstrain.launch.probe import read_installed_versions
 from dstrain.models.params import (
     COMPONENTS,
     build_param_groups,
@@ -61,8 +62,8 @@ from dstrain.training.profiler import StepProfiler
 from dstrain.training.rendezvous import Rendezvous
 from dstrain.training.run import Run, train
 from dstrain.training.run_dir import (
+    LIBRARIES,
     archive_previous_run,
-    get_library_versions,
     replace_folder,
     save_base_config,
     write_run_config,
@@ -285,7 +286,7 @@ def _build_saver(
             "preset": plan.preset.name,
             "zero_stage": plan.preset.stage,
             "steps": plan.steps,
-            "versions": get_library_versions(),
+            "versions": read_installed_versions(LIBRARIES),
             "batch_total": plan.batch.total,
             **fingerprints,
         },

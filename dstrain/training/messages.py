@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from dstrain.config import BatchPlan, RunConfig, dump_recipe, find_learning_changes
+from dstrain.config import RunConfig, dump_recipe, find_learning_changes
 from dstrain.data.formats.columns import warn_without_images
 from dstrain.data.prepare import describe_examples
 from dstrain.distributed.world import World
@@ -81,10 +81,15 @@ def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
     """Report the start of a run in events.jsonl and on rank 0's terminal."""
+    batch = {"total": plan.batch.total, "micro": plan.batch.micro}
+    if plan.batch.accumulate is None:
+        batch["tokens_per_micro"] = plan.batch.tokens
+    else:
+        batch["accumulate"] = plan.batch.accumulate
     fields = {
         "world_size": world.size,
         "preset": plan.preset.name,
-        "batch": _describe_batch(plan.batch),
+        "batch": batch,
         "steps": plan.steps,
         "train_samples": len(plan.train_dataset),
         "eval_samples": None if plan.eval_dataset is None else len(plan.eval_dataset),
@@ -178,12 +183,6 @@ def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, plan: Ru
         f"{new:.3g} at the next step, {old:.3g} by the old schedule"
     )
     yield ResumeChange("changed", {"key": "learning rate", "before": old, "now": new}, line)
-
-
-def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
-    if batch.accumulate is None:
-        return {"total": batch.total, "micro": batch.micro, "tokens_per_micro": batch.tokens}
-    return {"total": batch.total, "micro": batch.micro, "accumulate": batch.accumulate}
 
 
 def describe_frozen_models(task: Task, stage: int) -> list[str]:

@@ -30,6 +30,7 @@ from dstrain.training.start import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.training.state.manifest import CheckpointInfo
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
+"""Libraries that a result depends on."""
 
 
 def with_saved_tokenizer(checkpoint: CheckpointInfo, config: RunConfig, allowed_keys: Collection[str]) -> RunConfig:
@@ -174,11 +175,6 @@ _RUN_FILE_NAMES = (
 """Files of a run in its folder. Logs belong to the launch, and any other file to the user."""
 
 
-def get_library_versions() -> dict[str, str]:
-    """Return versions of the installed libraries that a result depends on."""
-    return read_installed_versions(LIBRARIES)
-
-
 def collect_environment() -> dict[str, Any]:
     """Return machine, versions and command without secrets; no environment variables, which may hold some."""
     import torch
@@ -196,7 +192,7 @@ def collect_environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "versions": get_library_versions(),
+        "versions": read_installed_versions(LIBRARIES),
     }
 
 

@@ -91,11 +91,13 @@ class DeepSpeedEngine(Engine):
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
-        unite_partial_offload(self.engine.optimizer)
+        if offload != "none":
+            unite_partial_offload(self.engine.optimizer)
+            drop_gradients_after_overflow(self.engine.optimizer)
+        if self.is_sharded:
+            queue_waits_for_persistent_weights(self.engine.optimizer)
         find_overflow_by_norm(self.engine.optimizer)
-        drop_gradients_after_overflow(self.engine.optimizer)
         queue_waits_for_reduction(self.engine.optimizer)
-        queue_waits_for_persistent_weights(self.engine.optimizer)
         flatten_gradients_in_fp32(self.engine.optimizer)
         use_foreach_norms(self.engine.optimizer)
         use_foreach_step(self.engine.optimizer)

@@ -81,7 +81,7 @@ def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
     """Report the start of a run in events.jsonl and on rank 0's terminal."""
-    batch = {"total": plan.batch.total, "micro": plan.batch.micro}
+    batch: dict[str, int | None] = {"total": plan.batch.total, "micro": plan.batch.micro}
     if plan.batch.accumulate is None:
         batch["tokens_per_micro"] = plan.batch.tokens
     else:

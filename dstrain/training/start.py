@@ -113,14 +113,17 @@ def decide_start(
     Raises ResumeError if the recipe would change what was learnt; PresetError where no preset fits, or the memory of the
     GPUs is not known; RecipeError.
     """
-    checkpoint, auto = point.checkpoint, ""
+    checkpoint, recorded, auto = point.checkpoint, None, ""
     if checkpoint is not None:
-        config = with_recorded_time(config, checkpoint)
+        recorded = read_recorded_recipe(checkpoint)
+        if config.model.chat_template_time is None:  # the chat template goes on writing the time of the first start
+            time = recorded.model.chat_template_time
+            config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template_time": time})})
     if config.ds_config == AUTO:
-        config, auto = _with_preset(config, cluster, checkpoint, devices)
+        config, auto = _with_preset(config, cluster, point, recorded, devices)
     batch = config.batch
-    if checkpoint is not None:
-        check_recipe_unchanged(checkpoint, config, options.allowed_keys)
+    if checkpoint is not None and recorded is not None:
+        check_recipe_unchanged(checkpoint, recorded, config, options.allowed_keys)
         batch = with_saved_batch_total(batch, checkpoint, options.allowed_keys)
     preset = read_preset(config.ds_config)
     # The preset's accumulation would contradict the total that was taken from the checkpoint.
@@ -161,33 +164,24 @@ def agree_on_start(
 
 
 def _with_preset(
-    config: RunConfig, cluster: Cluster, checkpoint: CheckpointInfo | None, devices: Sequence[str]
+    config: RunConfig, cluster: Cluster, point: ResumePoint, recorded: RunConfig | None, devices: Sequence[str]
 ) -> tuple[RunConfig, str]:
     """Return the recipe with the preset and micro-batch of `ds_config: auto`, and the line that says why.
 
     A resumed run takes those that it was trained with.
     """
     batch = config.batch
-    recorded = None if checkpoint is None else read_recorded_recipe(checkpoint)
-    if checkpoint is not None and recorded is not None and recorded.ds_config != AUTO:
+    if recorded is not None and recorded.ds_config != AUTO:
         is_open = batch.micro is None and batch.accumulate is None and batch.tokens_per_micro is None
         name, micro = recorded.ds_config, recorded.batch.micro if is_open else None
         passes = "" if micro is None else f", batch.micro {micro}"
-        reason = f"{name}{passes}, as {checkpoint.path.name} was trained"
+        reason = f"{name}{passes}, as {Path(point.folder).name} was trained"
     else:
         choice = choose_preset(config, cluster, find_budget(cluster, devices))
         name, micro, reason = choice.preset, choice.micro, choice.reason
     if micro is not None:
         batch = batch.model_copy(update={"micro": micro})
     return config.model_copy(update={"ds_config": name, "batch": batch}), f"ds_config auto: {reason}"
-
-
-def with_recorded_time(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
-    """Return the recipe with the time that the chat template of the run wrote, where the recipe names none."""
-    if config.model.chat_template_time is not None:
-        return config
-    time = read_recorded_recipe(checkpoint).model.chat_template_time
-    return config.model_copy(update={"model": config.model.model_copy(update={"chat_template_time": time})})
 
 
 def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:
@@ -282,9 +276,10 @@ def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -
     return path
 
 
-def check_recipe_unchanged(checkpoint: CheckpointInfo, config: RunConfig, allowed_keys: Collection[str]) -> None:
-    """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
-    recorded = read_recorded_recipe(checkpoint)
+def check_recipe_unchanged(
+    checkpoint: CheckpointInfo, recorded: RunConfig, config: RunConfig, allowed_keys: Collection[str]
+) -> None:
+    """Raise ResumeError for keys that change learning and differ from the recipe that the checkpoint records."""
     if recorded.batch.total is None and config.batch.total == checkpoint.run_info.get("batch_total"):
         # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
         total = config.batch.total

@@ -18,7 +18,7 @@ from dstrain.cli import main
 from dstrain.cli.options import LaunchOption
 from dstrain.config.aliases import read_aliases
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options
+from dstrain.tasks import builtin_tasks, default_learning_rate, find_task, task_options
 from dstrain.tasks.common.task import Option
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,7 +191,7 @@ def render_task(name: str) -> str:
     """Return the section of a task's options."""
     task = find_task(name)
     rates = [f"{default_learning_rate(task, lora):g}" for lora in (False, True)]
-    lora = default_lora(task)
+    lora = task.default_lora
     adapters = (
         "" if lora is None else f" By default it trains LoRA adapters (`rank: {lora.rank}, alpha: {lora.alpha:g}`)."
     )

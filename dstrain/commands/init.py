@@ -20,7 +20,7 @@ from dstrain.config.schema import (
     Section,
 )
 from dstrain.planner.choose import Hardware, detect_hardware, suggest_model
-from dstrain.tasks import Task, default_learning_rate, default_lora, find_task, task_options
+from dstrain.tasks import Task, default_learning_rate, find_task, task_options
 
 TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
     ("model", ModelConfig, {"path": None, "freeze": [], "gradient_checkpointing": True}),
@@ -56,7 +56,7 @@ def render_recipe_template(task: str, hardware: Hardware | None = None) -> str:
     """
     hardware, found = hardware or detect_hardware(), find_task(task)
     model, use_lora = suggest_model(task, hardware)
-    lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if use_lora else None)
+    lora = found.default_lora or (LoraConfig(rank=16, alpha=32) if use_lora else None)
     lines = [*_header(task, hardware), f"task: {task}", *_option_lines(found)]
     for name, section, defaults in TEMPLATE_SECTIONS:
         values = {**defaults, **_values_here(section, found, hardware, model, lora)}

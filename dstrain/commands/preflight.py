@@ -45,7 +45,8 @@ def check_launch(task: Task, start: Start, run_dir: Path, world_size: int, devic
     """Check what a run will probably start with. Returns the DeepSpeed JSON. Raises UsageError."""
     task.checks.required_keys()
     check_judge(task)
-    _check_names(start.config)
+    if start.config.model.lora is not None or start.config.model.freeze or start.config.optim.groups:
+        _check_names(start.config)
     if start.config.save.copy_to is not None:
         open_filesystem(start.config.save.copy_to)
     if start.config.optim.name in OPTIMIZERS_8BIT:
@@ -59,8 +60,7 @@ def _check_names(config: RunConfig) -> None:
 
     These are model.lora.targets, model.freeze and optim.groups.
     """
-    names = config.model.lora is not None or config.model.freeze or config.optim.groups
-    if not names or not read_properties(config).is_known:
+    if not read_properties(config).is_known:
         return
     try:
         base = read_base_shape(config.model)

@@ -216,28 +216,43 @@ def find_task(name: str) -> type[Task]:
 @cache
 def _find_task(name: str) -> type[Task]:
     module = _import_task_module(name)
-    defined = [
+    concrete = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, Task)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
     ]
-    found = [task for task in defined if not inspect.isabstract(task)]
-    if len(found) != 1:
-        names = ", ".join(cls.__name__ for cls in found) or "none"
+    if len(concrete) != 1:
+        names = ", ".join(cls.__name__ for cls in concrete) or "none"
         raise TaskError(
             f"--task {name}: defines {names}; a task file defines one concrete subclass of dstrain.tasks.Task"
         )
-    if not dataclasses.is_dataclass(found[0]) or "__dataclass_fields__" not in vars(found[0]):
+    if name not in builtin_tasks():
+        check_task_class(name, concrete[0])
+    return concrete[0]
+
+
+def check_task_class(name: str, task: type[Task]) -> None:
+    """Raise TaskError for mistakes in the class of a user's task."""
+    if not dataclasses.is_dataclass(task) or "__dataclass_fields__" not in vars(task):
         raise TaskError(
-            f"--task {name}: {found[0].__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
+            f"--task {name}: {task.__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
-    _check_positions(found[0])
-    options = [option.name for option in get_option_fields(found[0])]
-    for path in found[0].path_options:
+    owners = [cls for cls in task.__mro__ if "collate" in vars(cls)]
+    takes = [takes_positions(vars(cls)["collate"]) for cls in owners]
+    if any(takes) and not takes[0]:
+        first, other = owners[0].__name__, owners[takes.index(True)].__name__
+        raise TaskError(
+            f"{first}.collate overrides {other}.collate, which takes the samples' positions in the run; "
+            "write `def collate(self, examples, positions=None)`, and pass them on"
+        )
+    options = [option.name for option in get_option_fields(task)]
+    for path in task.path_options:
         if path.partition(".")[0] not in options:
-            problem = f"path_options names '{path}', which is no option of {found[0].__name__}"
+            problem = f"path_options names '{path}', which is no option of {task.__name__}"
             raise TaskError(f"--task {name}: {problem}; {suggest_name(path, options)}")
-    return found[0]
 
 
 def _is_file_name(name: str) -> bool:
@@ -302,12 +317,6 @@ def default_learning_rate(task: type[Task], use_lora: bool) -> float:
     return float(f"{task.learning_rate * (LORA_LR_FACTOR if use_lora else 1.0):.6g}")
 
 
-def default_lora(task: type[Task]) -> LoraConfig | None:
-    """Return the adapters that the task trains where the recipe does not write model.lora; None: it trains the weights."""
-    found: LoraConfig | None = getattr(task, "default_lora", None)  # of text tasks
-    return found
-
-
 def fill_defaults(recipe: RunConfig, task: type[Task]) -> RunConfig:
     """Return the recipe with its task's adapters and learning rate where it does not write them.
 
@@ -316,8 +325,8 @@ def fill_defaults(recipe: RunConfig, task: type[Task]) -> RunConfig:
     """
     if "lora" in recipe.model.model_fields_set:
         recipe = _fill_from_adapter(recipe)
-    elif (lora := default_lora(task)) is not None:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+    elif task.default_lora is not None:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": task.default_lora})})
     if recipe.optim.lr is None:
         lr = default_learning_rate(task, recipe.model.lora is not None)
         recipe = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
@@ -436,15 +445,3 @@ def _find_unused_keys(task: type[Task], recipe: RunConfig) -> Iterator[Fault]:
             problem = f"is set, but task {recipe.task} reads its files in its own way, without this key"
             other = f"; or derive {task.__name__} from dstrain.task.RecordTask, which applies every key of data"
             yield Fault(key, problem, f"leave it out{'' if task.data_keys else other}")
-
-
-def _check_positions(task: type[Task]) -> None:
-    """Raise TaskError for a `collate` that does not pass on the positions which the one that it overrides takes."""
-    owners = [cls for cls in task.__mro__ if "collate" in vars(cls)]
-    takes = [takes_positions(vars(cls)["collate"]) for cls in owners]
-    if any(takes) and not takes[0]:
-        first, other = owners[0].__name__, owners[takes.index(True)].__name__
-        raise TaskError(
-            f"{first}.collate overrides {other}.collate, which takes the samples' positions in the run; "
-            "write `def collate(self, examples, positions=None)`, and pass them on"
-        )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.batch import PADDED, Batch, PackingMode
-from dstrain.config.schema import DatasetConfig, ModelConfig, RunConfig
+from dstrain.config.schema import DatasetConfig, LoraConfig, ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
 from dstrain.errors import Fault, RecipeError, TaskError, suggest_name
 from dstrain.tasks.common.generation import GenerationMetrics, Prompts
@@ -241,6 +241,8 @@ class Task(ABC):
 
     learning_rate: ClassVar[float] = 1.0e-5
     """Peak learning rate where the recipe sets no optim.lr; with `model.lora` ten times this."""
+    default_lora: ClassVar[LoraConfig | None] = None
+    """Adapters where the recipe does not write `model.lora`; the value null there trains the weights."""
 
     answer_metrics: ClassVar[Mapping[str, AnswerMetric]] = {}
     """Metrics of generated answers that `eval.generate.metrics` may name, of a task on text."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import Batch, PackingMode
-from dstrain.config.schema import LoraConfig, RunConfig
+from dstrain.config.schema import RunConfig
 from dstrain.data.encoding.chat_template import describe_written_times, reads_clock, tokenizer_fingerprint
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.images import RecordWithImages, read_with_images
@@ -206,8 +206,6 @@ class TextTask(RecordTask):
     """True where `score_answers` gives a value to each answer, for `dstrain score`."""
     modules_to_save: ClassVar[tuple[str, ...]] = ()
     """New parts of the model, trained in full where `model.lora` freezes the rest."""
-    default_lora: ClassVar[LoraConfig | None] = None
-    """Adapters where the recipe does not write `model.lora`; the value null there trains the weights."""
 
     @abstractmethod
     def parse(self, record: Mapping[str, Any]) -> Any:

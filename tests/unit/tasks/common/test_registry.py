@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dstrain.errors import TaskError, find_user_frame
-from dstrain.tasks import find_task
-from dstrain.tasks.common.registry import copy_task_files, digest_task_files, find_task_files
+from dstrain.tasks import builtin_tasks, find_task
+from dstrain.tasks.common.registry import check_task_class, copy_task_files, digest_task_files, find_task_files
 
 TASK = """
 {imports}
@@ -175,3 +175,9 @@ def test_a_frame_of_a_module_beside_the_task_is_the_users(tmp_path: Path) -> Non
 def test_the_public_module_imports_no_torch_and_has_every_name() -> None:
     code = "import sys, dstrain.task as t; assert all(hasattr(t, n) for n in t.__all__); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", builtin_tasks())
+def test_packaged_tasks_keep_the_rules_of_a_users_task(name: str) -> None:
+    """A start does not check them again."""
+    check_task_class(name, find_task(name))

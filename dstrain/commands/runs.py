@@ -19,10 +19,10 @@ from dstrain.launch.lease import (
     LeaseHolder,
     find_live_holder,
     parse_holder,
-    read_latest_lease,
+    read_lease,
 )
 from dstrain.launch.processes import process_state
-from dstrain.launch.worker import RankRecord, get_workers_dir, read_rank_records
+from dstrain.launch.worker import RankRecord, read_rank_records
 from dstrain.report.page.render import GENERATOR
 from dstrain.report.progress import Progress, State, find_end, measure_progress
 from dstrain.report.run_history import RunHistory, is_number, open_run, parse_time
@@ -52,7 +52,7 @@ def find_liveness(history: RunHistory, timeout: float = LEASE_TIMEOUT_SECONDS) -
     run_dir = history.run_dir
     holder, is_alive = None, False
     with contextlib.suppress(OSError):  # the folder of no launch, or one that this user may not read
-        content = read_latest_lease(get_workers_dir(run_dir))[1]
+        content = read_lease(run_dir)
         holder = parse_holder(content)
         if holder is not None and holder.machine == get_host_id() and holder.folder != run_dir.stat().st_ino:
             holder = None  # of the folder that this one is a copy of

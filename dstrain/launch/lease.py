@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import socket
 import threading
@@ -17,29 +16,25 @@ from pathlib import Path
 from typing import Self
 
 from dstrain.errors import ResumeError, RunFolderLockedError, fix_for_os_error, one_line
-from dstrain.files import MAX_JSON_BYTES, get_host_id, read_limited
+from dstrain.files import MAX_JSON_BYTES, atomic_write, get_host_id, read_limited
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 from dstrain.process_setup import log_stderr
 
-# `.workers/lease-00000003.json` has the holder's launch, host and process, and a heartbeat; the highest number counts.
+# `.workers/lease.json` names the holder's launch, host and process, and has a heartbeat that the holder changes.
 #
-# No file lock: many network file systems do not carry locks between hosts. A launch that finds number 3 released, or its
-# holder dead, creates number 4: of several launches one succeeds. The holder changes the heartbeat, and checks each time
-# for a higher number. A holder on this host is checked by its process; one on another host is alive while its heartbeat
-# changes. Clocks are never compared.
+# No file lock: many network file systems do not carry locks between hosts. The first launch creates the file with an
+# exclusive open. Later ones replace a released or stale file while they hold `lease.guard`, which is also created with
+# an exclusive open and exists for milliseconds. A holder on this host is checked by its process; one on another host is
+# alive while its heartbeat changes. Clocks are never compared.
 HEARTBEAT_SECONDS = 3.0
 LEASE_TIMEOUT_SECONDS = 15.0
 """A holder on another host whose heartbeat does not change for this long is dead."""
-STALE_LISTING_SECONDS = 90.0
-"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one for up to 60 s
-(acdirmax in nfs(5))."""
 RELEASED_HEARTBEAT = "released----"
 """Heartbeat of a released lease."""
-_LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
-_STALE_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.25
 _MAX_ATTEMPTS = 20
+_MAX_STALE_READS = 4
 
 
 @dataclass(frozen=True)
@@ -62,37 +57,24 @@ class LeaseHolder:
         return one_line(f"process {self.pid} on {self.host}, since {self.since}")
 
 
-def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
-    """Return the highest number and its file's content; (0, None) if there is no lease. Raises OSError."""
-    deadline = None
-    while True:
-        number = max((_parse_lease_number(name) for name in os.listdir(folder)), default=0)
-        # A listing that an NFS client has cached may lack the newest one.
-        while os.path.lexists(lease_path(folder, number + 1)):
-            number += 1
-        if not number:
-            return 0, None
+def lease_path(run_dir: Path) -> Path:
+    return get_workers_dir(run_dir) / "lease.json"
+
+
+def read_lease(run_dir: Path) -> bytes | None:
+    """Return the content of the lease file; None if there is none. Raises OSError."""
+    for attempt in range(_MAX_STALE_READS):
         try:
             # Opened on each call: NFS then asks its server for the current content (close-to-open consistency).
-            return number, read_limited(lease_path(folder, number), MAX_JSON_BYTES)
-        except OSError as fault:  # removed meanwhile: a higher number exists now
-            if fault.errno not in (errno.ENOENT, errno.ESTALE):
+            return read_limited(lease_path(run_dir), MAX_JSON_BYTES)
+        except FileNotFoundError:
+            break
+        except OSError as fault:
+            # ESTALE: another NFS client replaced the file while it was read.
+            if fault.errno != errno.ESTALE or attempt == _MAX_STALE_READS - 1:
                 raise
-            deadline = deadline or time.monotonic() + STALE_LISTING_SECONDS
-            if time.monotonic() > deadline:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from fault
-        time.sleep(_STALE_POLL_SECONDS)
-
-
-def lease_path(folder: Path, number: int) -> Path:
-    """Return the lease file with this number."""
-    return folder / f"lease-{number:08d}.json"
-
-
-def _parse_lease_number(name: str) -> int:
-    """Return the number in a file name; 0 if it is not the name of a lease."""
-    found = _LEASE_NAME.fullmatch(name)
-    return int(found[1]) if found else 0
+            time.sleep(_POLL_SECONDS)
+    return None
 
 
 def parse_holder(content: bytes | None) -> LeaseHolder | None:
@@ -108,7 +90,7 @@ def parse_holder(content: bytes | None) -> LeaseHolder | None:
 def find_live_holder(
     run_dir: Path, content: bytes | None, timeout: float, on_wait: Callable[[], None] = lambda: None
 ) -> LeaseHolder | None:
-    """Return who holds a run folder whose newest lease has this content; None if it is released, or its holder dead.
+    """Return who holds a run folder whose lease has this content; None if it is released, or its holder dead.
 
     A holder that this host cannot look up is dead if its heartbeat stays the same for `timeout` seconds; `on_wait` is
     called before. Raises OSError.
@@ -124,7 +106,7 @@ def find_live_holder(
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        _, current = read_latest_lease(get_workers_dir(run_dir))
+        current = read_lease(run_dir)
         # It goes on, or another launch was faster. One that cannot be read is being written.
         if current != content and (changed := parse_holder(current)) is not None:
             return changed if changed.beat != RELEASED_HEARTBEAT else None
@@ -139,9 +121,9 @@ class Lease:
         self.run_dir = run_dir
         self.on_lost: Callable[[str], None] | None = None
         """Called in a thread, with the error message, when another launch has taken the folder."""
-        self._folder = get_workers_dir(run_dir)
-        self._number = 0
+        self._path = lease_path(run_dir)
         self._holder: LeaseHolder | None = None
+        self._num_beats = 0
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -155,7 +137,7 @@ class Lease:
         """Acquire the folder. Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then."""
         self._stop_event.clear()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._holder = LeaseHolder(
                 launch=self.launch_id,
                 host=socket.gethostname(),
@@ -172,7 +154,7 @@ class Lease:
             else:
                 raise ResumeError(f"--run-dir {self.run_dir}: several launches start in it at once; start again")
         except OSError as error:
-            problem = f"its lease in {self._folder} cannot be written ({error.strerror or error})"
+            problem = f"its lease in {self._path.parent} cannot be written ({error.strerror or error})"
             fix = fix_for_os_error(error, "choose another folder")
             raise ResumeError(f"--run-dir {self.run_dir}: {problem}; {fix}") from error
         self._thread = threading.Thread(target=self._run_heartbeat, name="lease", daemon=True)
@@ -195,36 +177,52 @@ class Lease:
 
         Raises ResumeError if another launch holds it.
         """
-        number, content = read_latest_lease(self._folder)
-        if content is not None and (
-            holder := find_live_holder(self.run_dir, content, timeout, lambda: self._log_wait(content, timeout))
-        ):
+        content = read_lease(self.run_dir)
+        if content is None:
+            return self._create()
+        holder = find_live_holder(self.run_dir, content, timeout, lambda: self._log_wait(content, timeout))
+        if holder is not None:
             raise self._conflict_error(holder)
-        self._number = number + 1
-        path = lease_path(self._folder, self._number)
+        return self._replace(content, timeout)
+
+    def _create(self) -> bool:
+        """Create the lease file; return False if another launch was faster."""
         try:
-            file = path.open("xb", buffering=0)
+            file = self._path.open("xb", buffering=0)
         except FileExistsError:
             return False
         with file:
             try:
                 file.write(self._encode_holder())
             except OSError:  # such as a full disk: an empty lease would be waited for
-                path.unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
                 raise
-        # A higher number exists if this process was suspended while others acquired and released.
-        if read_latest_lease(self._folder)[0] != self._number:
-            path.unlink(missing_ok=True)
+        return True
+
+    def _replace(self, stale: bytes, timeout: float) -> bool:
+        """Replace a lease that nobody holds; return False if another launch was faster.
+
+        Only one launch at a time replaces the file, and only the content that it has judged.
+        """
+        guard = self._path.with_suffix(".guard")
+        try:
+            guard.open("xb").close()
+        except FileExistsError:
+            _wait_for_guard(guard, timeout)
             return False
-        for older in self._folder.glob("lease-*.json"):
-            if _parse_lease_number(older.name) < self._number:
-                older.unlink(missing_ok=True)
+        try:
+            if read_lease(self.run_dir) != stale:
+                return False
+            atomic_write(self._path, self._encode_holder())
+        finally:
+            guard.unlink(missing_ok=True)
         return True
 
     def _encode_holder(self) -> bytes:
         assert self._holder is not None
         # Always of the same length: it is overwritten in place.
-        beat = RELEASED_HEARTBEAT if self._stop_event.is_set() else f"{time.monotonic_ns() // 10**6:012d}"
+        self._num_beats += 1
+        beat = RELEASED_HEARTBEAT if self._stop_event.is_set() else f"{self._num_beats:012d}"
         return json.dumps(asdict(self._holder) | {"beat": beat}).encode()
 
     def _log_wait(self, content: bytes, timeout: float) -> None:
@@ -252,17 +250,33 @@ class Lease:
     def _write_heartbeat(self) -> str:
         """Overwrite the heartbeat in place; return a message if another launch has taken the folder, else ''."""
         try:
-            number, content = read_latest_lease(self._folder)
-        except FileNotFoundError:
-            self._folder.mkdir()  # the user removed it; raises if the run folder is gone too
-            number, content = 0, None
-        if (holder := parse_holder(content)) is not None and holder.launch != self.launch_id:
-            return format_lease_conflict(self.run_dir, holder)
-        # Made anew only where the user has emptied the folder.
-        if number in (0, self._number):
-            with lease_path(self._folder, self._number).open("r+b" if number else "wb") as file:
-                file.write(self._encode_holder())
+            # Checked and written through one descriptor: if another launch replaces the file in between, this
+            # heartbeat goes into the old one.
+            file = self._path.open("r+b", buffering=0)
+        except FileNotFoundError:  # the user removed it
+            self._path.parent.mkdir(exist_ok=True)  # raises if the run folder is gone too
+            self._create()
+            return ""
+        with file:
+            holder = parse_holder(file.read(MAX_JSON_BYTES))
+            if holder is not None and holder.launch != self.launch_id:
+                return format_lease_conflict(self.run_dir, holder)
+            file.seek(0)
+            file.write(self._encode_holder())
         return ""
+
+
+def _wait_for_guard(guard: Path, timeout: float) -> None:
+    """Wait until the guard of another launch is gone; remove it after `timeout` seconds: that launch was killed."""
+    deadline = time.monotonic() + timeout
+    with contextlib.suppress(FileNotFoundError):
+        first = guard.stat()
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            current = guard.stat()
+            if (current.st_ino, current.st_mtime_ns) != (first.st_ino, first.st_mtime_ns):
+                return
+        guard.unlink()
 
 
 def check_lease(run_dir: Path, launch_id: str) -> None:
@@ -272,17 +286,14 @@ def check_lease(run_dir: Path, launch_id: str) -> None:
     """
     if not launch_id:
         return
+    if not os.path.lexists(run_dir):
+        raise RunFolderLockedError(
+            f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
+            "put it back and start again"
+        )
     holder = None
-    try:
-        holder = parse_holder(read_latest_lease(get_workers_dir(run_dir))[1])
-    except FileNotFoundError:
-        if not os.path.lexists(run_dir):
-            raise RunFolderLockedError(
-                f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
-                "put it back and start again"
-            ) from None
-    except OSError:
-        pass  # a file system that fails for a while is not a conflict
+    with contextlib.suppress(OSError):  # a file system that fails for a while is not a conflict
+        holder = parse_holder(read_lease(run_dir))
     if holder is not None and holder.launch != launch_id:
         raise RunFolderLockedError(format_lease_conflict(run_dir, holder))
 

@@ -18,7 +18,7 @@ import pytest
 from dstrain.commands.runs import find_liveness, rewrite_report
 from dstrain.launch import lease
 from dstrain.launch.lease import Lease, lease_path
-from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, record_end, record_start
+from dstrain.launch.worker import LAUNCH_ID_ENV, record_end, record_start
 from dstrain.report.run_history import open_run
 from tests.run_folders import event, finished_run, started, train_row, write_run
 from tests.vocabulary import invoke
@@ -145,7 +145,7 @@ def test_a_copy_of_the_folder_of_a_live_run_is_not_alive(held: Path, tmp_path: P
 def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
     held: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
 ) -> None:
-    path = lease_path(get_workers_dir(held), 1)
+    path = lease_path(held)
     elsewhere = json.loads(path.read_text()) | {"machine": "elsewhere", "host": "node7"}
     path.write_text(json.dumps(elsewhere))
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
@@ -153,8 +153,8 @@ def test_a_launch_on_another_host_is_alive_while_its_heartbeat_changes(
         read = iter(range(1, 100))
         monkeypatch.setattr(
             lease,
-            "read_latest_lease",
-            lambda folder: (1, json.dumps(elsewhere | {"beat": f"{next(read):012d}"}).encode()),
+            "read_lease",
+            lambda folder: json.dumps(elsewhere | {"beat": f"{next(read):012d}"}).encode(),
         )
     found = find_liveness(open_run(held), timeout=0.3)
     assert found.state == ("running" if beats else "killed")

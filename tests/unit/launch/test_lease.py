@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.files import atomic_write
-from dstrain.launch.lease import Lease, LeaseHolder, check_lease, read_latest_lease
+from dstrain.launch.lease import Lease, LeaseHolder, check_lease, lease_path, read_lease
 from dstrain.launch.processes import start_time
 from tests.vocabulary import wait_until
 
@@ -35,16 +35,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(run: Path, content: LeaseHolder | bytes) -> None:
-    """As the next launch's lease."""
-    folder = run / ".workers"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"lease-{read_latest_lease(folder)[0] + 1:08d}.json"
-    # Complete from the start, as a real one: the heartbeat of a holder may read it at any moment.
-    atomic_write(folder / name, content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
+    """As another launch's lease."""
+    (run / ".workers").mkdir(parents=True, exist_ok=True)
+    atomic_write(lease_path(run), content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
 
 
 def holder_of(run: Path) -> LeaseHolder:
-    return LeaseHolder(**json.loads(read_latest_lease(run / ".workers")[1] or b""))
+    return LeaseHolder(**json.loads(read_lease(run) or b""))
 
 
 def gone(run: Path) -> LeaseHolder:
@@ -67,7 +64,7 @@ def test_a_second_launch_is_refused_with_host_and_process_of_the_first(tmp_path:
         assert holder_of(tmp_path).launch == first.launch_id
     with Lease(tmp_path) as third:
         third.acquire(timeout=60)
-    assert [path.name for path in (tmp_path / ".workers").iterdir()] == ["lease-00000002.json"]
+    assert [path.name for path in (tmp_path / ".workers").iterdir()] == ["lease.json"]
 
 
 def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> None:
@@ -79,7 +76,7 @@ def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> 
 
 def test_a_pipe_in_the_place_of_a_lease_does_not_block(tmp_path: Path) -> None:
     (tmp_path / ".workers").mkdir()
-    os.mkfifo(tmp_path / ".workers/lease-00000001.json")
+    os.mkfifo(lease_path(tmp_path))
     with pytest.raises(ResumeError, match="is not a regular file"):
         Lease(tmp_path).acquire()
 
@@ -93,7 +90,7 @@ def test_a_lease_that_could_not_be_written_is_not_left(tmp_path: Path, monkeypat
 
     def full(path: Path, mode: str = "r", **options: Any) -> Any:
         file = opened(path, mode, **options)
-        if not path.name.startswith("lease-"):
+        if path.name != "lease.json":
             return file
         file.close()
         return FullDisk()
@@ -118,13 +115,12 @@ def test_a_heartbeat_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
     elsewhere, over = replace(gone(tmp_path), machine="another", host="node7", pid=os.getpid()), threading.Event()
 
     write(tmp_path, elsewhere)
-    file = tmp_path / ".workers/lease-00000002.json"
 
     def beat() -> None:
         count = 0
         while not over.wait(0.02):
             count += 1
-            atomic_write(file, json.dumps(asdict(replace(elsewhere, beat=f"{count:012d}"))))
+            write(tmp_path, replace(elsewhere, beat=f"{count:012d}"))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -183,22 +179,19 @@ def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_pat
     check_lease(tmp_path, "")  # of a run that nobody launched
 
 
-def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
+def test_the_heartbeat_grows(tmp_path: Path) -> None:
     with Lease(tmp_path) as lease:
         lease.acquire()
-        file = tmp_path / ".workers/lease-00000001.json"
-        before, inode = holder_of(tmp_path), file.stat().st_ino
+        before = holder_of(tmp_path)
         wait_until(lambda: holder_of(tmp_path).beat > before.beat)
-        assert file.stat().st_ino == inode
 
 
-def test_names_that_are_no_leases_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / ".workers").mkdir()
-    for name in ("lease-000000003.json", "lease-3.json", "lease-٠٠٠٠٠٠٠٩.json", "lease-00000001.json.old"):
-        (tmp_path / ".workers" / name).touch()
-    assert read_latest_lease(tmp_path / ".workers") == (0, None)
-    (tmp_path / ".workers/lease-100000000.json").write_bytes(b"{}")
-    assert read_latest_lease(tmp_path / ".workers") == (100_000_000, b"{}")
+def test_what_a_launch_left_that_was_killed_while_it_took_the_folder_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, gone(tmp_path))
+    (tmp_path / ".workers/lease.guard").touch()
+    with Lease(tmp_path) as lease:
+        lease.acquire(timeout=0.2)
+        assert [path.name for path in (tmp_path / ".workers").iterdir()] == ["lease.json"]
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["free", "left by a launch that ended"])
@@ -250,16 +243,7 @@ def test_a_second_start_of_a_command_ends_before_anything_is_touched(more: list[
 # Lease of a run folder on a network file system, and in a folder that is removed.
 
 
-def test_a_lease_that_a_cached_listing_lacks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NFS client lists a folder as it was up to 60 s ago, and opens each file as it is."""
-    with Lease(tmp_path) as first:
-        first.acquire()
-        monkeypatch.setattr(os, "listdir", lambda _: [])
-        with Lease(tmp_path) as second, pytest.raises(ResumeError, match="another launch writes into it"):
-            second.acquire()
-
-
-def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
+def test_a_file_that_another_host_replaces_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Lease(tmp_path) as lease:
@@ -267,7 +251,7 @@ def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
     opened, stale = os.open, iter([OSError(errno.ESTALE, "Stale file handle")])
 
     def once(path: Path, flags: int, mode: int = 0o777) -> int:
-        if "lease-" in str(path) and flags & os.O_ACCMODE == os.O_RDONLY:
+        if str(path).endswith("lease.json") and flags & os.O_ACCMODE == os.O_RDONLY:
             for fault in stale:
                 raise fault
         return opened(path, flags, mode)
@@ -278,53 +262,19 @@ def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
         assert next(stale, None) is None
 
 
-def test_a_listing_that_names_a_removed_file_without_end_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dstrain.launch.lease.STALE_LISTING_SECONDS", 0.2)
-    monkeypatch.setattr(os, "listdir", lambda _: ["lease-00000007.json"])
-    with pytest.raises(OSError, match="Stale file handle"):
-        read_latest_lease(tmp_path)
-
-
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Lease]:
-    """A launch that is the third in its folder."""
-    for _ in range(2):
-        with Lease(tmp_path / "run") as earlier:
-            (tmp_path / "run").mkdir(exist_ok=True)
-            earlier.acquire()
     with Lease(tmp_path / "run") as lease:
+        (tmp_path / "run").mkdir()
         lease.acquire()
         yield lease
 
 
 def test_a_holder_whose_records_were_removed_writes_its_lease_again(running: Lease) -> None:
     shutil.rmtree(running.run_dir / ".workers")
-    wait_until(
-        lambda: (running.run_dir / ".workers").is_dir() and read_latest_lease(running.run_dir / ".workers")[0] == 3
-    )
+    wait_until(lambda: read_lease(running.run_dir))
     with Lease(running.run_dir) as second, pytest.raises(ResumeError, match="another launch writes into it"):
         second.acquire()
-
-
-def test_a_holder_hears_of_a_launch_that_began_with_a_lower_number(running: Lease) -> None:
-    heard: list[str] = []
-    running.on_lost = heard.append
-    (running.run_dir / ".workers").rename(running.run_dir / "old")
-    (running.run_dir / ".workers").mkdir(exist_ok=True)
-    holder = json.loads((running.run_dir / "old/lease-00000003.json").read_bytes())
-    other = holder | {"launch": "other", "host": "node9"}
-    for number in (1, 2):
-        atomic_write(running.run_dir / f".workers/lease-{number:08d}.json", json.dumps(other))
-
-    def hears() -> bool:
-        # Its own may come back: in the moment before the others were written it found the folder empty.
-        (running.run_dir / ".workers/lease-00000003.json").unlink(missing_ok=True)
-        return bool(heard)
-
-    wait_until(hears)
-    assert "on node9" in heard[0]
 
 
 def test_a_run_folder_that_was_moved_away_is_not_made_anew(running: Lease, tmp_path: Path) -> None:

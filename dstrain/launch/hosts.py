@@ -282,8 +282,10 @@ def open_worker_group(launch: Launch, run_dir: Path) -> Iterator[WorkerGroup]:
     logs = log_path(run_dir, 0).parent
     logs.mkdir(parents=True, exist_ok=True)
     with open_sessions(launch.hosts, logs, launch.heartbeat_timeout) as sessions:
-        yield MultiHostWorkerGroup(check_hosts(launch, sessions, run_dir), sessions, run_dir)
-        finish_log_copy()
+        try:
+            yield MultiHostWorkerGroup(check_hosts(launch, sessions, run_dir), sessions, run_dir)
+        finally:
+            finish_log_copy()
 
 
 class MultiHostWorkerGroup(WorkerGroup):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+STOPPED_STATES = ("T", "t")
+"""Kernel states of a process that SIGSTOP or a debugger has stopped."""
+
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
     """Return all running descendants, except the children in `excluded_pids`, which are older than the launch."""

@@ -20,7 +20,7 @@ from dstrain.distributed.store import LISTENER_ENV, listen_at
 from dstrain.errors import UsageError
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.command import Launch, check_port
-from dstrain.launch.processes import descendants, kill_descendants
+from dstrain.launch.processes import STOPPED_STATES, descendants, kill_descendants, process_state
 from dstrain.launch.worker import HOST_TIMEOUT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
 from dstrain.process_setup import set_parent_death_signal
 
@@ -39,6 +39,8 @@ class RankEnd:
     """What the rank wrote; None if it did not begin."""
     kill_reason: str = ""
     """Evidence that the kernel killed it because memory was full."""
+    was_stopped: bool = False
+    """True if the process was stopped (SIGSTOP, or a debugger) when the launch was ended."""
 
     @property
     def code(self) -> int | None:
@@ -107,6 +109,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._pidfds: dict[int, int] = {}
         self._oom_kills = read_oom_kills()
         self._excluded_pids: set[int] = set()
+        self._stopped_ranks: set[int] = set()
 
     @property
     def alive_ranks(self) -> Collection[int]:
@@ -159,7 +162,7 @@ class LocalWorkerGroup(WorkerGroup):
         for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):
             is_killed = ended[rank] == -signal.SIGKILL
             reason = describe_oom_kill(self._children[rank].pid, self._oom_kills) if is_killed else ""
-            self.ends[rank] = RankEnd(ended[rank], self._read_record(rank), reason)
+            self.ends[rank] = RankEnd(ended[rank], self._read_record(rank), reason, rank in self._stopped_ranks)
             if rank in self._pidfds:
                 os.close(self._pidfds.pop(rank))
 
@@ -178,6 +181,9 @@ class LocalWorkerGroup(WorkerGroup):
     def kill(self) -> list[str]:
         if not self._children:
             return []
+        self._stopped_ranks = {
+            rank for rank in self.alive_ranks if process_state(self._children[rank].pid) in STOPPED_STATES
+        }
         remaining = kill_descendants(self._excluded_pids, [child.pid for child in self._children.values()])
         for child in self._children.values():
             if child.pid not in remaining:

@@ -64,19 +64,20 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
             group.start()
             _wait_for_exit(stop_state, group, signals)
         finally:
-            # Read before the kill below: these processes ended by themselves.
-            ended, aborted = [*group.ends], group.abort_reason
+            # Read before the kill below.
+            ended_unaided, abort_reason = [*group.ends], group.abort_reason
             # Also after a success: no process of the launch may be left.
             remaining = group.kill()
             set_child_subreaper(False)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
-    result = compute_outcome(group.ends, group.launch.ranks, ended if stop_state.failed_at else [*group.ends])
-    if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
-        _log_stderr(aborted)
+    candidates = ended_unaided if stop_state.failed_at else [*group.ends]
+    outcome = compute_outcome(group.ends, group.launch.ranks, candidates)
+    if abort_reason and outcome.code not in (EXIT_DONE, EXIT_STOPPED):
+        _log_stderr(abort_reason)
         return EXIT_FAILED
-    return _report_outcome(stop_state, group, result)
+    return _report_outcome(stop_state, group, outcome)
 
 
 def exit_without_workers(signum: int, frame: FrameType | None) -> None:
@@ -156,29 +157,32 @@ def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> N
 
 
 def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOutcome) -> int:
-    """Print the error, once: rank 0's output is on the terminal already. Returns the exit code."""
+    """Print why the launch failed. Returns the exit code."""
     if stop_state.killed and outcome.code == EXIT_FAILED:
-        _log_stderr(
-            "ended at once, as asked" + ("; what was not in a checkpoint is lost" if stop_state.is_stopping else "")
-        )
-        return outcome.code
-    if not outcome.message:
-        return outcome.code
-    if stop_state.is_stopping and not _list_records(group.ends):
+        lost = "; what was not in a checkpoint is lost" if stop_state.is_stopping else ""
+        _log_stderr(f"ended at once, as asked{lost}")
+    elif stop_state.is_stopping and outcome.message and not _list_records(group.ends):
         _log_stderr("the signal came before a worker had begun, so there was nothing to save")
-        return outcome.code
-    record = group.ends[outcome.rank].record if outcome.rank in group.ends else None
-    has_error = record is not None and record.error is not None
-    if outcome.rank is not None and (is_debug() or not has_error):  # only its output may tell more than the message
-        log = log_path(group.run_dir, outcome.rank)
-        is_shown = outcome.rank == 0 and log.exists()
-        if not is_shown and not _print_log_tail(log):
-            _print_log_tail(group.find_output(outcome.rank))
-    if outcome.rank != 0 or not has_error:
+    elif outcome.message:
+        if outcome.rank is not None and (is_debug() or not _has_error(group.ends, outcome.rank)):
+            _print_output(group, outcome.rank)
         _log_stderr(outcome.message)
-    elif outcome.code != EXIT_USAGE:
-        _log_stderr(outcome.message.split("\n", 1)[0])
     return outcome.code
+
+
+def _has_error(ends: Mapping[int, RankEnd], rank: int) -> bool:
+    """Return True if the rank has recorded an error; else only its output may tell more than its exit code."""
+    record = ends[rank].record if rank in ends else None
+    return record is not None and record.error is not None
+
+
+def _print_output(group: WorkerGroup, rank: int) -> None:
+    """Print the end of what a rank wrote; that of rank 0 is on the terminal already."""
+    log = log_path(group.run_dir, rank)
+    if rank == 0 and log.exists():
+        return
+    if not _print_log_tail(log):
+        _print_log_tail(group.find_output(rank))
 
 
 def _print_log_tail(path: Path | None) -> bool:
@@ -214,39 +218,44 @@ class LaunchOutcome:
 
 
 def compute_outcome(
-    ends: Mapping[int, RankEnd], ranks: Collection[int], ended: Collection[int] | None = None
+    ends: Mapping[int, RankEnd], ranks: Collection[int], candidates: Collection[int] | None = None
 ) -> LaunchOutcome:
     """Return the outcome of a launch.
 
-    `ended`: the ranks whose processes ended by themselves, in that order; None for all.
+    `candidates`: the ranks whose processes ended unaided, in that order, one of which is to blame; None for all.
     """
     records = dict(_list_records(ends))
     codes = {rank: ends[rank].code for rank in ranks if rank in ends}
-    for rank, code in codes.items():
-        if code == EXIT_USAGE:
-            return LaunchOutcome(EXIT_USAGE, _describe_failure(ends, rank), rank)
+    refused = [rank for rank, code in codes.items() if code == EXIT_USAGE]
+    if refused:
+        return _blame(ends, refused[0], EXIT_USAGE)
     for code in (EXIT_DONE, EXIT_STOPPED):
         if records.keys() >= set(ranks) and set(codes.values()) == {code}:
             return LaunchOutcome(code)
     # Often all ranks do at the same step, and the first one to end says nothing more than the others.
-    if full := [rank for rank, record in records.items() if record.is_out_of_memory]:
-        first = f"{_format_rank(ends, full[0])} ran out of memory{_format_others(full[1:])}"
-        return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[full[0]].error}", full[0])
-    bad = [rank for rank in (ends if ended is None else ended) if codes[rank] not in (EXIT_DONE, EXIT_STOPPED)]
-    # One that ended of a SIGTERM that it was sent did not fail first.
-    for rank in [*(rank for rank in bad if codes[rank] or ends[rank].status != -signal.SIGTERM), *bad]:
-        cause = OUT_OF_MEMORY_HINT if ends[rank].status == -signal.SIGKILL else ""
-        if reason := ends[rank].kill_reason:
-            cause = f": {reason}; {HOST_MEMORY_FIX}"
-        error = records[rank].error if rank in records else None
-        alike = [other for other, record in records.items() if error and record.error == error] or [rank]
-        return LaunchOutcome(EXIT_FAILED, _describe_failure(ends, *alike) + cause, alike[0])
+    out_of_memory = [rank for rank, record in records.items() if record.error_kind == "memory"]
+    if out_of_memory:
+        rank, *others = out_of_memory
+        headline = f"{_format_rank(ends, rank)} ran out of memory{_format_others(others)}"
+        return LaunchOutcome(EXIT_FAILED, f"{headline}\n{records[rank].error}", rank)
+    failed = [
+        rank for rank in (ends if candidates is None else candidates) if codes[rank] not in (EXIT_DONE, EXIT_STOPPED)
+    ]
+    if failed:
+        return _blame(ends, min(failed, key=lambda rank: _rate_innocence(ends[rank])), EXIT_FAILED)
     silent = [rank for rank in ranks if rank not in records]
     if silent:
-        how = describe_exit(ends[silent[0]].status if silent[0] in ends else None)
-        return LaunchOutcome(EXIT_FAILED, f"rank {silent[0]} reported no result; it {how}", silent[0])
-    texts = ", ".join(f"rank {rank} with {record.exit}" for rank, record in records.items())
-    return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {texts}")
+        exit_text = describe_exit(ends[silent[0]].status if silent[0] in ends else None)
+        return LaunchOutcome(EXIT_FAILED, f"rank {silent[0]} reported no result; it {exit_text}", silent[0])
+    exits = ", ".join(f"rank {rank} with {record.exit}" for rank, record in records.items())
+    return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {exits}")
+
+
+def _rate_innocence(end: RankEnd) -> int:
+    """Return 0 for a rank that failed by itself, 1 for one that lost another rank, 2 for one that was sent SIGTERM."""
+    if end.status == -signal.SIGTERM and not end.code:
+        return 2
+    return 1 if end.record is not None and end.record.error_kind == "peer" else 0
 
 
 def _list_records(ends: Mapping[int, RankEnd]) -> list[tuple[int, RankRecord]]:
@@ -254,13 +263,33 @@ def _list_records(ends: Mapping[int, RankEnd]) -> list[tuple[int, RankRecord]]:
     return [(rank, end.record) for rank, end in sorted(ends.items()) if end.record is not None]
 
 
-def _describe_failure(ends: Mapping[int, RankEnd], rank: int, *others: int) -> str:
-    """Return the rank with the error that it recorded, as others did, or with how its process ended."""
-    record = ends[rank].record
-    if record is None or record.exit is None:
-        return f"{_format_rank(ends, rank)} {describe_exit(ends[rank].status)}"
-    error = f": {record.error}" if record.error else ""
-    return f"{_format_rank(ends, rank)} failed with code {record.exit}{_format_others(others)}{error}"
+def _blame(ends: Mapping[int, RankEnd], rank: int, code: int) -> LaunchOutcome:
+    """Return the outcome of a launch that this rank has failed: its error, or how its process ended."""
+    end = ends[rank]
+    if end.record is None or end.record.exit is None:
+        message = f"{_format_rank(ends, rank)} {describe_exit(end.status)}{_describe_kill(end)}"
+        return LaunchOutcome(code, message + _describe_stopped(ends), rank)
+    error = end.record.error
+    alike = [other for other, record in _list_records(ends) if record.error == error] if error else [rank]
+    message = f"{_format_rank(ends, alike[0])} failed with code {end.record.exit}{_format_others(alike[1:])}"
+    if error:
+        message += f": {error}"
+    return LaunchOutcome(code, message + _describe_stopped(ends), alike[0])
+
+
+def _describe_kill(end: RankEnd) -> str:
+    """Return what may have killed a rank."""
+    if end.status != -signal.SIGKILL:
+        return ""
+    return f": {end.kill_reason}; {HOST_MEMORY_FIX}" if end.kill_reason else OUT_OF_MEMORY_HINT
+
+
+def _describe_stopped(ends: Mapping[int, RankEnd]) -> str:
+    """Return which ranks could not go on since their processes were stopped; empty if there are none."""
+    stopped = [rank for rank, end in sorted(ends.items()) if end.was_stopped]
+    if not stopped:
+        return ""
+    return f"; stopped by SIGSTOP or a debugger: rank{'s' * (len(stopped) > 1)} {first_names(stopped, 8)}"
 
 
 def _format_others(ranks: Sequence[int]) -> str:

@@ -10,10 +10,12 @@ import signal
 import sys
 
 CLEAR_LINE = b"\r\x1b[K"
+END_OF_COPY = b"--- the rest is in this log only ---\n"
+"""Line of the log after which nothing is copied."""
 
 
 def follow_file(path: str, offset: int) -> None:
-    """Copy the file to stdout from `offset` on, until stdin is closed or the parent has ended."""
+    """Copy the file to stdout from `offset` on, until END_OF_COPY, stdin is closed, or the parent has ended."""
     parent = os.getppid()
     clears, at_line_start = os.isatty(1) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"), True
     with open(path, "rb", buffering=0) as log:
@@ -23,8 +25,11 @@ def follow_file(path: str, offset: int) -> None:
             ended = bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
             while part := log.read(1 << 16):
                 # The training process draws a progress line on the same terminal, and draws it again afterwards.
+                part, end, _ = part.partition(END_OF_COPY)
                 _write_stdout(CLEAR_LINE + part if clears and at_line_start else part)
                 at_line_start = part.endswith(b"\n")
+                if end:
+                    return
             if ended:
                 return
 

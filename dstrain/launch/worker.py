@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from dstrain.errors import (
     EXIT_FAILED,
     DstrainError,
     OutOfMemoryError,
+    PeerFailureError,
     describe_unexpected,
     explain_system_error,
     format_traceback,
@@ -27,6 +29,7 @@ from dstrain.errors import (
 )
 from dstrain.files import atomic_write, read_limited
 from dstrain.launch.processes import process_state
+from dstrain.launch.tee_log import END_OF_COPY
 from dstrain.process_setup import log_stderr, set_parent_death_signal
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
@@ -50,6 +53,7 @@ MAX_ERROR_CHARS = 80_000
 """Characters of an error that are recorded: as JSON, each takes at most 12 bytes."""
 
 _log_copier: subprocess.Popen[bytes] | None = None
+_has_terminal_ended = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class RankRecord:
     """Exit code; None if the rank runs, or ended before it could write one."""
     error: str | None
     host: str = ""
-    is_out_of_memory: bool = False
+    error_kind: Literal["own", "memory", "peer"] = "own"
+    """memory: out of memory. peer: another rank failed or was lost."""
 
 
 def get_workers_dir(run_dir: Path) -> Path:
@@ -87,9 +92,14 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
     torchrun send SIGTERM to all others, which may be about to end too.
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
-        is_memory = isinstance(error, OutOfMemoryError)
         text = None if error is None else str(error)[:MAX_ERROR_CHARS]
-        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory))
+        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), _error_kind(error)))
+
+
+def _error_kind(error: str | DstrainError | None) -> Literal["own", "memory", "peer"]:
+    if isinstance(error, OutOfMemoryError):
+        return "memory"
+    return "peer" if isinstance(error, PeerFailureError) else "own"
 
 
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
@@ -104,35 +114,46 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     record_start(run_dir, rank)
     redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and HOST_TIMEOUT_ENV not in os.environ)
-    code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]
+    error: str | DstrainError | None = None
     try:
         code = fn()
     except Exception as fault:
         known = fault if isinstance(fault, DstrainError) else explain_system_error(fault)
-        if known is not None:
-            code, error = known.exit_code, known
-            log_stderr((format_traceback(fault) if is_debug() else "") + f"error: {known}")
-            if not isinstance(fault, DstrainError | OSError) and not is_debug():
-                finish_log_copy()
-                log_stderr(format_traceback(fault))  # into the log alone: a compiler's output may be in it
-        else:
-            error = f"{describe_unexpected(fault)}; the full traceback is in {log_path(run_dir, rank)}"
-            _log_traceback(fault, rank, error)
+        error = known or f"{describe_unexpected(fault)}; the full traceback is in {log_path(run_dir, rank)}"
+        code = EXIT_FAILED if known is None else known.exit_code
+        # Of an explained one too: a compiler's output may be in it.
+        needs_traceback = known is None or not isinstance(fault, DstrainError | OSError)
+        with contextlib.suppress(OSError):  # such as a full disk: the record may find room
+            _log_failure(fault, rank, str(error), needs_traceback)
     record_end(run_dir, rank, code, error)
     return code
 
 
-def _log_traceback(fault: Exception, rank: int, summary: str) -> None:
-    """Write an unexpected error to the log; the terminal gets its traceback with --debug only, else one line.
+def _log_failure(fault: Exception, rank: int, error: str, needs_traceback: bool) -> None:
+    """Write an error to the log. The terminal gets one line, under `dstrain` from the supervisor; with --debug all."""
+    traceback = f"rank {rank} failed:\n{format_traceback(fault)}"
+    if is_debug():
+        log_stderr(f"{traceback}error: {error}")
+        return
+    leave_error_to_supervisor(rank)
+    log_stderr(f"error: {error}")
+    if needs_traceback:
+        end_terminal_output(rank)
+        log_stderr(traceback)
 
-    Under `dstrain` the supervisor prints that line.
-    """
-    text = f"rank {rank} failed:\n{format_traceback(fault)}"
-    if not is_debug():
-        if _supervisor_pid() is None:
-            log_stderr(f"error: {summary}")
-        finish_log_copy()
-    log_stderr(text)
+
+def leave_error_to_supervisor(rank: int) -> None:
+    """Keep the rest of the output off the terminal if a supervisor prints the error that this rank records."""
+    if _supervisor_pid() is not None and not is_debug():
+        end_terminal_output(rank)
+
+
+def end_terminal_output(rank: int) -> None:
+    """Write the rest of this process's output to the log alone."""
+    global _has_terminal_ended
+    if rank == 0 and not _has_terminal_ended:
+        _has_terminal_ended = True
+        log_stderr(END_OF_COPY.decode().rstrip("\n"))
 
 
 def _write_record(run_dir: Path, record: RankRecord) -> None:

@@ -29,7 +29,6 @@ from dstrain.launch.topology import Worker
 from dstrain.training.health.diagnosis import Failure
 from dstrain.training.health.liveness import (
     Liveness,
-    Member,
     decode,
     foreign_values,
     get_value,
@@ -79,7 +78,7 @@ class Rendezvous:
         from torch.distributed import HashStore, PrefixStore
 
         if self.size == 1:
-            self.liveness = Liveness(HashStore(), 0, [Member(socket.gethostname())], self._timeout)
+            self.liveness = Liveness(HashStore(), 0, [socket.gethostname()], self._timeout)
             self.liveness.start()
             return self
         try:
@@ -108,10 +107,9 @@ class Rendezvous:
             "machine": get_host_id(),
             "cache": os.path.realpath(cache_root()),
             "software": read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()},
-            "pid": os.getpid(),
         }
         # Before the others may look for it: reading a key that is missing blocks.
-        self._store.set(f"beat/{self.rank}", "0")
+        self._store.set(f"heartbeat/{self.rank}", "0")
         set_value(self._store, f"hello/{self.rank}", own)
         if self.rank == 0:
             hellos = [_parse_hello(content) for content in self._store.multi_get(self._rank_keys("hello"))]
@@ -129,12 +127,7 @@ class Rendezvous:
         self._first_with_cache = [int(first) for first in found["first"]]
         if not len(hosts) == len(self._first_with_cache) == self.size:
             raise ValueError(len(hosts))
-        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        contents = self._store.multi_get([f"hello/{rank}" for rank in here])
-        peers = {rank: decode(content, dict) for rank, content in zip(here, contents, strict=True)}
-        pids = {rank: int(peer["pid"]) for rank, peer in peers.items() if peer["machine"] == own["machine"]}
-        members = [Member(host, pids.get(rank, 0)) for rank, host in enumerate(hosts)]
-        self.liveness = Liveness(self._store, self.rank, members, self._timeout)
+        self.liveness = Liveness(self._store, self.rank, hosts, self._timeout)
         self.liveness.start()
         return one_line(str(found["fault"]))
 

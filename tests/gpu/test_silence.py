@@ -64,4 +64,4 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_others(fault: str, tmp_
 
 def test_a_killed_rank_is_named_before_nccl_ends_the_others(tmp_path: Path) -> None:
     with launched(tmp_path, "SIGKILL", timeout=20.0) as processes:
-        check_end(processes[0], log_path(tmp_path, 0), f"rank 1 on {HOST} has ended without a report")
+        check_end(processes[0], log_path(tmp_path, 0), f"rank 1 on {HOST} went silent")

@@ -10,19 +10,10 @@ from typing import Any, Literal
 from dstrain.distributed.collective_log import parse_ranks
 from dstrain.errors import EXIT_FAILED, first_names
 
-FINAL_KINDS = ("lost", "failed", "stopped", "done")
-"""Kinds of a rank's last status: it is about to exit and writes no other."""
 MAX_TABLE_ROWS = 32
-_STATE_NAMES = {"gone": "ended", "T": "stopped", "D": "in kernel"}
-"""Kernel state of a rank that does not answer -> its state in the table; `silent` for all others."""
 _LOG = "logs/rank-{rank:05d}.log"
 _MESSAGES = {
-    "failed": f"failed: {{text}}; see {_LOG}",
-    "stopped": "was stopped by {text}",
-    "gone": f"has ended without a report{{while_waited}}; {{kill_reason}}see {_LOG} there{{dmesg}}",
     "closed": f"has ended, or lost the network{{while_waited}}; see {_LOG} there, and dmesg for the memory",
-    "T": f"is stopped (SIGSTOP, or a debugger){{waited}}; see {_LOG}",
-    "D": f"hangs in the kernel, on a disk, a network file system or a device{{waited}}; see {_LOG}",
     "silent": f"went silent{{waited}}; see {_LOG} there, and whether that host answers",
     "late": "did not enter {collective} that {ahead} of {members} ranks waited in for {seconds:.0f} s: {are} in {phase}, "
     "where nothing moved for {idle_seconds:.0f} s; see logs/stacks/rank-{rank:05d}.txt",
@@ -36,10 +27,8 @@ _MESSAGES = {
 Cause = tuple[str, list[int], dict[str, Any]]
 """Key of _MESSAGES, ranks to look at, and fields of the message besides those of the first rank's status."""
 Log = Mapping[str, Any]
-
-
-Kind = Literal["alive", "lost", "failed", "stopped", "done"]
-"""lost: another rank went silent. failed: an error of its own. stopped: signal before step 1."""
+RankState = Literal["alive", "lost", "done"]
+"""lost: the rank lost the connection to another one. done: its work is done, and it writes no other status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +37,14 @@ class RankStatus:
 
     rank: int
     host: str
-    kind: Kind = "alive"
-    attention: int = 0
+    state: RankState = "alive"
+    request_number: int = 0
     """Number of status requests and failures of which this rank knew."""
     phase: str = ""
-    step: int | None = None
     idle_seconds: float = 0.0
     """Seconds without progress."""
     collectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """`GroupLog.snapshot` of each process group, by the group's name."""
-    text: str = ""
-    """The error, or the signal's name."""
-    peer_states: Mapping[int, str] = field(default_factory=dict)
-    """Kernel state of the ranks of its host that do not run: `gone`, or a letter."""
-    kill_reason: str = ""
-    """Evidence that the kernel of its host killed one of the ended ranks because memory was full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,52 +73,46 @@ class StatusReport:
     statuses: Mapping[int, RankStatus]
     """Newest status of each rank; it may be older than the request."""
     answered_ranks: frozenset[int]
-    process_states: Mapping[int, str]
-    """Kernel state of the ranks that did not answer: a letter, `gone`, or "" where no rank of their host tells."""
-    kill_reason: str = ""
-    """Evidence that a kernel killed one of the ended ranks because memory was full."""
     reason: str = ""
     """Message of the error that led to the request; empty if no error was raised yet."""
 
 
 def diagnose(report: StatusReport, rank: int) -> Failure:
-    """Return the failure that this rank publishes: of a rank that failed, else of those without an answer, else behind."""
+    """Return the failure that this rank publishes: the ranks that did not answer, else those that are behind."""
     statuses, logs = report.statuses, _get_group_logs(report.statuses)
     group, wait = _find_longest_wait(logs)
     # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all groups.
     late = _find_late({group: logs[group]} if group else logs)
-    several_hosts = len({status.host for status in statuses.values()}) > 1
-    unreachable: Cause = ("network" if several_hosts else "host", [], {})
-    found = _find_own_end(statuses) or _find_missing(report) or late or _find_different(logs)
-    cause, ranks, fields = found or (unreachable if report.reason else ("idle", [], {}))
+    cause, ranks, fields = _find_missing(report) or late or _find_different(logs) or _find_no_rank(report)
     status = statuses[ranks[0]] if ranks else min(statuses.values(), key=lambda status: status.idle_seconds)
-    waits = {"waited": wait and f": {wait}", "while_waited": wait and f" while {wait}"}
-    killed = report.kill_reason
-    waits |= {"kill_reason": killed and f"{killed}; ", "dmesg": "" if killed else ", and dmesg for the memory"}
-    fields = {**vars(status), "phase": status.phase or "no step", "reason": report.reason} | waits | fields
+    fields = {
+        **vars(status),
+        "phase": status.phase or "no step",
+        "reason": report.reason,
+        "waited": f": {wait}" if wait else "",
+        "while_waited": f" while {wait}" if wait else "",
+        **fields,
+    }
     message = f"{format_ranks_by_host(ranks, statuses)} {_MESSAGES[cause].format(**fields)}".lstrip()
-    stop_signal = status.text if cause == "stopped" else ""
     table = format_status_table(report, ranks)
-    return Failure(
-        rank=rank, error=message, stop_signal=stop_signal, is_peer_lost=True, table=table, ranks=tuple(ranks)
-    )
-
-
-def _find_own_end(statuses: Mapping[int, RankStatus]) -> Cause | None:
-    """Return the lowest rank with an error of its own, else the lowest that a signal stopped."""
-    ended = [(status.kind, rank) for rank, status in statuses.items() if status.kind in ("failed", "stopped")]
-    return (min(ended)[0], [min(ended)[1]], {}) if ended else None
+    return Failure(rank=rank, error=message, is_peer_lost=True, table=table, ranks=tuple(ranks))
 
 
 def _find_missing(report: StatusReport) -> Cause | None:
-    """Return the ranks that did not answer, by the state that their processes have in common."""
+    """Return the ranks that did not answer. A closed connection means an exit, or a lost network."""
     missing = sorted(set(report.statuses) - report.answered_ranks)
-    states = {report.process_states.get(rank, "") for rank in missing}
-    cause = states.pop() if len(states) == 1 else "silent"
-    # A closed connection to another host, whose processes cannot be looked up, means an exit.
-    if cause == "" and re.search("closed|reset|refused|broken pipe|exited|aborted", report.reason, re.I):
-        cause = "closed"
-    return (cause if cause in _MESSAGES else "silent", missing, {}) if missing else None
+    if not missing:
+        return None
+    is_closed = re.search("closed|reset|refused|broken pipe|exited|aborted", report.reason, re.I)
+    return ("closed" if is_closed else "silent"), missing, {}
+
+
+def _find_no_rank(report: StatusReport) -> Cause:
+    """Return the cause where no rank is to blame."""
+    if not report.reason:
+        return "idle", [], {}
+    hosts = {status.host for status in report.statuses.values()}
+    return ("network" if len(hosts) > 1 else "host"), [], {}
 
 
 def _get_group_logs(statuses: Mapping[int, RankStatus]) -> dict[str, dict[int, Log]]:
@@ -201,8 +177,8 @@ def format_status_table(report: StatusReport, first: Sequence[int]) -> str:
     ranks = [*first, *sorted(report.statuses.keys() - set(first))]
     rows = [("rank", "host", "state", "doing", "last collective", "idle seconds")]
     for rank in ranks[:MAX_TABLE_ROWS]:
-        status, answered = report.statuses[rank], rank in report.answered_ranks
-        state = status.kind if answered else _STATE_NAMES.get(report.process_states.get(rank, ""), "silent")
+        status = report.statuses[rank]
+        state = status.state if rank in report.answered_ranks else "silent"
         # The collective that it has been inside for longest, else the one that it left last.
         logs = [log for log in status.collectives.values() if log["entered"]]
         log = max(logs, key=lambda log: log["seconds"] * (1 if _waits(log) else -1), default=None)

@@ -16,6 +16,7 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.store import find_connection_error
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
+from dstrain.launch.worker import leave_error_to_supervisor
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
 from dstrain.training.health.diagnosis import Failure
@@ -28,7 +29,7 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 
 
 class Watchdog:
-    """Context manager that watches the phase named by `liveness.log.phase`.
+    """Context manager that watches the phase named by `liveness.collectives.phase`.
 
     Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
     not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
@@ -69,7 +70,7 @@ class Watchdog:
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        log = self._liveness.log
+        log = self._liveness.collectives
         idle = log.idle_seconds()
         self._reset_faulthandler()
         if not log.phase or idle < self._max_idle_seconds:
@@ -87,7 +88,7 @@ class Watchdog:
 
     def _report_idle(self, idle_seconds: float) -> None:
         """Write this rank's stacks; the rank that reports for all also prints a line and logs an event."""
-        log = self._liveness.log
+        log = self._liveness.collectives
         doing, step = log.phase, log.step
         if self._stacks_file is not None:
             with contextlib.suppress(OSError):
@@ -160,26 +161,24 @@ def peer_watchdog(
     of a stalled run; with None there is no watchdog. `phase` is used while `world.log.phase` is empty; `fix` is the
     last part of the message. Ends the heartbeats. Collective.
     """
-    liveness.log = world.log
+    liveness.collectives = world.log
     try:
         with Watchdog(liveness, run_dir, timeout) if run_dir else contextlib.nullcontext():
             yield
-        liveness.write_last_status("done")
-        liveness.close()
+        liveness.finish()
         # The store ends with rank 0: no rank may use it any more by then.
         with contextlib.suppress(RuntimeError):
             world.barrier()
     except StoppedBySignal as stop:
-        liveness.write_last_status("stopped", stop.signal_name)
         liveness.report_failure(Failure(rank=world.rank, error=str(stop), stop_signal=stop.signal_name))
         raise
     except Exception as error:
         reason = find_connection_error(error)
         if reason is None:
-            text = _summarize(error)
-            liveness.write_last_status("failed", text)
-            liveness.report_failure(Failure(rank=world.rank, error=f"{text}; see logs/rank-{world.rank:05d}.log"))
+            error_line = f"{_summarize(error)}; see logs/rank-{world.rank:05d}.log"
+            liveness.report_failure(Failure(rank=world.rank, error=error_line))
             raise
+        leave_error_to_supervisor(world.rank)
         known = error if isinstance(error, PeerFailureError) else None
         phase = known.phase if known else world.log.phase or phase
         _log_error(error, phase, liveness, run_dir)
@@ -207,7 +206,7 @@ def _log_error(error: Exception, phase: str, liveness: Liveness, run_dir: Path |
     with contextlib.suppress(OSError):
         log_stderr(f"rank {liveness.rank}: {type(cause).__name__}: {cause}")
         if run_dir and (stacks := open_stacks_file(run_dir, liveness.rank)) is not None:
-            last = _format_last_collectives(liveness.log)
+            last = _format_last_collectives(liveness.collectives)
             stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)
             stacks.close()

@@ -184,6 +184,50 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_in_the_log(
     assert "with lines" in log.read_text()
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_of_a_rank_is_printed_once(bad: int, run, tmp_path: Path) -> None:
+    code, said = run(f"""
+        from dstrain.errors import PeerFailureError, RunError
+        from dstrain.launch.worker import run_worker
+        def train():
+            print("before")
+            if rank == {bad}:
+                raise RunError("the loss is nan; lower optim.lr")
+            time.sleep(0.5 * rank)
+            raise PeerFailureError("step 3", "rank {bad} failed: the loss is nan", "start again")
+        os._exit(run_worker(run, rank, train))
+    """).end()
+    assert code == 1
+    assert said == f"before\ndstrain: rank {bad} failed with code 1: the loss is nan; lower optim.lr\n"
+    log = (tmp_path / "run/logs/rank-00000.log").read_text()
+    assert "error: the loss is nan; lower optim.lr" in log or "error: step 3: rank 1 failed" in log
+
+
+def test_a_rank_that_was_stopped_is_named_beside_the_rank_that_lost_it(run, tmp_path: Path) -> None:
+    started = run("""
+        from dstrain.errors import PeerFailureError
+        from dstrain.launch.worker import run_worker
+        if rank == 1:
+            tell("ready")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        def train():
+            tell("ready")
+            while "State:\tT" not in Path(f"/proc/{Path('ready-1').read_text()}/status").read_text():
+                time.sleep(0.01)
+            raise PeerFailureError("step 3", "rank 1 went silent", "start again")
+        while not Path("ready-1").exists():
+            time.sleep(0.01)
+        os._exit(run_worker(run, rank, train))
+    """)
+    code, said = started.end()
+    assert code == 1
+    assert (
+        "dstrain: rank 0 failed with code 1: step 3: rank 1 went silent; start again; stopped by SIGSTOP or a debugger: rank 1\n"
+        in said
+    )
+    assert started.left() == []
+
+
 def test_a_killed_rank_is_1_and_named_with_its_signal(run):
     started = run("work(); os._exit(1)")
     os.kill(started.pids()[1], signal.SIGKILL)
@@ -435,6 +479,11 @@ def with_records(codes: dict[int, int], records: dict[int, RankRecord]) -> dict[
             LaunchOutcome(1, "rank 0 was killed by SIGKILL (is the host's memory full? see dmesg)", 0),
         ),
         ({}, {0: 1, 1: 1}, LaunchOutcome(1, "rank 0 ended with code 1", 0)),
+        (
+            {0: RankRecord(0, 1, 1, "lost rank 1", error_kind="peer"), 1: RankRecord(1, 1, 1, "no disk")},
+            {0: 1, 1: 1},
+            LaunchOutcome(1, "rank 1 failed with code 1: no disk", 1),
+        ),
     ],
 )
 def test_the_exit_code_follows_records_before_processes(given, ends, result):
@@ -442,7 +491,7 @@ def test_the_exit_code_follows_records_before_processes(given, ends, result):
 
 
 def failed(rank: int, error: str) -> RankRecord:
-    return RankRecord(rank, 1, 1, error, "host", is_out_of_memory=True)
+    return RankRecord(rank, 1, 1, error, "host", "memory")
 
 
 def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
@@ -454,7 +503,6 @@ def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
 
 
 def test_ranks_that_failed_alike_make_one_message_of_the_first() -> None:
-    """Rank 0's error is on the terminal: the end of another log would repeat it."""
     records = {
         rank: RankRecord(rank, 1, 1, "the loss is nan; lower it" if rank else "other", "host") for rank in range(3)
     }

@@ -89,6 +89,16 @@ def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
     assert process.returncode == 3
 
 
+def test_the_terminal_gets_nothing_after_the_end_of_its_part(tmp_path):
+    script = (
+        "from dstrain.launch.worker import end_terminal_output\n"
+        "redirect_output(Path('a.log'), True)\nprint('one')\nend_terminal_output(0)\nprint('two')"
+    )
+    process = start(script, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.communicate(timeout=60)[0] == "one\n"
+    assert (tmp_path / "a.log").read_text() == "one\n--- the rest is in this log only ---\ntwo\n"
+
+
 def test_other_ranks_write_to_their_log_only(tmp_path):
     log = log_path(tmp_path, 1)
     script = f"print('before'); redirect_output(Path('{log}'), copy_to_terminal=False); print('after')"

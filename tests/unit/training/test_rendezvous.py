@@ -21,7 +21,7 @@ from dstrain.errors import DataError, PeerFailureError, RunError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.training import rendezvous
 from dstrain.training.health import liveness
-from dstrain.training.health.liveness import Failure, Liveness, Member, set_value
+from dstrain.training.health.liveness import Failure, Liveness, set_value
 from dstrain.training.health.signals import StoppedBySignal
 from dstrain.training.rendezvous import Rendezvous
 
@@ -29,7 +29,7 @@ MEND = "fix the cause and start again: prepared data stays in the cache"
 
 
 def make_liveness(size: int = 2) -> Liveness:
-    return Liveness(dist.HashStore(), 0, [Member(f"h{rank}") for rank in range(size)], timedelta(seconds=10))
+    return Liveness(dist.HashStore(), 0, [f"h{rank}" for rank in range(size)], timedelta(seconds=10))
 
 
 class CountingStore:
@@ -349,13 +349,12 @@ def test_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, monk
     monkeypatch.setattr(liveness.Liveness, "start", lambda own: None)
     hosts = {"hosts": ["other", "here"], "host": [0] * (size - 2) + [1, 1]}
     set_value(store.inner, "members", hosts | {"first": [0] * size, "fault": ""})
-    set_value(store.inner, f"hello/{size - 2}", {"pid": 1, "machine": ""})
     for number in range(2):
         set_value(store.inner, f"gather/{number}", [0] * size)
     together = Rendezvous(Worker(size - 1, 1, size, "tests", 2), timedelta(seconds=10))
     with together:
         together.gather(1)
-    assert (store.num_requests, store.num_keys) == (12, 14)
+    assert (store.num_requests, store.num_keys) == (11, 12)
 
 
 def test_rank_0_reads_each_key_of_a_gather_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,10 @@ class CollectiveLog:
 
 def _format_ranks(ranks: tuple[int, ...]) -> list[int] | dict[str, list[int]]:
     """Return the ranks of a group; those at equal distances as {"range": [start, stop, step]}, whatever their number."""
-    if len(ranks) > 1 and ranks == tuple(found := range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] or 1)):
-        return {"range": [found.start, found.stop, found.step]}
+    if len(ranks) > 1:
+        step = ranks[1] - ranks[0]
+        if step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+            return {"range": [ranks[0], ranks[-1] + 1, step]}
     return list(ranks)
 
 

@@ -108,8 +108,9 @@ def find_live_holder(
         time.sleep(_POLL_SECONDS)
         current = read_lease(run_dir)
         # It goes on, or another launch was faster. One that cannot be read is being written.
-        if current != content and (changed := parse_holder(current)) is not None:
-            return changed if changed.beat != RELEASED_HEARTBEAT else None
+        holder = parse_holder(current)
+        if current != content and holder is not None:
+            return holder if holder.beat != RELEASED_HEARTBEAT else None
     return None
 
 
@@ -243,7 +244,8 @@ class Lease:
         while not self._stop_event.wait(HEARTBEAT_SECONDS):
             # Suppressed: a file system that fails for a while; the next heartbeat tries again.
             with contextlib.suppress(OSError):
-                if (conflict := self._write_heartbeat()) and self.on_lost is not None:
+                conflict = self._write_heartbeat()
+                if conflict and self.on_lost is not None:
                     self.on_lost(conflict)
                     return
 

@@ -16,12 +16,12 @@ STOPPED_STATES = ("T", "t")
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
     """Return all running descendants, except the children in `excluded_pids`, which are older than the launch."""
-    found = []
+    processes = []
     for child in psutil.Process().children():
         if child.pid not in excluded_pids:
             with contextlib.suppress(psutil.Error):
-                found += [child, *child.children(recursive=True)]
-    return [process for process in found if process_state(process.pid) not in ("gone", "Z")]
+                processes += [child, *child.children(recursive=True)]
+    return [process for process in processes if process_state(process.pid) not in ("gone", "Z")]
 
 
 def process_state(pid: int) -> str:

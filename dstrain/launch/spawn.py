@@ -134,13 +134,13 @@ class LocalWorkerGroup(WorkerGroup):
             **({HOST_TIMEOUT_ENV: f"{launch.heartbeat_timeout:g}"} if launch.heartbeat_timeout else {}),
         }
         for rank in launch.ranks:
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank - launch.ranks.start)}
+            rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank - launch.ranks.start)}
             listener = [self._listener.fileno()] if self._listener is not None and rank == 0 else []
             if listener:
-                own[LISTENER_ENV] = str(*listener)
+                rank_env[LISTENER_ENV] = str(*listener)
             child = subprocess.Popen(
                 list(launch.argv),
-                env=environment | own,
+                env=environment | rank_env,
                 pass_fds=listener,
                 stdin=None if self._output is None else subprocess.DEVNULL,
                 stdout=self._output,

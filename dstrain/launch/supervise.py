@@ -200,9 +200,9 @@ def _print_log_tail(path: Path | None) -> bool:
     return bool(tail)
 
 
-def _log_stderr(text: str) -> None:
+def _log_stderr(message: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
-        log_stderr(f"dstrain: {text}")
+        log_stderr(f"dstrain: {message}")
 
 
 OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
@@ -228,7 +228,7 @@ def compute_outcome(
     codes = {rank: ends[rank].code for rank in ranks if rank in ends}
     refused = [rank for rank, code in codes.items() if code == EXIT_USAGE]
     if refused:
-        return _blame(ends, refused[0], EXIT_USAGE)
+        return _make_failure(ends, refused[0], EXIT_USAGE)
     for code in (EXIT_DONE, EXIT_STOPPED):
         if records.keys() >= set(ranks) and set(codes.values()) == {code}:
             return LaunchOutcome(code)
@@ -242,7 +242,7 @@ def compute_outcome(
         rank for rank in (ends if candidates is None else candidates) if codes[rank] not in (EXIT_DONE, EXIT_STOPPED)
     ]
     if failed:
-        return _blame(ends, min(failed, key=lambda rank: _rate_innocence(ends[rank])), EXIT_FAILED)
+        return _make_failure(ends, min(failed, key=lambda rank: _blame_order(ends[rank])), EXIT_FAILED)
     silent = [rank for rank in ranks if rank not in records]
     if silent:
         exit_text = describe_exit(ends[silent[0]].status if silent[0] in ends else None)
@@ -251,7 +251,7 @@ def compute_outcome(
     return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {exits}")
 
 
-def _rate_innocence(end: RankEnd) -> int:
+def _blame_order(end: RankEnd) -> int:
     """Return 0 for a rank that failed by itself, 1 for one that lost another rank, 2 for one that was sent SIGTERM."""
     if end.status == -signal.SIGTERM and not end.code:
         return 2
@@ -263,7 +263,7 @@ def _list_records(ends: Mapping[int, RankEnd]) -> list[tuple[int, RankRecord]]:
     return [(rank, end.record) for rank, end in sorted(ends.items()) if end.record is not None]
 
 
-def _blame(ends: Mapping[int, RankEnd], rank: int, code: int) -> LaunchOutcome:
+def _make_failure(ends: Mapping[int, RankEnd], rank: int, code: int) -> LaunchOutcome:
     """Return the outcome of a launch that this rank has failed: its error, or how its process ended."""
     end = ends[rank]
     if end.record is None or end.record.exit is None:

@@ -23,7 +23,10 @@ def follow_file(path: str, offset: int) -> None:
         while True:
             # Checked before the file is read, so that the last output is still copied.
             ended = bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
-            while part := log.read(1 << 16):
+            while True:
+                part = log.read(1 << 16)
+                if not part:
+                    break
                 # The training process draws a progress line on the same terminal, and draws it again afterwards.
                 part, end, _ = part.partition(END_OF_COPY)
                 _write_stdout(CLEAR_LINE + part if clears and at_line_start else part)

@@ -92,8 +92,8 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | 
     torchrun send SIGTERM to all others, which may be about to end too.
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
-        text = None if error is None else str(error)[:MAX_ERROR_CHARS]
-        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), _error_kind(error)))
+        message = None if error is None else str(error)[:MAX_ERROR_CHARS]
+        _write_record(run_dir, RankRecord(rank, os.getpid(), code, message, socket.gethostname(), _error_kind(error)))
 
 
 def _error_kind(error: str | DstrainError | None) -> Literal["own", "memory", "peer"]:
@@ -170,12 +170,13 @@ def _record_name(rank: int, launch_id: str) -> str:
 def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecord]:
     """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command launched."""
     ending = f".{launch_id}.json" if launch_id else ".json"
-    found = {}
+    records = {}
     for path in sorted(get_workers_dir(run_dir).glob(f"rank-*{ending}")):
         # Without an id, the pattern also matches names that have one.
-        if path.name.count(".") == ending.count(".") and (record := _read_record(path)) is not None:
-            found[record.rank] = record
-    return found
+        record = _read_record(path) if path.name.count(".") == ending.count(".") else None
+        if record is not None:
+            records[record.rank] = record
+    return records
 
 
 def read_rank_record(run_dir: Path, rank: int, launch_id: str = "") -> RankRecord | None:
@@ -252,12 +253,12 @@ def _exit_with_stopped(parent: int, timeout: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def print_error(text: str) -> None:
+def print_error(message: str) -> None:
     """Write a line to stderr; give up after 2 s if its reader does not read."""
 
     def write() -> None:
         with contextlib.suppress(OSError):
-            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+            os.write(2, f"{message}\n".encode(errors="backslashreplace"))
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()

@@ -156,7 +156,8 @@ def _find_different(logs: Mapping[str, Mapping[int, Log]]) -> Cause | None:
         names = {rank: "".join(log["names"][-1:]) for rank, log in group.items()}
         odd = min(names.values(), key=[*names.values()].count)
         ranks = [rank for rank, name in names.items() if name == odd]
-        if others := ", ".join(sorted({*names.values()} - {odd})):
+        others = ", ".join(sorted({*names.values()} - {odd}))
+        if others:
             return "different", ranks, {"name": odd, "number": group[ranks[0]]["entered"], "others": others}
     return None
 

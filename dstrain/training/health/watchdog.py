@@ -205,7 +205,8 @@ def _log_error(error: Exception, phase: str, liveness: Liveness, run_dir: Path |
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
         log_stderr(f"rank {liveness.rank}: {type(cause).__name__}: {cause}")
-        if run_dir and (stacks := open_stacks_file(run_dir, liveness.rank)) is not None:
+        stacks = open_stacks_file(run_dir, liveness.rank) if run_dir else None
+        if stacks is not None:
             last = _format_last_collectives(liveness.collectives)
             stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)

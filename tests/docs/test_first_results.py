@@ -21,7 +21,7 @@ from tests.vocabulary import write_jsonl
 from tests.workers import ROOT
 
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## First results\n")[2].partition("\n## ")[0]
-QWEN, DEMO = [
+DEMO, QWEN = [
     [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("dstrain ")]
     for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.S)
 ]

@@ -1,7 +1,8 @@
-"""README: every path that it names exists."""
+"""README: the files, functions, extras and figures that it names are there."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from dstrain.commands.plan import PlanRequest, make_report, report_as_json
 from dstrain.config import RunConfig
 from dstrain.tasks import builtin_tasks
+from tests.test_layers import LEVELS
 from tests.workers import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +23,41 @@ def test_every_path_in_the_readme_exists() -> None:
     named = re.findall(r"`((?:dstrain|tests|docs|tools|benchmarks|ds_configs|launchers)/[\w./-]+)`", README)
     assert named
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def find_definitions(path: str) -> dict[str, str]:
+    """Return the functions, classes and methods of a module: name -> which of the three."""
+    kinds = {}
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            kinds[node.name] = "function"
+        elif isinstance(node, ast.ClassDef):
+            kinds[node.name] = "class"
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            kinds.update({f"{node.name}.{method.name}": "method" for method in methods})
+    return kinds
+
+
+WHERE = README.partition("\n## Where things are\n")[2].partition("\n## ")[0]
+NAMED = re.findall(r"`(dstrain/[\w/]+\.py)`, (function|class|method) `([\w.]+)`", WHERE)
+"""(path, kind, name) of the code that the section names."""
+
+
+@pytest.mark.parametrize(("path", "kind", "name"), NAMED)
+def test_code_named_by_the_readme_is_what_it_says(path: str, kind: str, name: str) -> None:
+    assert find_definitions(path).get(name) == kind
+
+
+def test_the_readme_names_code() -> None:
+    assert len(NAMED) == WHERE.count("function `") + WHERE.count("class `") + WHERE.count("method `") > 5
+
+
+def test_the_packages_of_the_readme_are_all_and_in_the_order_of_their_imports() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", WHERE.partition("| package |")[2], flags=re.M)
+    levels = [LEVELS[name] for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert levels == sorted(levels)
+    packages = {path.parent.name for path in (ROOT / "dstrain").glob("*/__init__.py")}
+    assert packages - {"recipes"} <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_no_packaged_task_is_listed_as_missing_and_each_is_in_the_table() -> None:
@@ -38,7 +75,8 @@ def test_every_extra_is_named() -> None:
 
 def cells(page: str, section: str, first: str) -> list[list[str]]:
     """Return the cells of the table rows of a section whose first cell matches."""
-    text = (ROOT / page).read_text(encoding="utf-8").partition(f"# {section}\n")[2].partition("```")[0]
+    behind = (ROOT / page).read_text(encoding="utf-8").partition(f"# {section}\n")[2]
+    text = re.split(r"^##", behind, maxsplit=1, flags=re.M)[0]
     return [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
@@ -84,9 +122,9 @@ def test_the_largest_models_need_what_the_planner_predicts(row: list[str]) -> No
 
 
 def test_the_first_results_need_the_memory_that_the_planner_predicts() -> None:
-    lines = README.partition("\n## First results\n")[2].splitlines()
-    predicted = re.search(r"by the plan ([\d.]+ GiB)", lines[1])
-    words = next(line for line in lines if line.startswith("dstrain train")).split()
+    section = README.partition("\n## First results\n")[2].partition("\n## ")[0]
+    predicted = re.search(r"planner predicts ([\d.]+ GiB)", section)
+    words = next(line for line in section.splitlines() if line.startswith("dstrain train --task sft")).split()
     sets = [word for flag, word in pairwise(words) if flag == "--set" and not word.startswith("model.path")]
     assert predicted is not None
     assert predicted[1] == plan("qwen2.5-0.5b", RunConfig().ds_config, 1, *sets, "data.train=train.jsonl")

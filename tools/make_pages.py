@@ -29,14 +29,17 @@ Node = Mapping[str, Any]
 """A node of a JSON schema."""
 
 KEYS_INTRO = """\
-Every key of a recipe, from the schema that checks it. A key that is not here is refused, with the nearest one as a
-suggestion. `--set optim.lr=2e-5` sets a key by its dotted name on the command line and overrides the file;
-`--set model.lora.rank=8` creates the block `lora` if the file has none. `dstrain init TASK` writes a starter recipe
-with the usual keys, and `dstrain train RECIPE --dry-run` prints a recipe with every key.
+```bash
+dstrain init sft --to sft.yaml                      # a starter recipe with the usual keys
+dstrain train sft.yaml --dry-run                    # prints the recipe with every key
+dstrain train sft.yaml --set optim.lr=2e-5          # sets a key by its dotted name; overrides the file
+```
 
-On the command line a key whose type is text takes its value as it stands (`--set launch.slurm.time=24:00:00`); other
-values are YAML, a list in brackets: `--set optim.betas=[0.9,0.95]`. `--set KEY=null` sets a key to null, or removes it
-from the recipe where null is no value.
+This page lists every key of a recipe, from the schema that checks it. dstrain refuses a key that is not here, and
+suggests the nearest one. `--set model.lora.rank=8` creates the block `lora` if the file has none. If the type of a key
+is text, `--set` takes the value unchanged (`--set launch.slurm.time=24:00:00`). Other values are YAML, with a list in
+brackets: `--set optim.betas=[0.9,0.95]`. `--set KEY=null` sets a key to null; if the key cannot be null, it removes the
+key from the recipe.
 
 Blocks are nested in YAML:
 
@@ -50,14 +53,19 @@ optim: {lr: 1.0e-4}
 "empty" is `null` in YAML: the key is not set.
 """
 CLI_INTRO = """\
-Every command and option, as `dstrain COMMAND --help` prints them. Options can be written with `-` or `_`.
-RECIPE is a YAML file or the name of a packaged recipe (`dstrain recipes`); without it `./recipe.yaml` is read, or, with
-`--task`, nothing but the command line. RUN is a run folder.
+```bash
+dstrain --help
+dstrain train --help
+```
+
+This page lists every command and option, as `dstrain COMMAND --help` prints them. You can write options with `-` or
+`_`. RECIPE is a YAML file or the name of a packaged recipe (`dstrain recipes`). Without RECIPE dstrain reads
+`./recipe.yaml`; with `--task` and without RECIPE it reads only the command line. RUN is a run folder.
 
 Exit codes: 0 done; 1 the run failed; 2 bad usage, recipe, preset or data, before any process group starts; 75 stopped
 by a signal after a complete checkpoint was written: the same command resumes ([Exit codes](launch.md#exit-codes)).
 
-Completion of commands, options, recipes, presets, tasks, model shapes and the keys of `--set`:
+A shell can complete commands, options, recipes, presets, tasks, model shapes and the keys of `--set`:
 
 ```bash
 dstrain completion bash >> ~/.bashrc
@@ -66,7 +74,7 @@ dstrain completion fish > ~/.config/fish/completions/dstrain.fish
 ```
 """
 ALIASES_INTRO = """\
-A recipe with one of these names is refused, and the error says what the row says; a `*` stands for any letters.
+dstrain refuses a recipe with one of these names, and the error says what the row says. A `*` stands for any letters.
 `dstrain init --from THEIR.yaml --to recipe.yaml` converts a whole file.
 [Coming from other trainers](coming-from.md) compares whole recipes.
 """
@@ -221,7 +229,7 @@ def render_aliases() -> str:
         same = " or ".join(f"`{str(value).lower()}`" for value in answer.values)
         shown = f"`{name}`" + (f" ({same})" if same else "")
         rows.setdefault(answer.kind, {}).setdefault(answer.text, []).append(shown)
-    titles = {"keys": "here", "by value": "not supported, but for a value in brackets, which is what is done here"}
+    titles = {"keys": "here", "by value": "not supported, except for a value in brackets, which is what dstrain does"}
     tables = [
         render_table(
             (titles.get(kind, kind), "names"),

@@ -371,7 +371,7 @@ def show(
     """Show records of FILE as the model sees them.
 
     The text is that of the tokens, special ones included; learnt tokens are green, or between \u27e6 and \u27e7 in a
-    pipe. Images are named with their size. The last line tells how the records are packed.
+    pipe. Images are named with their size. The last line says how the records are packed.
     """
     from dstrain.commands.data import show_file
 
@@ -466,7 +466,7 @@ def init(
 
     In a starter, model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
     --gpus and --gpu-memory for another machine. With --from, each key of the file is in the recipe, or in a comment
-    with the reason; TASK is needed where the file does not say the method.
+    with the reason; TASK is needed if the file does not say the method.
     """
     if to is not None and to.exists():
         raise UsageError(f"--to {to}: already exists; choose another name")

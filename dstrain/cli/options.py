@@ -152,7 +152,7 @@ READER_OPTIONS = (
     click.option(
         "--task",
         shell_complete=complete_names(TASKS, or_file=True),
-        help="Task that reads the file; default: that of --recipe.",
+        help="Task that reads the file; default: the task of --recipe.",
     ),
 )
 """What a data file is read with."""

@@ -127,8 +127,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Rank-stabilized LoRA: the update is multiplied by alpha / sqrt(rank) (arXiv 2312.03732)."""
     create_new_adapter: bool = True
-    """If `path` is an adapter folder: true merges its adapter into the base and trains a new one; false trains its
-    adapter on, with the folder's rank, alpha and targets."""
+    """If `path` is an adapter folder: true merges its adapter into the base and trains a new one; false trains its adapter on, with the folder's rank, alpha and targets."""
 
 
 class TokenizerConfig(Section):
@@ -180,8 +179,7 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as {enable_thinking: false}, in training, generation, scoring and chats. The exported template has them as defaults, which a server may override."""
     chat_template_time: Annotated[str | None, BeforeValidator(_to_template_time)] = None
-    """Time for a chat template that asks for the present one (Llama 3.2, Granite), such as 2026-11-28T09:00:00. Empty:
-    the time of the run's first start, which the run records for resume, evaluation and generation."""
+    """Time for a chat template that asks for the present one (Llama 3.2, Granite), such as 2026-11-28T09:00:00. Empty: the time of the run's first start, which the run records for resume, evaluation and generation."""
     init: str | None = None
     """Initial weights: safetensors, a .pt file with or without "module." prefixes, or a run folder as in `path`, its adapters merged."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -189,28 +187,21 @@ class ModelConfig(Section):
     attn_implementation: AttnImplementation = "auto"
     """Attention implementation: auto (chosen by transformers), sdpa, eager, flash_attention_2, flash_attention_3, flex_attention, or a kernel on the Hub such as kernels-community/flash-attn2."""
     kernels: Literal["auto", "liger", "none"] = "auto"
-    """Fused kernels for norms, rotary embeddings, gated MLPs, and residuals added before a norm. liger:
-    liger-kernel's, on GPUs, with the extra [kernels], in every module whose values they reproduce; auto: liger if it
-    is installed and can run; none: transformers' own operations."""
+    """Fused kernels for norms, rotary embeddings, gated MLPs, and residuals added before a norm. liger: liger-kernel's, on GPUs, with the extra [kernels], in every module whose values they reproduce; auto: liger if it is installed and can run; none: transformers' own operations."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None
     """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize]; int8 also a ZeRO stage below 3."""
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
-    """NEFTune: in training, add uniform noise to the token embeddings, at most this number / sqrt(tokens of the
-    sequence x hidden size) (arXiv 2310.05914)."""
+    """NEFTune: in training, add uniform noise to the token embeddings, at most this number / sqrt(tokens of the sequence x hidden size) (arXiv 2310.05914)."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Mixture of experts: factor of the router's auxiliary loss. Empty: the factor in the model's config, if its
-    output_router_logits is true."""
+    """Mixture of experts: factor of the router's auxiliary loss. Empty: the factor in the model's config, if its output_router_logits is true."""
     gradient_checkpointing: ShareOfLayers = True
-    """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5 does so
-    in that share of the layers."""
+    """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5 does so in that share of the layers."""
     tiled_mlp: TiledMlp = "auto"
-    """Run the MLPs of the decoder in tiles of tokens, so that only one tile's intermediate activations exist at a
-    time. auto: tiles of 8,192 tokens in layers that recompute their activations, where tiles cost nothing; true: in
-    all layers; a number: tokens of a tile, in all layers."""
+    """Run the MLPs of the decoder in tiles of tokens, so that only one tile's intermediate activations exist at a time. auto: tiles of 8,192 tokens in layers that recompute their activations, where tiles cost nothing; true: in all layers; a number: tokens of a tile, in all layers."""
     trust_remote_code: bool = False
     """Let transformers run Python code from the model's folder or repository."""
 
@@ -282,8 +273,7 @@ class DataConfig(Section):
     eval_fraction: Fraction = 0.0
     """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
     eval_group: Annotated[str, Field(min_length=1)] | None = None
-    """With eval_fraction: a column, such as a document's name; records with equal values stay on one side. Empty:
-    records with equal prompts do."""
+    """With eval_fraction: a column, such as a document's name; records with equal values stay on one side. Empty: records with equal prompts do."""
     max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
     """Maximum tokens per sequence. Longer ones lose older turns, then the end of answers; the last user turn stays."""
     max_prompt_length: PositiveInt | None = None
@@ -312,28 +302,22 @@ class BatchConfig(Section):
     micro: PositiveInt | None = None
     """Samples per forward pass and process. With tokens_per_micro it is an upper limit, and you may leave it out."""
     accumulate: PositiveInt | None = None
-    """Forward passes per optimizer step and process. With tokens_per_micro it follows from the lengths of the
-    samples."""
+    """Forward passes per optimizer step and process. With tokens_per_micro it follows from the lengths of the samples."""
     tokens_per_micro: PositiveInt | None = None
     """Tokens per forward pass and process, padding included, instead of a number of samples; needs total. A longer sample is alone in its pass."""
     packing: bool | Literal["auto"] = "auto"
-    """Put the sequences of a micro-batch into one row without padding. auto: do so if the model is known to compute
-    the same; if not, the run says why."""
+    """Put the sequences of a micro-batch into one row without padding. auto: do so if the model is known to compute the same; if not, the run says why."""
     prefix_sharing: bool | Literal["auto"] = "auto"
     """Compute the common beginning of the two answers of a pair once, instead of once for each; needs packing."""
     on_oom: Literal["stop", "shrink"] = "stop"
-    """If a micro-batch does not fit into memory: stop ends with an error; shrink tries the longest batch before the
-    first step, and halves the micro-batch until it fits. The total stays."""
+    """If a micro-batch does not fit into memory: stop ends with an error; shrink tries the longest batch before the first step, and halves the micro-batch until it fits. The total stays."""
 
 
 class ParallelConfig(Section):
     """How processes share the work, besides ZeRO's partitions."""
 
     sequence: PositiveInt = 1
-    """Number of processes that compute each micro-batch together, each a part of its tokens and of the attention heads
-    (DeepSpeed-Ulysses, arXiv 2309.14509). Sequences may be that many times as long. It must divide the number of
-    processes and of attention heads, and it needs packed batches. Each process still holds all token ids and images of
-    a sample."""
+    """Number of processes that compute each micro-batch together, each a part of its tokens and of the attention heads (DeepSpeed-Ulysses, arXiv 2309.14509). Sequences may be that many times as long. It must divide the number of processes and of attention heads, and it needs packed batches. Each process still holds all token ids and images of a sample."""
 
 
 class GroupConfig(Section):
@@ -444,11 +428,9 @@ class GenerateConfig(Section):
     max_new_tokens: PositiveInt | None = None
     """Largest number of tokens of an answer. Empty: 256; 32 for docqa, 24 for temporal."""
     metrics: list[str] | None = None
-    """Metrics that compare the answers with the answers of the data: exact_match, relaxed_number_match, anls. Empty:
-    all of them for docqa, pattern_accuracy for temporal, none for other tasks."""
+    """Metrics that compare the answers with the answers of the data: exact_match, relaxed_number_match, anls. Empty: all of them for docqa, pattern_accuracy for temporal, none for other tasks."""
     reward_model: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of an exported reward model that scores the answers. reward is their mean score; win_rate is how often an
-    answer scores higher than the answer of the data. The reward model is in memory next to the model."""
+    """Folder of an exported reward model that scores the answers. reward is their mean score; win_rate is how often an answer scores higher than the answer of the data. The reward model is in memory next to the model."""
 
 
 LOWER_IS_BETTER = ("loss", "perplexity", "rmsd", "mae", "kl", "error")
@@ -492,9 +474,7 @@ class SaveConfig(Section):
     prune_when_full: bool = False
     """If the disk has no space for another checkpoint, delete older ones first, but never the newest complete one."""
     copy_to: str | None = None
-    """Absolute path or URL (`s3://bucket/runs`, `sftp://host/runs`: fsspec) of a folder for a second copy of the run's
-    checkpoints, `COPY_TO/NAME OF THE RUN FOLDER`. The copies are made in the background. A run folder without a
-    checkpoint continues from there."""
+    """Absolute path or URL (`s3://bucket/runs`, `sftp://host/runs`: fsspec) of a folder for a second copy of the run's checkpoints, `COPY_TO/NAME OF THE RUN FOLDER`. The copies are made in the background. A run folder without a checkpoint continues from there."""
 
     @field_validator("copy_to")
     @classmethod

@@ -54,8 +54,8 @@ optim: {lr: 1.0e-4}
 """
 CLI_INTRO = """\
 ```bash
-dstrain --help
-dstrain train --help
+dstrain recipes                      # lists the packaged recipes
+dstrain train demo-rm --dry-run      # prints recipe, DeepSpeed JSON and launch command; starts nothing
 ```
 
 This page lists every command and option, as `dstrain COMMAND --help` prints them. You can write options with `-` or

@@ -370,8 +370,8 @@ def show(
 ) -> None:
     """Show records of FILE as the model sees them.
 
-    The text is that of the tokens, special ones included; learnt tokens are green, or between \u27e6 and \u27e7 in a
-    pipe. Images are named with their size. The last line says how the records are packed.
+    The text is decoded from the tokens, special ones included. Learnt tokens are green, or between \u27e6 and \u27e7
+    in a pipe. Images are named with their size. The last line says how the records are packed.
     """
     from dstrain.commands.data import show_file
 

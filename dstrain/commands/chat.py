@@ -155,7 +155,9 @@ class Chat:
             return HELP
         if word in ("/exit", "/quit"):
             raise EOFError
-        raise UsageError(f"{word}: is no command; /help lists them, and a blank before the / makes it a message")
+        raise UsageError(
+            f"{word}: is not a command; /help lists the commands. To send a message, write a blank before the /"
+        )
 
     def _set_temperature(self, value: str) -> str:
         try:

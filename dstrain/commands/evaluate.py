@@ -118,6 +118,6 @@ def check_reference(saved: SavedModel) -> None:
         path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):
             raise UsageError(
-                f"{saved.folder}: a policy cannot be its own reference, and the folder does not name the one it was trained "
-                "against; give that model's folder with --set options.ref_model=FOLDER"
+                f"{saved.folder}: a policy cannot be its own reference, and the folder does not name its reference; give "
+                "the reference's folder with --set options.ref_model=FOLDER"
             )

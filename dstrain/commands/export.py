@@ -135,9 +135,7 @@ def export_model(
     if place.exists() and any(place.iterdir()):
         raise UsageError(f"--to {output_dir}: exists and is not empty; choose another folder")
     if place.is_mount():
-        raise UsageError(
-            f"--to {output_dir}: a disk is mounted there, which no folder can replace; name a folder inside"
-        )
+        raise UsageError(f"--to {output_dir}: a disk is mounted there; name a folder inside it")
     check_probe_data(run_dir, EXPORT_RECIPE, overrides)
     remove_stale_partials(place)
     # A dry run leaves the partial folder, which is removed.

@@ -239,7 +239,7 @@ def train(
     """
     _check_launch("train", launch)
     if in_process and launch:
-        raise UsageError(f"dstrain.train(in_process=True): is one process; leave {next(iter(launch))} out")
+        raise UsageError(f"dstrain.train(in_process=True): trains in one process; leave {next(iter(launch))} out")
     is_dict = isinstance(recipe, Mapping)
     request = TrainRequest(
         recipe=None if is_dict else str(recipe),

@@ -62,7 +62,7 @@ class Publication:
             raise UsageError(f"--license {self.license}: is not an identifier; {fix}")
         if self.repo_id is None:
             if self.private:
-                raise UsageError("--private: is about a repository, and none is named; add --push-to-hub OWNER/NAME")
+                raise UsageError("--private: needs a repository; add --push-to-hub OWNER/NAME")
             return
         from huggingface_hub import constants, get_token
         from huggingface_hub.errors import HFValidationError
@@ -99,7 +99,7 @@ def push_to_hub(folder: Path, target: Publication) -> str:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
         api.create_repo(repo_id, private=target.private or None, exist_ok=True)
         if target.private and not api.model_info(repo_id).private:
-            raise ValueError("it exists and is public, which --private does not change; make it private there first")
+            raise ValueError("it exists and is public, and --private cannot change that; make it private there first")
         with log_if_slow(f"uploading {folder} to {repo_id}"):
             api.upload_folder(
                 repo_id=repo_id,

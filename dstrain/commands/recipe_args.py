@@ -291,7 +291,7 @@ def _missing_file_fault(key: str, text: str, recipe_dir: Path) -> Fault:
     if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
         return Fault(f"{key} {text}", reason, "give a .jsonl, .json or .parquet file")
     if "$" in text:
-        return Fault(f"{key} {text}", "holds a $, and variables are not replaced", "write the path out")
+        return Fault(f"{key} {text}", "holds a $, but dstrain replaces no variables", "write the path out")
     if scheme := re.match(r"[A-Za-z][\w+.-]+://", text):
         fix = "download or mount it, and give the local path; or write org/name for a dataset on the hub"
         return Fault(f"{key} {text}", f"data is not read from {scheme[0]}", fix)

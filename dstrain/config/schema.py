@@ -213,7 +213,9 @@ def _check_columns(value: Any) -> Any:
     """Refuse `{a:b}`, which YAML reads as one key without a value."""
     for name in value if isinstance(value, dict) else ():
         if isinstance(name, str) and ":" in name and ": " not in name and value[name] is None:
-            raise ValueError(f"has a column '{name}' without a value; write a blank after the colon, in quotes")
+            raise ValueError(
+                f"has a column '{name}' without a value; write a blank after the colon, and quotes around --set's value"
+            )
     return value
 
 

@@ -203,7 +203,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a data file misspelt": (sets("data.train=trian.jsonl"), ["trian.jsonl", "there is no such file", "did you mean 'train.jsonl'?"]),
     "a file with an ending that a hub name has not": (sets("data.train=org/name.jsonl"), ["org/name.jsonl", "there is no such file", "org/name for a dataset on the hub"]),
     "a name of three parts": (sets("data.train=a/b/c"), ["data.train a/b/c", "there is no such file"]),
-    "a path with a variable": (sets("data.train=$HOME/x.jsonl"), ["data.train $HOME/x.jsonl: holds a $, and variables are not replaced; write the path out"]),
+    "a path with a variable": (sets("data.train=$HOME/x.jsonl"), ["data.train $HOME/x.jsonl: holds a $, but dstrain replaces no variables; write the path out"]),
     "a URL of data": (sets("data.train=s3://bucket/x.jsonl"), ["data is not read from s3://; download or mount it"]),
     "a data file of a recipe that is not there": (recipe("task: rm\noptim: {lr: 1}\ndata:\n  train: [{path: x.jsonl}]\n"), ["error: bad.yaml:4 data.train x.jsonl: there is no such file"]),
     "a metric of a recipe that does not exist": (recipe("task: rm\nmodel: {path: model}\ndata: {train: train.jsonl}\neval: {metric: f1}\n"), ["error: bad.yaml:4 eval.metric: 'f1' is not a metric"]),

@@ -332,7 +332,7 @@ def test_a_mounted_disk_is_no_place_but_a_folder_in_it_is(
 ) -> None:
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "disk")
-    with pytest.raises(UsageError, match="a disk is mounted there, which no folder can replace; name a folder inside"):
+    with pytest.raises(UsageError, match="a disk is mounted there; name a folder inside it"):
         export_model(run, "last", tmp_path / "disk")
     export_model(run, "last", tmp_path / "disk/out")
 

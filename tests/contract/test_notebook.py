@@ -71,7 +71,7 @@ def test_a_dict_is_read_as_the_same_recipe_in_a_file(values: dict[str, Any], tmp
         ({"task": "rm", "optim": {"learning_rate": 1e-5}}, {}, r"--set optim.*learning_rate.*lr"),
         ({}, {}, "the recipe is empty"),
         ({"task": "rm"}, {"gpus": 2}, r"train\(gpus=\.\.\.\): no such option"),
-        ({"task": "rm"}, {"in_process": True, "num_gpus": 2}, "is one process; leave num_gpus out"),
+        ({"task": "rm"}, {"in_process": True, "num_gpus": 2}, "trains in one process; leave num_gpus out"),
         ("nowhere.yaml", {}, "nowhere"),
     ],
 )

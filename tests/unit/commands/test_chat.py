@@ -65,7 +65,7 @@ def test_commands_change_the_conversation(runs: list[Path]) -> None:
     assert chat.system is None
     assert "/image PATH" in chat.run_command("/help")
     for line, wanted in (
-        ("/temprature 1", "/temprature: is no command"),
+        ("/temprature 1", "/temprature: is not a command"),
         ("/temperature hot", "must be a number from 0"),
         ("/image photo.png", "text-only model; talk without images"),
     ):
@@ -127,7 +127,7 @@ def test_lines_of_a_pipe_are_messages(runs: list[Path]) -> None:
     assert "conversation forgotten" in found.stderr
     wrong = piped("/nope\n", runs[0])
     assert wrong.exit_code == 2
-    assert "/nope: is no command" in wrong.stderr
+    assert "/nope: is not a command" in wrong.stderr
     assert piped("", *runs, runs[0]).exit_code == 2
 
 

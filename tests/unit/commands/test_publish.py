@@ -232,7 +232,7 @@ def test_a_private_repository_is_created_and_a_public_one_is_not_filled(folder: 
     push_to_hub(folder, Publication(repo_id="me/hidden", private=True))
     assert hub.private == {"me/hidden"}
     hub.repos["me/open"] = {}
-    with pytest.raises(RunError, match="it exists and is public, which --private does not change"):
+    with pytest.raises(RunError, match="it exists and is public, and --private cannot change that"):
         push_to_hub(folder, Publication(repo_id="me/open", private=True))
     assert hub.repos["me/open"] == {}
 
@@ -263,7 +263,7 @@ def test_a_hub_that_does_not_answer_is_an_error_with_what_to_do(
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ({"private": True}, "--private: is about a repository"),
+        ({"private": True}, "--private: needs a repository"),
         ({"repo_id": "model"}, "names no owner; write OWNER/NAME"),
         ({"repo_id": "a/b/c"}, "write OWNER/NAME"),
         ({"repo_id": "me/mo del"}, "write OWNER/NAME"),

@@ -59,6 +59,14 @@ def test_a_command_that_is_named_exists(page: Path) -> None:
     assert set(named) <= set(main.commands), page
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_script_of_the_repository_exists_or_is_called_one_of_its_time(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    scripts = re.findall(r"python -m ((?:benchmarks|tests|tools)(?:\.\w+)+)([^`]*`, a script of that time)?", text)
+    paths = [ROOT / name.replace(".", "/") for name, old in scripts if not old]
+    assert not [path for path in paths if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()]
+
+
 @pytest.mark.parametrize(("page", "text"), RECIPES)
 def test_a_recipe_in_the_docs_reads_clean(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)

@@ -163,7 +163,7 @@ MACHINE_OPTIONS = (
         metavar="SIZE",
         help="Memory of one GPU, such as 24GiB; default: this machine's.",
     ),
-    click.option("--gpus", type=click.IntRange(1, 1024), help="GPUs per host; default: those of this machine, or 1."),
+    click.option("--gpus", type=click.IntRange(1, 1024), help="GPUs per host; default: this machine's, or 1."),
 )
 """GPUs of another machine than this one."""
 PLAN_OPTIONS = (

@@ -183,14 +183,14 @@ def compare_losses(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping
     mine, theirs = _losses_by_row(rows), _losses_by_row(baseline)
     if mine.keys() != theirs.keys() or not theirs:
         names = [", ".join(f"{split} {step}" for split, step in losses) or "none" for losses in (mine, theirs)]
-        return math.inf, f"its rows are {names[0]}, those of the unbroken run {names[1]}"
+        return math.inf, f"its rows are {names[0]}, but the unbroken run has {names[1]}"
     differences = {key: abs(mine[key] - loss) / max(abs(loss), 1e-12) for key, loss in theirs.items()}
     where = max(differences, key=lambda key: math.inf if math.isnan(differences[key]) else differences[key])
     worst = differences[where]
     if worst <= TOLERANCE:
         return worst, ""
     return worst, (
-        f"the {where[0]} loss of step {where[1]} is {mine[where]:.8g}, that of the unbroken run {theirs[where]:.8g}: "
+        f"the {where[0]} loss of step {where[1]} is {mine[where]:.8g}, but {theirs[where]:.8g} in the unbroken run: "
         f"a relative difference of {worst:.2g}, and rounding explains up to {TOLERANCE:g}"
     )
 

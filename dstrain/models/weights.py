@@ -348,7 +348,7 @@ _CONFIG_ORIGINS = ("_name_or_path", "base_model_name_or_path", "transformers_ver
 HASH_THREADS = 8
 
 BASE_CHANGED_MESSAGE = (
-    "its adapters were trained on other weights than those that the recipe names now; "
+    "its adapters were trained on other weights than the recipe names now; "
     "restore the old model.path, model.config or model.init, or start a new run"
 )
 

@@ -475,7 +475,7 @@ METHODS = {
     "rl: grpo\nbase_model: x": "theirs.yaml:1 rl: is grpo, which is not supported",
     "rlhf_type: gkd": "rlhf_type: is gkd",
     "tuner_type: lora\ntask_type: seq_cls": "task_type: is seq_cls, which is not supported",
-    "cutoff_len: 8\nuse_galore: true": "use_galore: is True, which is not supported; there are no optimizers besides",
+    "cutoff_len: 8\nuse_galore: true": "use_galore: is True, which is not supported; there are no optimizers other than",
     "compute_environment: LOCAL_MACHINE": "is a launch configuration of accelerate",
     '{"zero_optimization": {"stage": 2}}': "is a DeepSpeed JSON; `dstrain presets --adopt theirs.yaml`",
     "task: sft\nmodel: {path: x}": "is a recipe of dstrain already",

@@ -204,10 +204,10 @@ def rows(*losses: float | None) -> list[dict[str, Any]]:
             (0.7, 0.61, 0.5),
             (0.7, 0.6, 0.5),
             1 / 60,
-            "train loss of step 2 is 0.61, that of the unbroken run 0.6: a relative difference of 0.017",
+            "train loss of step 2 is 0.61, but 0.6 in the unbroken run: a relative difference of 0.017",
         ),
         ((0.7, None), (0.7, 0.6), float("nan"), "step 2 is nan"),
-        ((0.7,), (0.7, 0.6), float("inf"), "its rows are train 1, those of the unbroken run train 1, train 2"),
+        ((0.7,), (0.7, 0.6), float("inf"), "its rows are train 1, but the unbroken run has train 1, train 2"),
         ((), (), float("inf"), "its rows are"),  # two empty runs prove nothing
     ],
     ids=["equal", "rounding", "a step", "nan", "a missing row", "no rows"],

@@ -11,7 +11,7 @@ weight; if they don't fit, the backward pass computes all of them again. A GPU k
 bytes that a step saves decide which batch fits."""
 SLICE_SHARE = {"cpu": 0.5, "cuda": 0.25}
 """Device type -> of MAX_CHUNK_BYTES, for the logits of one matrix product: on a CPU they stay in the last-level cache."""
-BLOCK_SHARE = {"cpu": 1 / 64, "cuda": 0.5}
+BLOCK_SHARE = {"cpu": 1 / 64, "cuda": 0.25}
 """Device type -> of MAX_CHUNK_BYTES, for fp32 logits that become errors at once: a CPU has them in its core's cache."""
 QUERY_BLOCK = 128
 """Most queries of a block of packed attention on a CPU. A block computes all of its keys: shorter blocks compute fewer

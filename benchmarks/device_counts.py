@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.common import certificate, format_certificate, join_alone, table, write_table
 from benchmarks.forks import fork
+from tests.tiny import tiny_recipe
 from tools.cuda_emulator.counts import read_counts
 
 STEPS, FIRST_COUNTED = 10, 5
@@ -108,9 +109,7 @@ def _write_counts(run: CountedRun, folder: Path, rank: int, port: int) -> None:
 def _write_recipe(run: CountedRun, folder: Path) -> None:
     import yaml
 
-    from dstrain.tasks import find_task
-
-    recipe = find_task(run.task).tiny(folder)
+    recipe = tiny_recipe(run.task, folder)
     total, micro = SAMPLES * run.processes, SAMPLES // run.micro_batches
     recipe |= {
         "steps": STEPS,

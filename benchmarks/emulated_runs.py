@@ -31,6 +31,7 @@ import yaml
 
 from benchmarks.common import commit, hardware
 from benchmarks.forks import fork
+from tests.tiny import tiny_recipe
 from tools.cuda_emulator.environment import emulated_environment
 
 ROOT = Path(__file__).parent.parent
@@ -217,14 +218,13 @@ def _run_rank(request: Mapping[str, Any], rank: int, port: int) -> None:
 
 def write_recipe(cell: Cell, folder: Path) -> Path:
     """Write the task's tiny recipe with the cell's changes; return its path."""
-    from dstrain.tasks import find_task
     from tests.vision_recipes import named_recipe
 
     task = cell.task.split()[0]
     if task == "safe_dpo":
         _, recipe = named_recipe("dpo, safe, with images", folder)
     else:
-        recipe = find_task(task).tiny(folder)
+        recipe = tiny_recipe(task, folder)
     recipe |= {"steps": 3, "batch": {**recipe.get("batch", {}), "total": 4, "micro": 2 // cell.ranks}}
     recipe |= {"log": {"every": 1, "tensorboard": False}, "save": {"every": 3}, "precision": cell.precision}
     recipe["ds_config"] = cell.preset

@@ -38,7 +38,6 @@ What the packaged tasks docqa, protein and temporal need beside these:
     check_freeze_and_groups, check_vocab_size, check_weight_files, MISSING_MODEL, TEMPORAL_TYPE, is_temporal_folder,
     disable_transformers_logging    a transformers model of a class of its own, around the one that the recipe names
     AnswerMetric, TrainDatasetConfig, UsageError    types, and an error of a wrong call
-    tiny_recipe                 a recipe that trains in seconds, for tests
 """
 
 from dstrain.batch import Batch
@@ -97,7 +96,6 @@ from dstrain.tasks.common.task import (
     Scorer,
     Split,
     Task,
-    tiny_recipe,
 )
 
 __all__ = [
@@ -214,7 +212,6 @@ __all__ = [
     "resolve_base_model",
     "resolve_image",
     "run_limited",
-    "tiny_recipe",
     "tokenizer_fingerprint",
     "try_parse",
     "yaml_key",

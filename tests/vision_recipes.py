@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from dstrain.tasks import find_task
-from dstrain.tasks.vlm import TINY_CONFIG
+from tests.tiny import LLAVA, tiny_recipe
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,10 +52,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (60, 40)) -> Image.Image:
 
 def recipe(task: str, folder: Path) -> dict[str, Any]:
     """Return a task's tiny recipe with a vision-language model; samples have 0, 1 or 2 images in turn."""
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     if task == "vlm":
         return values
-    values["model"] = {"config": TINY_CONFIG}
+    values["model"] = {"config": LLAVA}
     for split, count in (("train", 64), ("eval", 16)):
         lines = [json.dumps(_preference(folder, split, index)) for index in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
@@ -104,7 +103,7 @@ IMAGE_TERM = {"image_weight": 1.0}
 
 def safe(task: str, folder: Path) -> dict[str, Any]:
     """Return the recipe with safety options and labels; of every 8 pairs 4 are swapped or dropped."""
-    return _labelled(find_task(task).tiny(folder), folder, SAFE)
+    return _labelled(tiny_recipe(task, folder), folder, SAFE)
 
 
 def safe_with_images(task: str, folder: Path) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def _labelled(values: dict[str, Any], folder: Path, safety: Mapping[str, Any]) -
 
 
 RECIPES: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
-    "": lambda task, folder: find_task(task).tiny(folder),
+    "": lambda task, folder: tiny_recipe(task, folder),
     "with images": recipe,
     "text alone": text_alone,
     "things": things,

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
-from dstrain.config.schema import RunConfig, check_limits
+from dstrain.config.schema import check_limits
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.reference import cached_target_outputs, make_reference
@@ -142,22 +141,6 @@ class Distill(SFT):
         # Gradients of soft targets are smaller by T^2: Hinton et al., section 2.
         total = (1 - self.ce_weight) * self.temperature**2 * kl - self.ce_weight * log_probs.sum()
         return Loss(total, {"kl": kl.detach(), "token_accuracy": right.sum()})
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        from dstrain.models.weights import save_module
-
-        recipe, place = SFT.tiny(folder), folder / "teacher"
-        larger = {**recipe["model"]["config"], "hidden_size": 48, "num_hidden_layers": 3}
-        teacher = SFT(recipe=RunConfig.model_validate(recipe | {"model": {"config": larger}, "seed": 1}))
-        teacher.model_source.save_processor(place)
-        model: Any = teacher.build_model()
-        model.config.save_pretrained(str(place))
-        save_module(model, place)  # not by transformers, which writes on the first process alone
-        options = {"teacher": str(place), "top_k": 8, "precompute_ref_log_probs": False}
-        return recipe | {
-            "task": "distill", "model": recipe["model"] | {"tokenizer": str(place)}, "options": options,
-        }  # fmt: skip
 
 
 def class_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:

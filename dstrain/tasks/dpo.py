@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import check_limits
-from dstrain.tasks.common.pairs import PairTask, pair_metrics, tiny_pair_recipe
+from dstrain.tasks.common.pairs import PairTask, pair_metrics
 from dstrain.tasks.common.reference import ReferenceOptions, cached_outputs, make_reference
 from dstrain.tasks.common.task import Loss, Reference, Task, select_subclass
 from dstrain.tasks.safety.options import REWARD_MODEL_OPTIONS, SafetyOptions
@@ -163,10 +162,6 @@ class DPO(PairTask, ReferenceOptions):
         from dstrain.tasks.common.forward import answer_log_probs
 
         return answer_log_probs(model, batch)
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_pair_recipe(folder, "dpo")
 
 
 def answer_lengths(batch: Batch, sums: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch, PackedGroup
@@ -26,7 +24,7 @@ from dstrain.data.token_store import TokenStore
 from dstrain.tasks.common.generation import Prompts
 from dstrain.tasks.common.record_task import policy_of
 from dstrain.tasks.common.reference import ReferenceOptions, cached_outputs, make_reference
-from dstrain.tasks.common.task import Loss, LossInputs, Reference, tiny_recipe
+from dstrain.tasks.common.task import Loss, LossInputs, Reference
 from dstrain.tasks.common.text import TextChecks, TextTask
 
 if TYPE_CHECKING:
@@ -206,10 +204,6 @@ class KTO(TextTask, ReferenceOptions):
 
         return answer_log_probs(model, batch)
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_recipe(folder, "kto", _tiny_record)
-
 
 def kto(
     log_ratio: torch.Tensor, desirable: torch.Tensor, reference_point: torch.Tensor | float, beta: float
@@ -237,16 +231,3 @@ def _sequence_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     from dstrain.tasks.common.forward import answer_log_probs
 
     return answer_log_probs(model, batch).double().sum(-1)
-
-
-def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """Return a made-up answer of random length: polite answers are desirable."""
-    draw = random.Random(f"{split}/{index}")
-    thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
-    ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
-    wanted = draw.random() < 0.6
-    return {
-        "prompt": f"How do I mend the {thing}{', please' * draw.randint(0, 4)}?",
-        "completion": f" Gladly: {ways}." if wanted else f" No idea{', really' * draw.randint(0, 3)}, go away.",
-        "label": wanted,
-    }

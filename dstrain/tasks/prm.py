@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
@@ -20,7 +18,7 @@ from dstrain.data.formats.preferences import Prompt
 from dstrain.data.records import BadRecord, EncodeResult, Record, as_record
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.task import Loss, tiny_recipe
+from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
@@ -215,10 +213,6 @@ class ProcessRewardModel(TextTask):
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.step_logits(model, batch)
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_recipe(folder, "prm", _tiny_record)
-
 
 def first_error_sums(predicted: torch.Tensor, labels: torch.Tensor, solutions: torch.Tensor) -> dict[str, Any]:
     """Return of how many solutions with, and without, a wrong step the first one, or none, is found; (S,) each.
@@ -304,16 +298,3 @@ def _read_math_shepherd(record: Mapping[str, Any]) -> Solution:
         raise BadRecord("'input' has no question before 'Step 1:'; write 'prompt', 'completions' and 'labels'")
     prompt, steps[0] = steps[0][: start.start()], steps[0][start.start() :]
     return Solution(prompt, [step.strip() for step in steps], [int(sign == "+") for sign in found.groups()])
-
-
-def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """Return a made-up sum in steps, of which some are wrong."""
-    draw = random.Random(f"{split}/{index}")
-    total, steps, labels = draw.randint(1, 9), list[str](), list[bool]()
-    prompt = f"Start with {total} and add."
-    for _ in range(draw.randint(1, 3)):
-        more, is_right = draw.randint(1, 9), draw.random() < 0.7
-        steps.append(f"{total}+{more}={total + more + (0 if is_right else 1)}")
-        labels.append(is_right)
-        total += more
-    return {"prompt": prompt, "completions": steps, "labels": labels}

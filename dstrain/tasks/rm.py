@@ -8,14 +8,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, check_limits
 from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.model_source import ModelSource
-from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
+from dstrain.tasks.common.pairs import PairChecks, PairTask
 from dstrain.tasks.common.task import Loss, Task, select_subclass
 
 if TYPE_CHECKING:
@@ -192,10 +191,6 @@ class RewardModel(PairTask):
 
     def export_outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.scores(model, batch)
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_pair_recipe(folder, "rm")
 
 
 def bradley_terry(

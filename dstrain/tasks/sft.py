@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.tasks.common.task import Loss, tiny_recipe
+from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
@@ -110,21 +108,3 @@ class SFT(TextTask):
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         """Return further metrics from which tokens are the argmax, (B, K), and the loss mask, (B, K)."""
         return {}
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_recipe(folder, "sft", _tiny_record)
-
-
-def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """Return a made-up conversation of one or two questions, with answers of random length."""
-    draw = random.Random(f"{split}/{index}")
-    thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
-    ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
-    turns = [
-        ("user", f"How do I mend the {thing}{', please' * draw.randint(0, 3)}?"),
-        ("assistant", f"Gladly: {ways}."),
-    ]
-    if index % 3 == 0:
-        turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}

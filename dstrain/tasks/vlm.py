@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from dstrain.data.rng import IMAGE_STREAM, make_random_state
 from dstrain.data.sources.base import Source
 from dstrain.errors import RecipeError
 from dstrain.models.checks import text_only_fault
-from dstrain.tasks.common.task import tiny_recipe
 from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.sft import SFT
 
@@ -102,49 +99,6 @@ class VLM(SFT):
         from dstrain.tasks.common.forward import count_exact_answers
 
         return {"exact_match": count_exact_answers(is_correct, loss_mask)}
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        recipe = tiny_recipe(folder, "vlm", lambda split, index: _tiny_record(folder, split, index))
-        recipe["model"] = {
-            "config": TINY_CONFIG,
-            "freeze": ["*.post_layernorm"],
-        }  # LLaVA does not use it, so it gets no gradient
-        return recipe
-
-
-TINY_CONFIG: dict[str, Any] = {
-    "model_type": "llava",
-    "vision_feature_select_strategy": "default",
-    "vision_feature_layer": -1,
-    "text_config": {
-        "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
-    },
-    "vision_config": {
-        "model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, "hidden_size": 24, "intermediate_size": 36,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 24,
-    },
-}  # fmt: skip
-"""A LLaVA that trains in seconds, with 4 tokens for an image."""
-COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
-
-
-def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """Return a made-up question about zero to two images; each image has one colour."""
-    from PIL import Image
-
-    draw = random.Random(f"{split}/{index}")
-    count, names = index % 3, [draw.choice([*COLORS]) for _ in range(index % 3)]
-    places = [folder / f"{split}-{index}-{at}.png" for at in range(count)]
-    for place, name in zip(places, names, strict=True):
-        Image.new("RGB", (draw.randint(8, 24), draw.randint(8, 24)), COLORS[name]).save(place)
-    if not count:
-        turns = [("user", f"What is sky{'?' * draw.randint(1, 3)}"), ("assistant", "Blue, mostly.")]
-    else:
-        turns = [("user", "<image>" * count + "\nWhich colour?"), ("assistant", " and ".join(names) + ".")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return {"messages": messages, "images": [place.name for place in places]}
 
 
 def translate_foreground(pixels: np.ndarray, down: float, right: float) -> np.ndarray:

@@ -31,7 +31,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.models.params import build_param_groups, is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
 from dstrain.preset import Device
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training import precompute_outputs
 from dstrain.training.build_model import build_model
 from dstrain.training.checkpoints import CheckpointStore
@@ -42,6 +42,10 @@ from dstrain.training.run_dir import save_base_config
 from dstrain.training.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
+from tests.tiny import tiny_recipe
+
+OWN_MODULES = str(Path(__file__).with_name("own_modules.py"))
+"""A task file, copied into the folder of the run."""
 
 
 def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
@@ -87,10 +91,20 @@ def export_only(run: str, to: str, step: str = "last", merge: bool = False) -> N
     export_model(Path(run), step, Path(to), merge_lora=merge)
 
 
+def _own_module_recipe(folder: Path) -> dict[str, Any]:
+    """Return a recipe with a copy of OWN_MODULES, which a test may move or change."""
+    copy = folder / "own.py"
+    copy.write_text(Path(OWN_MODULES).read_text())
+    return {
+        "task": str(copy), "batch": {"total": 4, "micro": 2}, "steps": 2, "optim": {"lr": 1e-2},
+        "log": {"tensorboard": False},
+    }  # fmt: skip
+
+
 def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Path:
     """Write a run folder with one checkpoint of a perturbed model, without taking a step; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = find_task(task).tiny(folder)
+    values = _own_module_recipe(folder) if task == OWN_MODULES else tiny_recipe(task, folder)
     for key, value in (changes or {}).items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     made: Any = make_task(RunConfig.model_validate(values))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,12 +50,3 @@ class Sums(Task):
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         return Loss((model(batch.tensors["numbers"]) - batch.tensors["numbers"].sum(-1)).square().sum())
-
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        own = Path(folder) / "own.py"
-        own.write_text(Path(__file__).read_text())
-        return {
-            "task": str(own), "batch": {"total": 4, "micro": 2}, "steps": 2, "optim": {"lr": 1e-2},
-            "log": {"tensorboard": False},
-        }  # fmt: skip

@@ -21,13 +21,13 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
-from dstrain.tasks import find_task
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.input_digests import dump_training_recipe
 from dstrain.training.run_dir import write_run_config
 from dstrain.training.start import ResumeOptions
 from dstrain.training.state.manifest import write_hashed_file
 from tests.contract.wrong_inputs import ALL, PLAIN, RANK
+from tests.tiny import tiny_recipe
 
 RECIPE = "recipe.yaml"
 
@@ -35,7 +35,7 @@ RECIPE = "recipe.yaml"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a good recipe in it; launching fails the test."""
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     (tmp_path / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     for name in (*RANK, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DSTRAIN_DEBUG"):

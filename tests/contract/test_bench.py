@@ -23,8 +23,8 @@ from dstrain.commands.bench import (
     summarize,
 )
 from dstrain.planner.roofline import compute_cost
-from dstrain.tasks import find_task
 from dstrain.training.memory import MemoryForecast
+from tests.tiny import tiny_recipe
 from tests.unit.planner.recipes import made_config, made_plan
 from tests.vocabulary import invoke, write_recipe
 
@@ -38,7 +38,7 @@ KEYS = {
 
 def written(folder: Path, **values: Any) -> str:
     (folder / "data").mkdir(exist_ok=True)
-    return str(write_recipe(folder / "data", find_task("rm").tiny(folder / "data") | values))
+    return str(write_recipe(folder / "data", tiny_recipe("rm", folder / "data") | values))
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from dstrain.commands.trained_model import find_saved_model
 from dstrain.errors import UsageError
-from dstrain.tasks import find_task
 from tests.contract.best_cases import sums
 from tests.contract.export_cases import make_run, stored
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_events, write_recipe
 from tests.workers import Workers
 
@@ -25,7 +25,7 @@ TOLD = {1: 0.9, 2: 0.5, 3: 0.2, 4: 0.6, 5: 0.7, 6: 0.8}
 
 def trained(tmp_path: Path, preset: str, workers: Workers, **changes: Any) -> Path:
     """A run of six steps that keeps the newest, each fourth and the best."""
-    values = find_task("rm").tiny(tmp_path) | {"ds_config": preset, "steps": 6, "batch": {"total": 6, "micro": 2}}
+    values = tiny_recipe("rm", tmp_path) | {"ds_config": preset, "steps": 6, "batch": {"total": 6, "micro": 2}}
     values |= {"eval": {"every": 1}, "save": {"every": 1, "keep": 1, "keep_every": 4}} | changes
     write_recipe(tmp_path, values)
     workers(CASES + "run_told", recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"), told=TOLD)
@@ -102,7 +102,7 @@ def test_a_higher_metric_is_the_best_where_the_recipe_says_so(tmp_path: Path, on
 
 
 def test_without_a_metric_best_is_the_last(tmp_path: Path, one: Workers) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 2, "save": {"every": 1}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 2, "save": {"every": 1}}
     values["data"] = {"train": values["data"]["train"], "max_length": 48}
     write_recipe(tmp_path, values)
     one("tests.resume.cases:run", recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))

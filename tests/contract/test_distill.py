@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -20,7 +20,7 @@ OUTPUTS = "tests.contract.distill_cases:outputs"
 
 def written(folder: Path, options: dict[str, Any] | None = None, **values: Any) -> str:
     """Write a recipe with a teacher that is sure of its tokens; return its file."""
-    recipe = find_task("distill").tiny(folder)
+    recipe = tiny_recipe("distill", folder)
     weights = folder / "teacher/model.safetensors"
     changed = load_file(weights) | {"lm_head.weight": 20 * load_file(weights)["lm_head.weight"]}
     save_file(changed, weights, metadata={"format": "pt"})

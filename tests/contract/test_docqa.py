@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from dstrain.errors import EXIT_STOPPED
-from dstrain.tasks import find_task
 from dstrain.tasks.common.answers import ANSWER_METRICS
 from tests.cells import SLOW
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -24,7 +24,7 @@ DROPOUT = {"lora": {"rank": 4, "dropout": 0.2}}
 
 def recipe(folder: Path, preset: str, **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
-    values = find_task("docqa").tiny(folder) | {"ds_config": preset, "batch": {"total": 6, "micro": 2}}
+    values = tiny_recipe("docqa", folder) | {"ds_config": preset, "batch": {"total": 6, "micro": 2}}
     values |= {"steps": 6, "eval": {"every": 2, "metric": "exact_match", "best": "max"}, "save": {"every": 6}}
     for key, value in changes.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value

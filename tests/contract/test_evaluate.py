@@ -17,9 +17,10 @@ from dstrain.commands.trained_model import ModelSelector, find_saved_model, make
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.cells import SLOW
 from tests.contract.export_cases import make_run
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -47,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
         if name not in made:
             folder = tmp_path_factory.mktemp("run")
             task, preset, options, model = RUNS[name]
-            values = find_task(task).tiny(folder) | {"options": options, "ds_config": preset, "eval": {"every": 4}}
+            values = tiny_recipe(task, folder) | {"options": options, "ds_config": preset, "eval": {"every": 4}}
             values["model"]["config"] |= {"tie_word_embeddings": "tied" in name}
             values["model"] |= model
             write_recipe(folder, values)
@@ -87,7 +88,7 @@ def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Wo
 
 
 def test_the_longer_answer_is_a_baseline_and_ties_count_half(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     answers = [("a longer answer", "no"), ("no", "a longer answer"), ("a longer answer", "yes"), ("ab", "ba")]
     rows = [{"prompt": "why?", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -189,7 +190,7 @@ def test_another_task_reads_an_export_without_the_options_of_its_own(tmp_path: P
     run = make_run(tmp_path / "vlm", "vlm", changes)
     export_model(run, "last", tmp_path / "out")
     (tmp_path / "docqa").mkdir()
-    asked = find_task("docqa").tiny(tmp_path / "docqa")["data"]["eval"]
+    asked = tiny_recipe("docqa", tmp_path / "docqa")["data"]["eval"]
     words = ["evaluate", tmp_path / "out", "--task", "docqa", "--data", asked, "--set", "options.dpi=72", "--json"]
     result = invoke(*words)
     assert result.exit_code == 0, result.output

@@ -24,12 +24,12 @@ from dstrain.cli import main
 from dstrain.commands import export
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.tasks import find_task
 from dstrain.tasks.sft import SFT
 from tests.cells import SLOW
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.forked import fork
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import ROOT, Workers
 
@@ -38,7 +38,7 @@ CASES = "tests.contract.export_cases:"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    values = find_task("rm").tiny(tmp_path) | {
+    values = tiny_recipe("rm", tmp_path) | {
         "eval": {"every": 2, "metric": "accuracy", "best": "max"},
         "save": {"every": 2},
     }
@@ -109,7 +109,7 @@ def test_an_export_of_other_families_is_checked(
 
 @pytest.mark.parametrize("task", [SLOW("sft"), "rm"])
 def test_no_weights_of_the_base_are_read(task: str, tmp_path: Path) -> None:
-    save_base(str(tmp_path / "base"), find_task("sft").tiny(tmp_path))
+    save_base(str(tmp_path / "base"), tiny_recipe("sft", tmp_path))
     (tmp_path / "base/generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     model = {"path": str(tmp_path / "base"), "config": None}
     run = make_run(tmp_path / "it", task, {"model": model}, "bf16")
@@ -125,7 +125,7 @@ def test_what_a_base_took_apart_is_read_as_it_is(tmp_path: Path) -> None:
     """transformers takes a tie apart where a folder holds two different tensors for it."""
     from transformers import AutoModelForCausalLM
 
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     save_base(str(tmp_path / "base"), values)
     settings = json.loads((tmp_path / "base/config.json").read_text())
     (tmp_path / "base/config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
@@ -139,7 +139,7 @@ def test_what_a_base_took_apart_is_read_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path: Path) -> None:
-    save_base(str(tmp_path / "base"), find_task("sft").tiny(tmp_path))
+    save_base(str(tmp_path / "base"), tiny_recipe("sft", tmp_path))
     model = {"path": str(tmp_path / "base"), "config": None, "lora": lora}
     run = make_run(tmp_path / "it", "sft", {"model": model})
     (run / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": True}}))
@@ -417,7 +417,7 @@ def test_whoever_wrote_the_checkpoint_its_export_holds_it(
     preset: str, precision: str, task: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Of one, two and three processes."""
-    values = find_task(task[:3].strip(",")).tiny(tmp_path) | (TIED if "tied" in task else {}) | {"steps": 2}
+    values = tiny_recipe(task[:3].strip(","), tmp_path) | (TIED if "tied" in task else {}) | {"steps": 2}
     values |= {"batch": {"total": 6, "micro": 2}, "ds_config": preset, "precision": precision, "save": {"every": 1}}
     write_recipe(tmp_path, values)
     one: Workers = request.getfixturevalue("one")
@@ -455,7 +455,7 @@ def test_an_export_holds_the_model_once(kind: str, tmp_path: Path, one: Workers)
         where.mkdir()
         model: dict[str, Any] = {"config": config, "tokenizer": {"vocab_size": 320}} if config else {}
         if kind not in ("fp32", "bf16"):
-            values = find_task("dpo").tiny(where)
+            values = tiny_recipe("dpo", where)
             one(
                 "tests.contract.lora_cases:save_base",
                 folder=str(where / "base"),
@@ -498,7 +498,7 @@ def anonymous(pid: int) -> int:
 def base(tmp_path_factory: pytest.TempPathFactory, one: Workers) -> tuple[str, dict[str, Any]]:
     """A base model of 60 MB in several files, without a head."""
     folder = tmp_path_factory.mktemp("base")
-    recipe = find_task("rm").tiny(folder)
+    recipe = tiny_recipe("rm", folder)
     big = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
     recipe["model"]["config"] |= big
     one(CASES + "save_base", folder=str(folder / "model"), recipe=recipe)

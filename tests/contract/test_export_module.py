@@ -15,19 +15,19 @@ from dstrain.commands.trained_model import find_saved_model, load_saved_model, l
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.registry import TASK_FILE, copy_task_files, find_task_file
 from tests.adapters import adapter
-from tests.contract.export_cases import make_run
+from tests.contract.export_cases import OWN_MODULES, make_run
+from tests.tiny import tiny_recipe
 
-OWN = str(Path(__file__).with_name("own_modules.py"))
 WHOLE: dict[str, Any] = {"zero_optimization": {"stage": 0}}
 LORA = {"model": {"lora": {"rank": 2, "targets": ["inner"]}}}
 
 
 def exported(tmp_path: Path, changes: dict[str, Any] | None = None, merge: bool = False) -> tuple[Path, Path]:
     """(the run, the exported folder)"""
-    run = make_run(tmp_path / "it", OWN, changes)
+    run = make_run(tmp_path / "it", OWN_MODULES, changes)
     proof = export_model(run, "last", tmp_path / "out", [f"task={tmp_path / 'it/own.py'}"], merge)
     assert proof.max_diff < 1e-5 if merge else proof.max_diff == 0
     return run, tmp_path / "out"
@@ -86,21 +86,21 @@ def test_what_is_not_the_run_s_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "it", OWN)
+    run = make_run(tmp_path / "it", OWN_MODULES)
     task = find_saved_model(run, "last", task=str(tmp_path / "it/own.py")).task
     assert find_task_file(type(task)) == (tmp_path / "it/own.py").resolve()
     copy_task_files(task, run)
-    assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
+    assert (run / TASK_FILE).read_bytes() == Path(OWN_MODULES).read_bytes()
     (tmp_path / "it/own.py").unlink()
     with pytest.raises(UsageError, match=r"add --task .*run/task\.py"):  # the file moved: its copy is named
         find_saved_model(run, "last")
     again = load_trained_model(run, "last", task=str(run / TASK_FILE))
     copy_task_files(again.task, run)  # from itself: nothing to do
-    assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
+    assert (run / TASK_FILE).read_bytes() == Path(OWN_MODULES).read_bytes()
 
 
 def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("rm", tmp_path)))
     assert find_task_file(type(task)) is None
     copy_task_files(task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -108,7 +108,7 @@ def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
 
 def test_a_hub_base_of_an_adapter_is_not_fetched_because_a_run_folder_says_so(tmp_path: Path) -> None:
     at = adapter(tmp_path)
-    task: Any = make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+    task: Any = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
     task.tokenizer.save_pretrained(str(at))
     run = make_run(tmp_path / "it", "sft", {"model": {"config": None, "path": str(at)}})
     assert find_saved_model(run, "last").task.recipe.model.path == str(at)

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
-from dstrain.tasks import find_task
 from tests.cells import mark_slow
 from tests.contract.export_cases import make_run
 from tests.contract.lora_cases import save_base
 from tests.model_families import FAMILIES, family
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import GEMMA3, IDEFICS3, llava
 
 VISION: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,7 +62,7 @@ def export_of(folder: Path, task: str, base: Path, lora: bool, **more: Any) -> P
 def test_a_text_model_keeps_the_names_of_its_base(name: str, lora: bool, tmp_path: Path) -> None:
     if lora and name == "mamba2":
         pytest.skip("peft adapts no linear layer of mamba2's mixer")
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] = {"config": family(name), "tokenizer": {"vocab_size": 320}}
     save_base(str(tmp_path / "base"), values)
     out = export_of(tmp_path, "sft", tmp_path / "base", lora)
@@ -79,7 +79,7 @@ def test_a_text_model_keeps_the_names_of_its_base(name: str, lora: bool, tmp_pat
 def test_a_tower_keeps_the_prefix_that_its_files_have(name: str, lora: bool, tmp_path: Path) -> None:
     """transformers takes `vision_model.` away while it reads; a model built from its config has read nothing."""
     prefix, config = VISION[name]
-    values = find_task("vlm").tiny(tmp_path)
+    values = tiny_recipe("vlm", tmp_path)
     values["model"]["config"] = config
     save_base(str(tmp_path / "base"), values)
     if prefix:
@@ -89,7 +89,7 @@ def test_a_tower_keeps_the_prefix_that_its_files_have(name: str, lora: bool, tmp
 
 
 def test_an_export_of_16_bits_has_the_dtypes_of_its_base(tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"]["dtype"] = "bfloat16"
     save_base(str(tmp_path / "base"), values)
     model = {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}
@@ -100,7 +100,7 @@ def test_an_export_of_16_bits_has_the_dtypes_of_its_base(tmp_path: Path) -> None
 
 def test_tensors_that_transformers_does_not_load_are_named(tmp_path: Path) -> None:
     """Layers that predict several tokens, in files of DeepSeek-V3 and others, are not part of the model."""
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] = {"config": family("deepseek_v3"), "tokenizer": {"vocab_size": 320}}
     save_base(str(tmp_path / "base"), values)
     file = tmp_path / "base/model.safetensors"

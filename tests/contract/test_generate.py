@@ -12,8 +12,8 @@ from dstrain.commands.generate import GenerateJob, show_answers
 from dstrain.commands.run_job import JobResult
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.data.formats.answers import read_prompt_answers
-from dstrain.tasks import find_task
 from tests.contract.test_evaluate import start
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, message, write_recipe
 from tests.workers import Workers
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, one: Workers) -> Any:
         if name not in made:
             folder = tmp_path_factory.mktemp("run")
             task, more, model = RUNS[name]
-            values = find_task(task).tiny(folder) | more | {"steps": 80, "optim": {"lr": 1e-2}}
+            values = tiny_recipe(task, folder) | more | {"steps": 80, "optim": {"lr": 1e-2}}
             values["batch"] = {"total": 8, "micro": 8}
             values["data"] |= {"max_length": 120}  # long enough for every answer to end
             values["model"]["config"] |= {"tie_word_embeddings": "tied" in name, "max_position_embeddings": 128}

@@ -17,10 +17,10 @@ from dstrain.commands.generate import GenerateJob
 from dstrain.commands.run_job import SINGLE_WORKER, run_in_process
 from dstrain.commands.trained_model import ModelSelector, find_saved_model, load_trained_model
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.tasks import find_task
 from tests.cells import SLOW
 from tests.contract.export_cases import make_run
 from tests.contract.lora_cases import save_base
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke
 
 SAMPLING: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch": 1}
@@ -29,7 +29,7 @@ SAMPLING: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "top_p": 1.
 def run_from_base(folder: Path, task: str, **model: Any) -> tuple[Path, Path]:
     """(a run, the folder of the model that it began with)."""
     base = folder / "base"
-    save_base(str(base), find_task("sft").tiny(folder))
+    save_base(str(base), tiny_recipe("sft", folder))
     (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     return make_run(folder / "it", task, {"model": {"path": str(base), "config": None, **model}}), base
 
@@ -93,7 +93,7 @@ def test_a_run_that_keeps_no_config_says_how_to_name_one(tmp_path: Path) -> None
 def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> None:
     """transformers takes a tie apart where a folder holds two different tensors for it; a config does not say so."""
     base = tmp_path / "base"
-    save_base(str(base), find_task("sft").tiny(tmp_path))
+    save_base(str(base), tiny_recipe("sft", tmp_path))
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     run = make_run(tmp_path / "it", "sft", {"model": {"path": str(base), "config": None}})

@@ -18,6 +18,7 @@ from dstrain.config.aliases import RECIPES_DIR
 from dstrain.config.read import list_keys
 from dstrain.errors import RecipeError
 from dstrain.tasks import TaskOptions, builtin_tasks, find_task, make_task, task_options
+from tests.tiny import tiny_recipe
 from tests.vocabulary import write_recipe
 
 OPTIONS = {
@@ -133,7 +134,7 @@ def test_every_option_of_a_task_is_known_by_its_name(task: str) -> None:
     ],
 )
 def test_a_metric_of_another_trainer_is_answered(task: str, metric: str, ours: str, tmp_path: Path) -> None:
-    values = find_task(task).tiny(tmp_path)
+    values = tiny_recipe(task, tmp_path)
     write_recipe(tmp_path, {**values, "eval": {"metric": metric}})
     with pytest.raises(Exception, match=f"'{metric}' is not a metric of task {task}; here it is {ours}$"):
         make_task(read_recipe(tmp_path / "recipe.yaml").config)

@@ -22,10 +22,11 @@ from dstrain.data.token_store import TokenizedDataset
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.plan import make_plan
 from dstrain.training.precompute_outputs import OutputsJob, build_cache_key, iter_model_jobs
 from dstrain.training.start import ResumeOptions
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import picture
 from tests.vocabulary import RUN, invoke, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
@@ -222,7 +223,7 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
 
 def recipe(folder: Path, task: str = "vlm", **data: Any) -> dict[str, Any]:
     """A recipe on x.jsonl, for a model that sees."""
-    values = find_task("vlm").tiny(folder)
+    values = tiny_recipe("vlm", folder)
     values |= {"task": task, "steps": 2}
     values["data"] |= {"train": "x.jsonl", "eval": None, **data}
     return values
@@ -346,7 +347,7 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
 
 def test_a_model_that_sees_nothing_refuses_records_with_images(written: Any, tmp_path: Path) -> None:
     written(GOOD, pair, "x.jsonl")
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values["data"] |= {"train": "x.jsonl", "eval": None}
     wanted = r"x\.jsonl:1: the record has an image, and the model is text-only; name a vision-language model, or remove the record"
     with pytest.raises(UsageError, match=wanted):
@@ -374,7 +375,7 @@ def test_what_a_reference_said_is_kept_apart_by_what_the_images_show(written: An
     picture(77).save("good.png")
     after = key(values)
     assert {name for name in before if before[name] != after[name]} == {"images"}
-    plain = find_task("dpo").tiny(tmp_path)
+    plain = tiny_recipe("dpo", tmp_path)
     assert key(plain)["images"] is None
     Path("x.jsonl").write_text("".join(json.dumps(pair(f"{number}?", "")) + "\n" for number in range(3)))
     assert key(values)["images"] is None

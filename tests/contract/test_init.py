@@ -20,11 +20,12 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
-from dstrain.tasks import Task, find_task, make_task
+from dstrain.tasks import Task, make_task
 from dstrain.training.build_model import build_model
 from dstrain.training.engine.module import TrainModule
 from tests.cells import SLOW
 from tests.contract.test_bad_input import RECIPE, plan
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, read_events
 from tests.workers import ROOT, Workers
 
@@ -32,7 +33,7 @@ from tests.workers import ROOT, Workers
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a good recipe in it, to stand in."""
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     (tmp_path / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -159,7 +160,7 @@ def test_a_run_starts_where_the_old_one_ended(preset: str, folder: Path, two: Wo
 
 
 def test_a_policy_and_its_reference_start_from_the_same_weights(folder: Path) -> None:
-    recipe = find_task("dpo").tiny(folder)
+    recipe = tiny_recipe("dpo", folder)
     old = make_task(RunConfig.model_validate(recipe | {"seed": 7})).build_model().state_dict()
     save_file(old, folder / "old.safetensors")
     recipe["model"]["init"] = str(folder / "old.safetensors")

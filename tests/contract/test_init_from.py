@@ -17,8 +17,8 @@ from dstrain.commands.init_scripts import read_command
 from dstrain.config.aliases import iter_foreign_keys
 from dstrain.config.schema import EvalConfig
 from dstrain.source_map import lookup
-from dstrain.tasks import find_task
 from tests.contract.lora_cases import save_base
+from tests.tiny import tiny_recipe
 from tests.vocabulary import message, write_jsonl
 
 
@@ -26,7 +26,7 @@ from tests.vocabulary import message, write_jsonl
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and data of each kind."""
     folder = tmp_path_factory.mktemp("saved")
-    save_base(str(folder / "model"), find_task("sft").tiny(folder))
+    save_base(str(folder / "model"), tiny_recipe("sft", folder))
     write_jsonl(folder / "alpaca.jsonl", [{"instruction": f"Add {n}.", "output": str(n)} for n in range(20)])
     write_jsonl(
         folder / "chats.jsonl", [{"dialog": [message("user", f"{n}?"), message("assistant", "yes")]} for n in range(20)]

@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 from dstrain.commands.export import export_model
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.errors import RecipeError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.contract.export_cases import make_run
 from tests.contract.lora_cases import save_base
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, write_recipe
 
 
 def start(folder: Path, **model: Any) -> Any:
     """Return the resolved recipe of a run that starts with this model."""
-    values = find_task("sft").tiny(folder) | {"model": {"config": None, **model}}
+    values = tiny_recipe("sft", folder) | {"model": {"config": None, **model}}
     return resolve_recipe(TrainRequest(recipe=str(write_recipe(folder, values)))).config
 
 
@@ -45,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of adapters."""
     folder = tmp_path_factory.mktemp("adapted")
-    save_base(str(folder / "base"), find_task("sft").tiny(folder))
+    save_base(str(folder / "base"), tiny_recipe("sft", folder))
     model = {"path": str(folder / "base"), "config": None, "lora": {"rank": 2}}
     return make_run(folder, "sft", {"model": model})
 
@@ -77,7 +78,7 @@ def test_a_plan_takes_the_sizes_of_a_run_and_exports_nothing(
 ) -> None:
     run = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
     shutil.rmtree(run / "exports", ignore_errors=True)
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     totals = []
     for model in ({"config": values["model"]["config"]}, {"path": f"{run}@last"}):
         plan = invoke("plan", write_recipe(tmp_path, values | {"model": model}), "--gpu-memory", "24GiB", "--json")
@@ -100,7 +101,7 @@ def test_a_run_of_adapters_is_its_adapter_folder(new: bool, adapted: Path, tmp_p
 
 def test_init_from_a_run_of_adapters_takes_the_merged_weights(adapted: Path, run: Path, tmp_path: Path) -> None:
     export_model(adapted, "1", tmp_path / "out", merge_lora=True)
-    config = find_task("sft").tiny(tmp_path)["model"]["config"]
+    config = tiny_recipe("sft", tmp_path)["model"]["config"]
     ours, theirs = (
         start(tmp_path, config=config, init=path) for path in (str(adapted), str(tmp_path / "out/model.safetensors"))
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.contract.test_generate import GENERATE
 from tests.reward_models import export_reward_model
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, message, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -20,7 +20,7 @@ NAMES = ("reward", "win_rate", "anls")
 def test_a_run_is_judged_alike_on_any_processes_at_any_stage(tmp_path: Path, one: Workers, two: Workers) -> None:
     judge = str(export_reward_model(tmp_path))
     generate = {"samples": 7, "max_new_tokens": 6, "metrics": ["anls"], "reward_model": judge}
-    values = find_task("sft").tiny(tmp_path) | {"ds_config": "zero3", "steps": 2, "batch": {"total": 4, "micro": 2}}
+    values = tiny_recipe("sft", tmp_path) | {"ds_config": "zero3", "steps": 2, "batch": {"total": 4, "micro": 2}}
     values["eval"] = {"every": 1, "generate": generate, "metric": "win_rate", "best": "max"}
     values["data"] |= {"max_length": 120}  # no prompt is cut, which `generate` does not do
     write_recipe(tmp_path, values)

@@ -23,8 +23,8 @@ from dstrain.distributed.store import rendezvous_errors
 from dstrain.errors import RunError, UsageError, explain_system_error
 from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
-from dstrain.tasks import find_task
 from dstrain.training.run_dir import check_run_dir_writable
+from tests.tiny import tiny_recipe
 from tests.vocabulary import write_recipe
 from tests.workers import ROOT
 
@@ -35,7 +35,7 @@ def call(*arguments: str) -> Result:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    write_recipe(tmp_path, find_task("rm").tiny(tmp_path))
+    write_recipe(tmp_path, tiny_recipe("rm", tmp_path))
     return tmp_path / "recipe.yaml"
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError
-from dstrain.tasks import find_task
 from tests.cells import SLOW, mark_slow
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, metric_rows, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -26,7 +26,7 @@ CASES = "tests.contract.lora_cases:"
 
 @pytest.mark.slow
 def test_adapters_on_drawn_weights_are_merged_or_not_written(tmp_path: Path, one: Workers, two: Workers) -> None:
-    values = find_task("dpo").tiny(tmp_path)
+    values = tiny_recipe("dpo", tmp_path)
     values["model"] |= {"lora": {"rank": 2}}
     write_recipe(tmp_path, values | {"steps": 1})
     two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
@@ -38,7 +38,7 @@ def test_adapters_on_drawn_weights_are_merged_or_not_written(tmp_path: Path, one
 
 def adapted(folder: Path, task: str, precision: str, **model: Any) -> Path:
     """A run with adapters on a base in a folder."""
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     values["model"]["config"] |= model.pop("config", {})
     save_base(str(folder / "base"), values)
     changes = {"path": str(folder / "base"), "config": None, "lora": {"rank": 4, "alpha": 16.0, **model}}
@@ -172,7 +172,7 @@ def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(
     (tmp_path / "it").mkdir()
     export_model(adapted(tmp_path / "it", "sft", "fp32"), "last", tmp_path / "first")
     first = load_file(tmp_path / "first/adapter_model.safetensors")
-    values = find_task("dpo").tiny(tmp_path) | {"steps": 2, "batch": {"total": 4, "micro": 2}, "eval": {"every": 1}}
+    values = tiny_recipe("dpo", tmp_path) | {"steps": 2, "batch": {"total": 4, "micro": 2}, "eval": {"every": 1}}
     values["model"] = {"path": str(tmp_path / "first"), "lora": {"create_new_adapter": False}}
     write_recipe(tmp_path, values | {"optim": {"lr": 1e-2, "warmup": 0}, "log": {"every": 1}})
     started = invoke("train", tmp_path / "recipe.yaml", "--dry-run", "--run-dir", tmp_path / "none")
@@ -200,7 +200,7 @@ def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(
 
 
 def test_records_are_checked_before_a_launch_of_quantized_weights(tmp_path: Path) -> None:
-    write_recipe(tmp_path, find_task("sft").tiny(tmp_path))
+    write_recipe(tmp_path, tiny_recipe("sft", tmp_path))
     words = ("--set", "model.lora={rank: 4}", "--set", "model.quantize=nf4", "--run-dir", tmp_path / "none")
     started = invoke("train", tmp_path / "recipe.yaml", "--dry-run", *words)
     assert started.exit_code == 0, started.output

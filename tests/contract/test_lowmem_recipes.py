@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.cells import mark_slow
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, read_jsonl
 from tests.workers import Workers
 
@@ -31,7 +31,7 @@ def test_a_dry_run_needs_no_model_and_no_data(name: str, tmp_path: Path) -> None
 )
 def test_a_shrunken_recipe_trains(name: str, task: str, tmp_path: Path, one: Workers) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
-    values: dict[str, Any] = find_task(task).tiny(tmp_path)
+    values: dict[str, Any] = tiny_recipe(task, tmp_path)
     model = {"path": None, "config": None, "tokenizer": None, "processor": None, **values["model"]}
     data = {key: values["data"][key] for key in ("train", "eval")}
     changes = {f"model.{key}": value for key, value in model.items()}

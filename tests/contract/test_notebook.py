@@ -17,14 +17,14 @@ import dstrain
 from dstrain.commands.notebook import _to_sets
 from dstrain.config import read_recipe
 from dstrain.errors import TaskError, UsageError
-from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run
 from tests.forked import fork
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, metric_rows, read_events
 
 
 def test_a_run_from_python_is_the_run_of_the_command(tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path) | {"log": {"every": 1}, "save": {"every": 2}, "seed": 3}
+    values = tiny_recipe("sft", tmp_path) | {"log": {"every": 1}, "save": {"every": 2}, "seed": 3}
     process = fork(
         0, "tests.contract.notebook_cases:train", values, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

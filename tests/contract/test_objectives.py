@@ -13,8 +13,9 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.records import BadRecord
 from dstrain.errors import TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -24,7 +25,7 @@ NAMES = ["helpful", "brief"]
 
 def recipe_of(folder: Path, **options: Any) -> dict[str, Any]:
     """Return the recipe of a tiny run whose records have labels, a part of them null."""
-    values = find_task("rm").tiny(folder) | {"options": {"objectives": NAMES, **options}}
+    values = tiny_recipe("rm", folder) | {"options": {"objectives": NAMES, **options}}
     paired = options.get("loss_type", "bradley_terry") == "bradley_terry"
     for split in ("train", "eval"):
         path, rows = folder / f"{split}.jsonl", []
@@ -159,6 +160,6 @@ def test_a_record_without_a_usable_label_is_bad(
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], wanted: str, tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"options": options}
+    values = tiny_recipe("rm", tmp_path) | {"options": options}
     with pytest.raises(TaskError, match=wanted):
         make_task(RunConfig.model_validate(values))

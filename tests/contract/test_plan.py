@@ -12,7 +12,7 @@ import yaml
 from dstrain.commands import plan
 from dstrain.errors import PresetError
 from dstrain.preset import preset_names
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, write_recipe
 from tests.workers import Workers
 
@@ -117,7 +117,7 @@ def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> Non
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values |= {"ds_config": "auto", "batch": {"total": 8}, "steps": 2, "save": {"every": 2}}
     return str(write_recipe(tmp_path, values))
 

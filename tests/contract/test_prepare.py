@@ -14,9 +14,10 @@ from dstrain.commands.prepare import PrepareJob
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.messages import describe_splits
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers
 
@@ -24,7 +25,7 @@ CASES = "tests.contract.export_cases:"
 
 
 def written(folder: Path, task: str = "dpo", **values: Any) -> str:
-    recipe = find_task(task).tiny(folder) | values
+    recipe = tiny_recipe(task, folder) | values
     write_recipe(folder, recipe)
     return str(folder / "recipe.yaml")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.preset import preset_names, read_preset
-from dstrain.tasks import find_task
 from tests.cells import mark_slow
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -19,7 +19,7 @@ SETS = ["steps=3", "eval.every=100", "batch.total=7"]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("presets")
-    write_recipe(folder, find_task("rm").tiny(folder))
+    write_recipe(folder, tiny_recipe("rm", folder))
     return str(folder / "recipe.yaml")
 
 

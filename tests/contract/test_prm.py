@@ -14,6 +14,7 @@ from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.prm import NO_LABEL, Solution, first_error_sums
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, message, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -28,7 +29,7 @@ SHEPHERD = "Bob has 2 pens and buys 3. How many? Step 1: 2+3=5 {}\nStep 2: The a
 
 
 def make(folder: Path, **changes: Any) -> Any:
-    return make_task(RunConfig.model_validate(find_task("prm").tiny(folder) | changes))
+    return make_task(RunConfig.model_validate(tiny_recipe("prm", folder) | changes))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_published_forms_are_read(record: dict[str, Any], wanted: Solution, tmp_
 
 @pytest.mark.parametrize(("limit", "is_cut"), [(8, 1), (None, 0)])
 def test_prompts_that_are_cut_are_counted(limit: int | None, is_cut: int, tmp_path: Path) -> None:
-    values = find_task("prm").tiny(tmp_path)
+    values = tiny_recipe("prm", tmp_path)
     task = make(tmp_path, data=values["data"] | {"max_prompt_length": limit})
     (found,) = task.encode([task.parse(STEPS | {"prompt": "How much is 2+2+1 if one adds all of them up?"})], None)
     assert found["prompt_cut"] == is_cut
@@ -57,7 +58,7 @@ def test_prompts_that_are_cut_are_counted(limit: int | None, is_cut: int, tmp_pa
 
 def test_a_system_text_that_the_template_drops_is_counted(tmp_path: Path) -> None:
     template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    task = make(tmp_path, model=find_task("prm").tiny(tmp_path)["model"] | {"chat_template": template})
+    task = make(tmp_path, model=tiny_recipe("prm", tmp_path)["model"] | {"chat_template": template})
     asked = [message("system", "Add up."), message("user", "2+2+1?")]
     (found,) = task.encode([task.parse(STEPS | {"prompt": asked})], None)
     assert found["system_lost"] == 1
@@ -140,7 +141,7 @@ def test_the_f1_is_that_of_all_solutions(tmp_path: Path) -> None:
 
 
 def test_a_run_of_two_processes_is_exported_for_transformers(tmp_path: Path, one: Workers, two: Workers) -> None:
-    values = find_task("prm").tiny(tmp_path) | {"eval": {"every": 4}, "ds_config": "zero3"}
+    values = tiny_recipe("prm", tmp_path) | {"eval": {"every": 4}, "ds_config": "zero3"}
     write_recipe(tmp_path, values)
     two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     last = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if row["split"] == "eval"][-1]
@@ -183,7 +184,7 @@ def test_a_run_of_two_processes_is_exported_for_transformers(tmp_path: Path, one
 
 
 def test_a_family_without_token_classification_is_refused(tmp_path: Path) -> None:
-    values = find_task("prm").tiny(tmp_path)
+    values = tiny_recipe("prm", tmp_path)
     values["model"]["config"] |= {"model_type": "granite"}
     task: Any = make_task(RunConfig.model_validate(values))
     with pytest.raises(RecipeError, match="transformers has no token classification for models of type granite"):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dstrain.report import flops
-from dstrain.tasks import find_task
 from dstrain.training import profiler
 from dstrain.training.profiler import MAX_ALLOCATIONS, MemoryHistory
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -24,7 +24,7 @@ CASES = "tests.contract.profile_cases"
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     """The tiny reward model with dropout on, six steps of two micro-batches on each of two ranks."""
-    values = find_task("rm").tiny(tmp_path) | {
+    values = tiny_recipe("rm", tmp_path) | {
         "options": {"disable_dropout": False},
         "steps": 6,
         "batch": {"total": 8, "micro": 2},

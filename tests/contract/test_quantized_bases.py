@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.cells import SLOW
 from tests.quantized_bases import save, save_fp8, save_mxfp4
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, write_recipe
 from tests.workers import Workers
 
@@ -24,7 +25,7 @@ EXPORT = "tests.contract.lora_cases:export"
 
 def base_recipe(folder: Path, kind: str, lora: dict[str, Any] | None = None, preset: str = "zero2") -> tuple[Path, dict[str, torch.Tensor]]:  # fmt: skip
     """Write a recipe on a quantized base; return its path and the base's weights."""
-    values = find_task("sft").tiny(folder)
+    values = tiny_recipe("sft", folder)
     weights = BASES[kind](folder / "base")
     made: Any = make_task(RunConfig.model_validate(values))
     made.tokenizer.save_pretrained(str(folder / "base"))

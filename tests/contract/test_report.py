@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_events, run_dstrain, write_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The tiny reward model with enough steps to be caught running."""
-    values = find_task("rm").tiny(tmp_path) | {"steps": 100_000, "save": {"every": 1000}, "eval": {"every": 5}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 100_000, "save": {"every": 1000}, "eval": {"every": 5}}
     values["log"] = {"every": 1, "tensorboard": False}
     return write_recipe(tmp_path, values)
 

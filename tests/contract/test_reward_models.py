@@ -12,11 +12,11 @@ from dstrain.commands.prepare import PrepareJob
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
-from dstrain.tasks import find_task
 from dstrain.training.plan import make_plan
 from dstrain.training.start import ResumeOptions
 from tests.cells import SLOW
 from tests.reward_models import export_reward_model
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -29,7 +29,7 @@ def written(folder: Path, scoring: str = "cached", **values: Any) -> str:
         if not (folder / name).exists():
             export_reward_model(folder, name)
     safety = {"harmless_rm": "./harmless", "helpful_rm": "./helpful", "scoring": scoring, "method": "safedpo"}
-    recipe = find_task("dpo").tiny(folder) | {"options": {"safety": safety}, "steps": 2, "save": {"every": 2}} | values
+    recipe = tiny_recipe("dpo", folder) | {"options": {"safety": safety}, "steps": 2, "save": {"every": 2}} | values
     write_recipe(folder, recipe)
     return str(folder / "recipe.yaml")
 

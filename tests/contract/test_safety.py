@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dstrain.commands.init import render_recipe_template
-from dstrain.tasks.dpo import DPO
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import RUN, invoke, read_events, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
@@ -34,14 +34,16 @@ def test_a_starter_recipe_has_the_block_as_a_comment() -> None:
 
 @pytest.mark.parametrize("safety", [None, {"anchor_weight": 1.0}])
 def test_an_option_of_a_block_is_set_by_its_dotted_name(safety: dict[str, Any] | None, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, DPO.tiny(tmp_path) | {"options": {"safety": safety}})
+    recipe = write_recipe(tmp_path, tiny_recipe("dpo", tmp_path) | {"options": {"safety": safety}})
     result = invoke("train", recipe, "--dry-run", "--set", "options.safety.anchor_weight=0.5")
     assert result.exit_code == 0, result.output
     assert "anchor_weight: 0.5" in result.output
 
 
 def test_an_unknown_option_of_a_block_is_refused_with_a_suggestion(tmp_path: Path) -> None:
-    result = invoke("train", write_recipe(tmp_path, DPO.tiny(tmp_path)), "--dry-run", "--set", "options.safety.dleta=5")
+    result = invoke(
+        "train", write_recipe(tmp_path, tiny_recipe("dpo", tmp_path)), "--dry-run", "--set", "options.safety.dleta=5"
+    )
     assert result.exit_code == 2
     assert "options.safety.dleta: is not an option of options.safety; did you mean 'delta'?" in result.output
 

@@ -12,7 +12,7 @@ import pytest
 from dstrain.commands.run_job import JobResult
 from dstrain.commands.score import ScoreJob
 from dstrain.commands.trained_model import ModelSelector
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, write_recipe
 from tests.workers import Workers
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
     def of(task: str) -> Path:
         if task not in made:
             folder = tmp_path_factory.mktemp("run")
-            values = find_task(task).tiny(folder) | {"ds_config": "zero2"}
+            values = tiny_recipe(task, folder) | {"ds_config": "zero2"}
             write_recipe(folder, values)
             two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
             made[task] = folder

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
 from dstrain.training.run_dir import collect_environment
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, write_recipe
 
 
@@ -31,7 +31,7 @@ def test_a_url_with_a_password_is_refused_without_the_password(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path, find_task("rm").tiny(tmp_path))
+    write_recipe(tmp_path, tiny_recipe("rm", tmp_path))
     before = sorted(tmp_path.rglob("*"))
     done = invoke("train", "recipe.yaml", "--run-dir", "run", *words)
     assert done.exit_code == 2, done.output

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.contract.test_export import CASES as EXPORT_CASES
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -23,7 +24,7 @@ TEMPLATE = (
 
 
 def written(folder: Path, templated: bool) -> str:
-    values = find_task("sft").tiny(folder)
+    values = tiny_recipe("sft", folder)
     values |= {"steps": 24, "eval": {"every": 8, "metric": "token_accuracy", "best": "max"}, "save": {"every": 24}}
     values["optim"] = {"lr": 1e-2}
     values["data"] |= {"max_length": 200}

@@ -15,18 +15,18 @@ from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_options
+from dstrain.tasks import Task, builtin_tasks, make_task, task_options
 from dstrain.tasks.common.text import TextTask
 from dstrain.training.build_model import build_model, build_reference
 from dstrain.training.engine.module import TrainModule, with_step_stats
+from tests.tiny import tiny_recipe
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
 
 @pytest.fixture(params=[*builtin_tasks(), TINY], ids=[*builtin_tasks(), "a file"])
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
-    found = find_task(request.param)
-    recipe = found.tiny(tmp_path) if hasattr(found, "tiny") else {"task": request.param}
+    recipe = {"task": TINY} if request.param == TINY else tiny_recipe(request.param, tmp_path)
     made = make_task(RunConfig.model_validate(recipe))
     made.checks.run()
     return made
@@ -85,7 +85,7 @@ def test_a_loss_is_a_sum_over_its_samples(task: Task) -> None:
 
 def test_a_tiny_recipe_reads_clean(tmp_path: Path) -> None:
     for name in builtin_tasks():
-        recipe = find_task(name).tiny(tmp_path)
+        recipe = tiny_recipe(name, tmp_path)
         (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
         assert read_recipe(tmp_path / "tiny.yaml").config == RunConfig.model_validate(recipe)
 

@@ -10,10 +10,11 @@ import pytest
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.temporal.task import names_right_pattern
 from tests.contract.test_generate import GENERATE
 from tests.resume.test_tasks import rows
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, read_jsonl, write_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -22,7 +23,7 @@ EVALUATE, EXPORT = "tests.contract.export_cases:evaluate", "tests.contract.expor
 
 def recipe(folder: Path, preset: str, options: dict[str, Any], **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
-    values = find_task("temporal").tiny(folder) | {"ds_config": preset, "batch": {"total": 6, "micro": 2}}
+    values = tiny_recipe("temporal", folder) | {"ds_config": preset, "batch": {"total": 6, "micro": 2}}
     values["options"] |= options
     values |= {"steps": 6, "save": {"every": 6}, "eval": {"every": 3}} | changes
     return str(write_recipe(folder, values))
@@ -32,7 +33,7 @@ def recipe(folder: Path, preset: str, options: dict[str, Any], **changes: Any) -
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model, as on the Hub."""
     folder = tmp_path_factory.mktemp("language")
-    save_language_model(folder / "base", find_task("temporal").tiny(folder))
+    save_language_model(folder / "base", tiny_recipe("temporal", folder))
     return folder / "base"
 
 
@@ -121,6 +122,6 @@ def test_data_check_reads_files_of_series(tmp_path: Path) -> None:
 
 
 def test_a_vision_language_model_is_refused(tmp_path: Path) -> None:
-    values = find_task("temporal").tiny(tmp_path) | {"model": find_task("vlm").tiny(tmp_path)["model"]}
+    values = tiny_recipe("temporal", tmp_path) | {"model": tiny_recipe("vlm", tmp_path)["model"]}
     with pytest.raises(RecipeError, match="llava takes images; task temporal needs a text-only model"):
         make_task(RunConfig.model_validate(values)).checks.run()

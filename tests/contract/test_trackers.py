@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.unit.report.wandb_files import files, only, rows
 from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import Workers
@@ -24,7 +24,7 @@ KEY = "fedcba9876543210" * 3
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The tiny reward model with both trackers on."""
-    values = find_task("rm").tiny(tmp_path) | {"steps": 60, "save": {"every": 4}, "eval": {"every": 5}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 60, "save": {"every": 4}, "eval": {"every": 5}}
     values["log"] = {"every": 1, "tensorboard": True, "wandb": {"project": "p", "mode": "offline"}}
     write_recipe(tmp_path, values)
     return tmp_path / "recipe.yaml"

@@ -15,8 +15,7 @@ from dstrain.commands.data import check_file
 from dstrain.config.schema import RunConfig
 from dstrain.models.adapters import add_adapters
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.temporal.task import Temporal
+from tests.tiny import tiny_recipe
 from tests.workers import ROOT
 
 CHATML = (
@@ -40,7 +39,7 @@ def block(page: str, holds: str) -> str:
 def test_a_score_by_the_quickstart_is_that_of_training(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = RewardModel.tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values["model"]["chat_template"] = CHATML if form == "apply_chat_template" else None
     other = [DIALOG[0], {"role": "assistant", "content": "No."}]
     record = {"prompt": DIALOG[:1], "chosen": DIALOG[1:], "rejected": other[1:]}
@@ -65,7 +64,7 @@ def test_a_score_by_the_quickstart_is_that_of_training(
 def test_the_page_of_series_feeds_an_exported_classifier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = Temporal.tiny(tmp_path)
+    values = tiny_recipe("temporal", tmp_path)
     values["options"] = {**values["options"], "stage": "classify", "labels": ["down", "up"]}
     values["model"] = {}
     task: Any = make_task(RunConfig.model_validate(values))
@@ -96,7 +95,7 @@ def test_windows_of_a_long_series_are_records(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_task_over_a_backbone_learns(tmp_path: Path) -> None:
-    tiny: Any = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
+    tiny: Any = make_task(RunConfig.model_validate(tiny_recipe("rm", tmp_path)))
     AutoModel.from_config(tiny.model_source.config).save_pretrained(str(tmp_path / "base"))
     tiny.tokenizer.save_pretrained(str(tmp_path / "base"))
     lines = [{"text": text, "label": label} for text, label in [("well done", 1), ("go away", 0)] * 4]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SFT
 from tests.chat_templates import QWEN as QWEN_TEMPLATE
+from tests.tiny import tiny_recipe
 from tests.vocabulary import write_jsonl
 from tests.workers import ROOT
 
@@ -38,7 +38,7 @@ def run(words: list[str], folder: Path) -> str:
 
 def write_small_qwen(folder: Path, scratch: Path) -> None:
     """Write a Qwen2 of two layers with random weights, and a tokenizer with Qwen's kind of template."""
-    task: Any = make_task(RunConfig.model_validate(SFT.tiny(scratch)))
+    task: Any = make_task(RunConfig.model_validate(tiny_recipe("sft", scratch)))
     task.tokenizer.chat_template = QWEN_TEMPLATE
     task.tokenizer.save_pretrained(folder)
     config = Qwen2Config(

@@ -18,10 +18,10 @@ from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_reci
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
 from dstrain.models.params import freeze
-from dstrain.tasks import default_learning_rate, find_task, make_task
-from dstrain.tasks.vlm import TINY_CONFIG
+from dstrain.tasks import default_learning_rate, make_task
 from dstrain.training.build_model import build_model
 from dstrain.training.build_run import summarize_components
+from tests.tiny import LLAVA, tiny_recipe
 from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 
@@ -47,8 +47,8 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
 
 @pytest.mark.parametrize("name", UNFILLED)
 def test_a_recipe_filled_in_trains_the_parts_it_names(name: str, tmp_path: Path) -> None:
-    find_task("vlm").tiny(tmp_path)
-    sets = [f"model.config={json.dumps(TINY_CONFIG)}", f"data.train={tmp_path}/train.jsonl"]
+    tiny_recipe("vlm", tmp_path)
+    sets = [f"model.config={json.dumps(LLAVA)}", f"data.train={tmp_path}/train.jsonl"]
     task = make_task(resolve_recipe(TrainRequest(recipe=name, overrides=sets)).config)
     task.checks.run()
     model = task.build_model()
@@ -58,8 +58,8 @@ def test_a_recipe_filled_in_trains_the_parts_it_names(name: str, tmp_path: Path)
 
 
 def test_the_recipe_of_documents_filled_in_trains_adapters(tmp_path: Path) -> None:
-    find_task("docqa").tiny(tmp_path)
-    sets = [f"model.config={json.dumps(TINY_CONFIG)}", f"data.train={tmp_path}/train.jsonl", "data.eval_fraction=0.1"]
+    tiny_recipe("docqa", tmp_path)
+    sets = [f"model.config={json.dumps(LLAVA)}", f"data.train={tmp_path}/train.jsonl", "data.eval_fraction=0.1"]
     recipe = resolve_recipe(TrainRequest(recipe="docqa", overrides=sets)).config
     task = make_task(recipe)
     task.checks.run()

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from dstrain.tasks import find_task
 from dstrain.training.state.manifest import find_checkpoints
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_jsonl
 
 
@@ -48,7 +48,7 @@ def told(run_dir: Path) -> list[tuple[object, ...]]:
 
 @pytest.mark.slow
 def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 30, "save": {"every": 5}, "eval": {"every": 10}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 30, "save": {"every": 5}, "eval": {"every": 10}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
     unbroken = start(recipe, tmp_path / "unbroken")
@@ -70,7 +70,7 @@ def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_sigterm_saves_exits_with_75_and_leaves_nobody(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 5000, "save": {"every": 4000}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 5000, "save": {"every": 4000}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
     run = start(recipe, tmp_path / "run")
@@ -87,7 +87,7 @@ def test_sigterm_saves_exits_with_75_and_leaves_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_save_killed_twenty_times_at_random_moments_is_resumed_twenty_times(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 260, "save": {"every": 1, "keep": 2}, "eval": {"every": 100}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 260, "save": {"every": 1, "keep": 2}, "eval": {"every": 100}}
     recipe, run_dir, draw = tmp_path / "recipe.yaml", tmp_path / "killed", random.Random(0)
     recipe.write_text(yaml.safe_dump(values))
     resumed = []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
 from dstrain.training.state.manifest import find_checkpoints
+from tests.tiny import tiny_recipe
 from tests.vocabulary import find_processes, read_jsonl, wait_until, write_recipe
 from tests.workers import ROOT
 
@@ -48,7 +48,7 @@ FULL = "writing step-00000003 failed on 1 of 2 ranks (rank 1: OSError: [Errno 27
 def test_all_ranks_end_with_code_1_and_one_sentence_that_names_the_rank(
     fault: str, rank: int, sentence: str, tmp_path: Path
 ) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 1}, "timeout_minutes": 0.1}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 6, "save": {"every": 1}, "timeout_minutes": 0.1}
     write_recipe(tmp_path, values)
     (tmp_path / "sitecustomize.py").write_text(AT_THE_SHARD_OF_STEP_3)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "FAULT": fault, "FAULTY_RANK": str(rank)}
@@ -89,7 +89,7 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "timeout_minutes": 0.1}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 6, "timeout_minutes": 0.1}
     write_recipe(tmp_path, values)
     (tmp_path / "sitecustomize.py").write_text(HANG_IN_STEP_3)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 100_000, "save": {"every": 50_000}, "log": {"every": 1}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 100_000, "save": {"every": 50_000}, "log": {"every": 1}}
     write_recipe(tmp_path, values)
     run = tmp_path / "run"
     command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]

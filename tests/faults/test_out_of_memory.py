@@ -16,8 +16,8 @@ from dstrain.launch.command import free_port
 from dstrain.launch.spawn import RankEnd
 from dstrain.launch.supervise import compute_outcome
 from dstrain.launch.worker import read_rank_records
-from dstrain.tasks import find_task
 from tests.forked import fork
+from tests.tiny import tiny_recipe
 from tests.vocabulary import find_processes, write_recipe
 from tests.workers import ROOT
 
@@ -49,7 +49,7 @@ def train(folder: Path, site: str, limit: str = "{}", *sets: str) -> tuple[int, 
 
 
 def recipe(folder: Path, **changes: Any) -> None:
-    values = find_task("rm").tiny(folder)
+    values = tiny_recipe("rm", folder)
     values |= {"optim": {"name": "sgd", "lr": 1.0, "clip": 0.05}, "steps": 6, "save": {"every": 2, "keep": 9}}
     write_recipe(folder, values | changes)
 

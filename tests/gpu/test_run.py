@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.common import SHAPES
-from dstrain.tasks import find_task
 from tests.gpu.workers import IS_SLOW, REHEARSAL, GpuWorkers
+from tests.tiny import tiny_recipe
 from tests.vocabulary import metric_rows, read_events, read_jsonl, write_recipe
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ RUN = "tests.gpu.cases:run"
 
 def written(folder: Path, **changes: Any) -> str:
     """The tiny reward model's recipe with these changes, as a file."""
-    values = find_task("rm").tiny(folder)
+    values = tiny_recipe("rm", folder)
     for key, value in changes.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     write_recipe(folder, values)

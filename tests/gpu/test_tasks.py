@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
-from dstrain.tasks.vlm import TINY_CONFIG
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.parity.test_tasks import SERIES
 from tests.resume.test_tasks import SHORT, rows
+from tests.tiny import LLAVA, tiny_recipe
 from tests.vision_recipes import GEMMA3, IDEFICS3
 from tests.vision_recipes import recipe as vision_recipe
 from tests.vocabulary import write_recipe
@@ -43,15 +42,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "temporal, adapters": ("temporal", SERIES | {"stage": "sft"}, LORA),
     "temporal, classify": ("temporal", SERIES | {"stage": "classify"}, {}),
     "temporal, masked": ("temporal", SERIES | {"stage": "masked"}, {}),
-    "rm, images": ("rm", {}, {"config": TINY_CONFIG}),
-    "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY_CONFIG}),
+    "rm, images": ("rm", {}, {"config": LLAVA}),
+    "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": LLAVA}),
 }
 
 
 def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str, **more: Any) -> list[dict[str, Any]]:
     """The rows of a run of twelve steps."""
     task, options, model = CASES[case]
-    values = vision_recipe(task, folder) if "images" in case else find_task(task).tiny(folder)
+    values = vision_recipe(task, folder) if "images" in case else tiny_recipe(task, folder)
     values["data"]["max_length"] = 128
     values |= {"options": options, "steps": 12, "batch": {"total": 8, "micro": 2}, "optim": {"lr": 5e-3}}
     values |= {

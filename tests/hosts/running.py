@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from dstrain.launch.worker import get_workers_dir
-from dstrain.tasks import find_task
 from dstrain.training.state.manifest import find_checkpoints
 from tests.hosts.lab import Command, Lab
+from tests.tiny import tiny_recipe
 
 STEPS, SAVE_EVERY = 40, 5
 PACE = 0.15
@@ -37,7 +37,7 @@ class Run:
         folder.mkdir(parents=True)
         self.folder, self.run_dir = folder, folder / "run"
         recipe: dict[str, Any] = {
-            **find_task("rm").tiny(folder),
+            **tiny_recipe("rm", folder),
             "task": str(Path(__file__).with_name("slowly.py")),
             "options": {"folder": str(folder)},
             "steps": STEPS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.command import free_port
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT
 
@@ -30,7 +30,7 @@ WAYS = {
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("dstrain", "steps=9")`: a launch of two processes into the same run folder."""
-    values = find_task("rm").tiny(tmp_path) | {"save": {"every": 5}, "log": {"every": 1, "tensorboard": False}}
+    values = tiny_recipe("rm", tmp_path) | {"save": {"every": 5}, "log": {"every": 1, "tensorboard": False}}
     write_recipe(tmp_path, values)
     started: list[subprocess.Popen[str]] = []
 

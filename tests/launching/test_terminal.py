@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import write_recipe
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -63,7 +63,7 @@ def run_in_terminal(folder: Path, width: int, *words: str, stop_after: str = "")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "launch": {"env": ["MY_SERVICE_PASSWORD"]}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 6, "launch": {"env": ["MY_SERVICE_PASSWORD"]}}
     values["log"] = {"every": 2, "tensorboard": True, "wandb": {"project": "p", "mode": "offline"}}
     write_recipe(tmp_path, values)
     # A file of the working directory with a package's name: no process imports it.

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.command import free_port
-from dstrain.tasks import find_task
 from tests.launching.test_ways import losses
+from tests.tiny import tiny_recipe
 from tests.unit.launch.test_launchers import container_of
 from tests.vocabulary import read_events, write_recipe
 from tests.workers import ROOT
@@ -28,7 +28,7 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("run", sets, NODES="2")`: the script over the tiny reward model, into a run folder of this name."""
-    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 50}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 6, "save": {"every": 50}}
     write_recipe(tmp_path, values)
     started: list[subprocess.Popen[str]] = []
 

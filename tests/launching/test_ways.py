@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dstrain.launch.command import free_port
-from dstrain.tasks import find_task
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
 
@@ -19,7 +19,7 @@ from tests.workers import ROOT, Workers
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
-    return write_recipe(folder, find_task("dpo").tiny(folder) | {"ds_config": "zero3", "steps": 5})
+    return write_recipe(folder, tiny_recipe("dpo", folder) | {"ds_config": "zero3", "steps": 5})
 
 
 def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:

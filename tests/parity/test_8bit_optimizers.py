@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.cells import SLOW
 from tests.parity.test_optimizers import distance
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -44,6 +44,6 @@ def test_a_checkpoint_goes_on_with_other_partitions(one: Workers, two: Workers, 
 
 
 def test_8_bit_state_with_offload_is_refused(tmp_path: Path, one: Workers) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"optim": {"name": "adamw_8bit"}, "ds_config": "zero2_offload"}
+    values = tiny_recipe("rm", tmp_path) | {"optim": {"name": "adamw_8bit"}, "ds_config": "zero2_offload"}
     with pytest.raises(WorkerError, match=r"optim\.name: adamw_8bit runs on the GPU.*CPUAdam"):
         one(RUN, recipe=str(write_recipe(tmp_path, values)), run_dir=str(tmp_path / "run"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows
 from tests.workers import Workers
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, preset: str, precision: str
 
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_resuming_a_run_changes_nothing(name: str, tmp_path: Path, two: Workers) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 5, "save": {"every": 2}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 5, "save": {"every": 2}}
     values["optim"] = {"name": name, "lr": 1e-3, "weight_decay": 0.1}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))

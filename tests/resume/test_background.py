@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import WorkerError, Workers
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 2, "keep": 9, "background": True}}
     write_recipe(tmp_path, values)
     return str(tmp_path / "recipe.yaml")

@@ -9,8 +9,8 @@ import pytest
 
 from dstrain.config.read import read_recipe
 from dstrain.errors import RecipeError
-from dstrain.tasks import find_task
 from dstrain.training.evaluate import EarlyStopping
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 
@@ -21,7 +21,7 @@ LOSSES = {1: 0.9, 2: 0.5, 3: 0.6, 4: math.nan, 5: 0.5, 6: 0.4, 7: 0.7, 8: 0.7, 9
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 10, "batch": {"total": 4, "micro": 2}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 10, "batch": {"total": 4, "micro": 2}}
     values |= {"eval": {"every": 1, "patience": 3}, "save": {"every": 2, "keep": 1}, "log": {"every": 4}}
     return str(write_recipe(tmp_path, values))
 
@@ -84,7 +84,7 @@ def test_higher_is_better_where_the_recipe_says_so() -> None:
 
 
 def test_patience_without_held_out_data_is_refused(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"eval": {"patience": 3}}
+    values = tiny_recipe("rm", tmp_path) | {"eval": {"patience": 3}}
     values["data"] = {"train": values["data"]["train"]}
     with pytest.raises(RecipeError, match=r"eval.patience: needs evaluations, but there is no held-out data"):
         read_recipe(write_recipe(tmp_path, values))

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.cells import SLOW
 from tests.resume.elastic_cases import KINDS, NVME, SHAPE, save_model
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import ROOT, WorkerError, Workers
 
@@ -72,7 +72,7 @@ QUICK: tuple[Pair, ...] = (
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny reward model without dropout, 64 pairs, 6 samples per step."""
     folder = tmp_path_factory.mktemp("recipe")
-    values = find_task("rm").tiny(folder)
+    values = tiny_recipe("rm", folder)
     values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 3, "keep": 9}, "precision": "fp32"}
     return str(write_recipe(folder, values))
 

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from dstrain.tasks import find_task
 from dstrain.training import fit_batch
 from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from tests.cells import SLOW
 from tests.resume.cases import run
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -26,7 +26,7 @@ COMPARED = ("step", "split", "loss", "grad_norm", "accuracy")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny reward model, 6 samples per step in passes of 2."""
     folder = tmp_path_factory.mktemp("recipe")
-    values = find_task("rm").tiny(folder)
+    values = tiny_recipe("rm", folder)
     values |= {"steps": 6, "batch": {"total": 6, "micro": 2}, "save": {"every": 2}, "eval": {"every": 6}}
     return str(write_recipe(folder, values))
 

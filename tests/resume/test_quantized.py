@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dstrain.tasks import find_task
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, invoke, metric_rows, read_events, read_jsonl, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -23,7 +23,7 @@ SHORT = ["steps=4", "save.every=4"]
 
 def quantized_recipe(folder: Path, task: str, worker: Workers, quantize: str = "nf4", **changes: Any) -> Path:
     """Write a recipe that trains adapters on a quantized model of a folder; return its path."""
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     worker(CASES + "save_base", folder=str(folder / "base"), recipe=values)
     model = {"path": str(folder / "base"), "lora": {"rank": 4, "alpha": 16.0}, "quantize": quantize}
     values |= {"model": model, "optim": {"lr": 1e-2}, "ds_config": "zero2", **changes}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import Workers
 
@@ -16,7 +16,7 @@ from tests.workers import Workers
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny reward model with dropout on, 32 pairs, 6 samples per step: an epoch ends within step 6."""
     folder = tmp_path_factory.mktemp("recipe")
-    values = find_task("rm").tiny(folder)
+    values = tiny_recipe("rm", folder)
     values |= {
         "options": {"disable_dropout": False},
         "steps": 8,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.tasks import find_task
 from tests.resume.test_tasks import rows
+from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, write_recipe
 from tests.workers import Workers
 
@@ -35,7 +35,7 @@ GRID = [
 
 
 def written(folder: Path, task: str, trained: str, preset: str) -> str:
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     model = {**values["model"], **TRAINED[trained]}
     model["freeze"] = [*values["model"].get("freeze", []), *TRAINED[trained].get("freeze", [])]
     values |= {"model": model, "ds_config": preset, "optim": {"lr": 1e-2, "clip": 0.05}}

@@ -26,7 +26,7 @@ from dstrain.launch.hostfile import read_hostfile, select_hosts
 from dstrain.launch.plan import read_env_file
 from dstrain.launch.topology import visible_devices, worker_from_env
 from dstrain.planner.workload import parse_bytes
-from dstrain.tasks import find_task
+from tests.tiny import tiny_recipe
 from tests.unit.test_hypothesis import JSON, RECORD, TEXT
 from tests.vocabulary import write_recipe
 
@@ -161,7 +161,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "llava", "qwen2_5_vl")
 
 @pytest.mark.parametrize("count", SIZES)
 def test_any_config_of_a_model_is_planned_or_refused(count: int, tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     (tmp_path / "m").mkdir()
     values["model"] = {"path": str(tmp_path / "m")}
     recipe = str(write_recipe(tmp_path, values))

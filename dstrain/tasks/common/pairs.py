@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
@@ -14,7 +12,6 @@ from dstrain.data.dataset import Samples
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Preference, Response, read_preference
 from dstrain.data.records import BadRecord
-from dstrain.tasks.common.task import tiny_recipe
 from dstrain.tasks.common.text import TextChecks, TextTask
 
 if TYPE_CHECKING:
@@ -146,17 +143,3 @@ def pair_metrics(rewards: torch.Tensor, logps: torch.Tensor) -> dict[str, Any]:
         "logp_chosen": logps[0].sum(),
         "logp_rejected": logps[1].sum(),
     }
-
-
-def tiny_pair_recipe(folder: Path, task: str) -> dict[str, Any]:
-    """Return a recipe that trains in seconds, with its data written into the folder."""
-    return tiny_recipe(folder, task, _tiny_record)
-
-
-def _tiny_record(split: str, index: int) -> dict[str, str]:
-    """A made-up pair of uneven length: the polite answer is the chosen one."""
-    draw = random.Random(f"{split}/{index}")
-    things = ("pump", "valve", "kettle", "lamp", "wheel", "belt")
-    prompt = f"\n\nHuman: How do I mend the {draw.choice(things)} number {index}{', please' * draw.randint(0, 4)}?"
-    good = "Gladly: " + " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
-    return {"chosen": f"{prompt}\n\nAssistant: {good}.", "rejected": f"{prompt}\n\nAssistant: No idea, go away."}

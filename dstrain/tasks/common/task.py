@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import json
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -605,24 +604,3 @@ def _check_value(annotation: Any, value: Any, values: dict[str, Any], name: str)
         return "input should be a number"
     values[name] = read
     return None
-
-
-def tiny_recipe(folder: Path, task: str, make_record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """Return a recipe that trains in seconds, with `make_record(split, index)` written as its data."""
-    for name, count in (("train", 64), ("eval", 16)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(make_record(name, i)) + "\n" for i in range(count)))
-    return {
-        "task": task,
-        "model": {
-            "config": {
-                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
-                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            }
-        },
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
-        "batch": {"total": 4, "micro": 2},
-        "optim": {"lr": 1e-3},
-        "steps": 4,
-        "log": {"every": 1, "tensorboard": False},
-        "ds_config": "zero2",
-    }  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.task import (
@@ -31,12 +29,11 @@ from dstrain.task import (
     encode_answers,
     messages_to_transcript,
     read_system,
-    tiny_recipe,
 )
 from dstrain.tasks.docqa.augment import DocumentAugmentation
 from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from dstrain.tasks.sft import SFT
-from dstrain.tasks.vlm import COLORS, TINY_CONFIG, VLMChecks
+from dstrain.tasks.vlm import VLMChecks
 
 if TYPE_CHECKING:
     import torch
@@ -179,15 +176,6 @@ class DocQA(SFT):
     def prompts(self) -> DocumentPrompts:
         return DocumentPrompts(self)
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        recipe = tiny_recipe(folder, "docqa", lambda split, index: _tiny_record(folder, split, index))
-        recipe["options"] = {"prompt_template": QUESTION_FIELD}
-        recipe["eval"] = {"generate": {"max_new_tokens": 8}}
-        # The tower's last norm is not used by LLaVA, so it gets no gradient. Adapters would train too slowly.
-        recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"], "lora": None}
-        return recipe
-
 
 class DocumentPrompts(StoredPrompts):
     """Questions about documents."""
@@ -238,17 +226,3 @@ def _message(role: str, content: str) -> Message:
 
 def _answer(text: str) -> list[Message]:
     return [_message("assistant", text)]
-
-
-def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """Return a made-up question about one of one to three pages; each page has one colour."""
-    from PIL import Image
-
-    draw = random.Random(f"{split}/{index}")
-    names = [draw.choice([*COLORS]) for _ in range(1 + index % 3)]
-    places = [folder / f"{split}-{index}-{page}.png" for page in range(len(names))]
-    for place, name in zip(places, names, strict=True):
-        Image.new("RGB", (draw.randint(8, 24), draw.randint(8, 24)), COLORS[name]).save(place)
-    page = draw.randrange(len(names))
-    answers = [names[page], f"{names[page]} page"]
-    return {"question": f"Page {page + 1}?", "answers": answers, "images": [place.name for place in places]}

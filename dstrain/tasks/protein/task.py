@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -291,26 +290,6 @@ class Protein(RecordTask):
         total, weight = sums["perplexity"]
         return {"perplexity": math.exp(min(total / weight, MAX_EXPONENT))}
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        for split, count in (("train", 64), ("eval", 16)):
-            (folder / split).mkdir(exist_ok=True)
-            for index in range(count):
-                (folder / split / f"{index:03}.pdb").write_text(tiny_structure(f"{split}/{index}"))
-        return {
-            "task": "protein",
-            "options": {
-                "hidden_dim": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4, "dropout": 0.0,
-            },
-            "model": {"gradient_checkpointing": True},
-            "data": {"train": str(folder / "train"), "eval": str(folder / "eval"), "max_length": 24},
-            "batch": {"total": 4, "micro": 2},
-            "optim": {"lr": 1e-3},
-            "steps": 4,
-            "log": {"every": 1, "tensorboard": False},
-            "ds_config": "zero2",
-        }  # fmt: skip
-
 
 def _encode_chains(files: list[list[Chain]]) -> list[Any]:
     """Return the chains of each file as examples."""
@@ -379,21 +358,3 @@ def _as_mask(indices: np.ndarray, chain: Chain) -> np.ndarray:
     mask = np.zeros(len(chain.types), dtype=bool)
     mask[indices] = True
     return mask
-
-
-def tiny_structure(name: str) -> str:
-    """Return a made-up helix of 6 to 30 residues as a PDB file."""
-    draw = random.Random(name)
-    lines: list[str] = []
-    for index in range(draw.randint(6, 30)):
-        residue = draw.choice(("ALA", "LEU", "GLY", "SER", "LYS", "GLU"))
-        # Radius, angle in degrees and height in Å of an atom in an alpha helix: 100 degrees and 1.5 Å per residue.
-        for atom, radius, angle, height in (
-            ("N", 1.55, -28, -0.9), ("CA", 2.28, 0, 0.0), ("C", 1.66, 26, 1.1), ("O", 2.0, 22, 2.3),
-        ):  # fmt: skip
-            turn = math.radians(100 * index + angle)
-            place = (radius * math.cos(turn), radius * math.sin(turn), height + 1.5 * index)
-            x, y, z = (value + draw.gauss(0, 0.05) for value in place)
-            head = f"ATOM  {len(lines) + 1:5}  {atom:<3} {residue} A{index + 1:4}"
-            lines.append(f"{head}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}")
-    return "\n".join([*lines, "TER", "END", ""])

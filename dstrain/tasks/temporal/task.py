@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -53,7 +51,6 @@ from dstrain.task import (
     policy_of,
     prepare,
     read_config,
-    tiny_recipe,
     try_parse,
 )
 from dstrain.tasks.common.text import TextChecks, TextExport
@@ -531,13 +528,6 @@ class Temporal(SFT):
     def prompts(self) -> SeriesPrompts:
         return SeriesPrompts(self)
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        recipe = tiny_recipe(folder, "temporal", _tiny_record)
-        encoder = {"patch_length": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
-        recipe["options"] = {"encoder": encoder, "prompt": "Curve?", "stage": "sft"}
-        return recipe
-
 
 class SeriesPrompts(StoredPrompts):
     """Questions about series."""
@@ -555,16 +545,6 @@ class SeriesPrompts(StoredPrompts):
         prompt = super().encode(example)
         assert prompt is not None, "every example has one"
         return replace(prompt, soft_inputs=cut_patches(*from_columns(example), self.task.model_source.patches))
-
-
-def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """Return a short curve of one or two channels, some with missing values, that rises or falls."""
-    draw = random.Random(f"{split}/{index}")
-    rises, steps = draw.random() < 0.5, draw.randint(5, 14)
-    line = [round((at if rises else -at) + draw.random(), 2) for at in range(steps)]
-    other = [None if draw.random() < 0.2 else round(draw.random(), 2) for _ in range(steps)]
-    series = [line, other] if index % 3 == 0 else line
-    return {"series": series, "caption": "rises" if rises else "falls", "label": "up" if rises else "down"}
 
 
 @dataclass(frozen=True)

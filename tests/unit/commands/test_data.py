@@ -10,7 +10,8 @@ import pytest
 
 from dstrain.commands.data import TOKENS_HINT, check_file
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
+from tests.tiny import tiny_recipe
 from tests.unit.data.pdb_files import helix, pdb_text
 from tests.vocabulary import invoke, write_jsonl, write_recipe
 
@@ -46,7 +47,7 @@ def test_a_file_is_read_as_the_task_reads_it(tmp_path: Path) -> None:
 
 def shown(task: str, folder: Path, *words: str) -> str:
     """Return what `dstrain data show` prints of two records of a tiny recipe."""
-    write_recipe(folder, find_task(task).tiny(folder))
+    write_recipe(folder, tiny_recipe(task, folder))
     found = invoke("data", "show", folder / "train.jsonl", "--recipe", folder / "recipe.yaml", "--limit", 2, *words)
     assert found.exit_code == 0, found.output
     return found.stdout
@@ -54,7 +55,7 @@ def shown(task: str, folder: Path, *words: str) -> str:
 
 def test_learnt_tokens_are_marked_as_the_loss_mask_has_them(tmp_path: Path) -> None:
     text = shown("sft", tmp_path, "--set", "data.max_length=80")
-    made: Any = make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+    made: Any = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
     config = made.recipe.model_copy(update={"data": made.recipe.data.model_copy(update={"max_length": 80})})
     examples = make_task(config).examples("train")
     assert examples is not None
@@ -98,7 +99,7 @@ def test_a_series_is_shown_by_its_number_of_soft_tokens(tmp_path: Path) -> None:
 
 
 def test_a_bad_record_is_shown_with_its_reason(tmp_path: Path) -> None:
-    write_recipe(tmp_path, find_task("sft").tiny(tmp_path))
+    write_recipe(tmp_path, tiny_recipe("sft", tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n{"prompt": "One", "completion": "two"}\n')
     found = invoke("data", "show", tmp_path / "bad.jsonl", "--recipe", tmp_path / "recipe.yaml")
     assert found.exit_code == 0, found.output
@@ -116,7 +117,7 @@ def test_without_a_model_there_are_no_tokens_to_show(tmp_path: Path) -> None:
 
 
 def test_a_model_folder_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     made: Any = make_task(RunConfig.model_validate(values))
     made.build_model().save_pretrained(tmp_path / "base")
     made.model_source.save_processor(tmp_path / "base")
@@ -202,7 +203,7 @@ def test_a_check_counts_subfolders_and_files_that_are_not_read_once(tmp_path: Pa
 
 def test_a_file_is_read_as_the_recipe_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     (tmp_path / "alpaca.jsonl").write_text('{"ask": "Add 1.", "out": "2"}\n' * 3)
     (tmp_path / "held.jsonl").write_text('{"q": "Add 2.", "a": "3"}\n' * 2)
     (tmp_path / "other.jsonl").write_text('{"ask": "Add 1.", "out": "2"}\n')
@@ -227,7 +228,7 @@ def test_a_file_is_read_as_the_recipe_reads_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_images_of_a_checked_file_are_looked_up_in_the_recipes_folder(tmp_path: Path) -> None:
-    values = find_task("vlm").tiny(tmp_path)
+    values = tiny_recipe("vlm", tmp_path)
     (tmp_path / "lists").mkdir()
     (tmp_path / "train.jsonl").rename(tmp_path / "lists/train.jsonl")
     values["data"]["train"] = {"path": str(tmp_path / "lists/train.jsonl"), "media_dir": str(tmp_path)}

@@ -15,8 +15,9 @@ from dstrain.commands.publish import Publication, list_files, make_card, push_to
 from dstrain.commands.trained_model import LoadedModel
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RunError, UsageError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.run_folders import eval_row
+from tests.tiny import tiny_recipe
 from tests.unit.commands.hub_server import Hub
 from tests.vocabulary import write_jsonl
 
@@ -26,7 +27,7 @@ TOKEN = "hf_0123456789abcdef"
 def card(folder: Path, changes: dict[str, Any] | None = None, rows: list[dict[str, Any]] | None = None, task: str = "sft",
          name: str = "it", is_merged: bool = False, info: dict[str, Any] | None = None, **target: Any) -> str:  # fmt: skip
     """Return the card of a run folder whose checkpoint is of step 4."""
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     for key, value in (changes or {}).items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     config = RunConfig.model_validate(values)
@@ -147,7 +148,7 @@ def test_the_license_of_a_base_is_read_from_its_card_and_never_guessed(
 ) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/README.md").write_text(f"---\n{front}\n---\n# base\n")
-    (tmp_path / "base/config.json").write_text(json.dumps(find_task("sft").tiny(tmp_path)["model"]["config"]))
+    (tmp_path / "base/config.json").write_text(json.dumps(tiny_recipe("sft", tmp_path)["model"]["config"]))
     text = card(tmp_path, {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": "x/y"}})
     data = metadata(text)
     assert {key: data[key] for key in data if key.startswith("license")} == found
@@ -157,7 +158,7 @@ def test_the_license_of_a_base_is_read_from_its_card_and_never_guessed(
 def test_files_that_are_no_files_are_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     os.mkfifo(tmp_path / "base/README.md")
-    (tmp_path / "base/config.json").write_text(json.dumps(find_task("sft").tiny(tmp_path)["model"]["config"]))
+    (tmp_path / "base/config.json").write_text(json.dumps(tiny_recipe("sft", tmp_path)["model"]["config"]))
     text = card(tmp_path, {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": "x/y"}}, None)
     assert "license" not in metadata(text)
 
@@ -174,12 +175,10 @@ def test_what_is_on_the_hub_is_linked_and_adapters_name_their_base(base_id: str,
     }
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(values))
     (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"")
-    task = make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
     loaded: Any = LoadedModel(task, None, None)  # type: ignore[arg-type]
     base = {"path": str(tmp_path / "adapter"), "config": None, "tokenizer": "x/y"}
-    recipe = RunConfig.model_validate(
-        {**find_task("sft").tiny(tmp_path), "model": base, "data": {"train": "org/chats"}}
-    )
+    recipe = RunConfig.model_validate({**tiny_recipe("sft", tmp_path), "model": base, "data": {"train": "org/chats"}})
     object.__setattr__(task, "recipe", recipe)
     monkey = pytest.MonkeyPatch()
     monkey.setattr("dstrain.commands.publish._find_auto_class", lambda task: "AutoModelForCausalLM")

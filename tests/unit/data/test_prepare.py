@@ -30,8 +30,9 @@ from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.vision import image_index
 from dstrain.errors import DataError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.text import TextTask
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import picture
 from tests.vocabulary import write_jsonl
 
@@ -186,7 +187,7 @@ def test_a_token_store_is_a_dataset_as_it_is(tmp_path: Path) -> None:
 @pytest.fixture
 def task(tmp_path: Path) -> TextTask:
     """A task on forty records, some without an image, some bad, some with an image that others have too."""
-    recipe = find_task("vlm").tiny(tmp_path)
+    recipe = tiny_recipe("vlm", tmp_path)
     for number in range(12):
         picture(number, (20 + number, 30)).save(tmp_path / f"{number}.png")
     (tmp_path / "bad.png").write_bytes(b"no image")
@@ -296,7 +297,7 @@ def test_the_same_records_in_another_folder_show_that_folders_images(tmp_path: P
     found = []
     for name, colour in (("a", "red"), ("b", "blue")):
         (tmp_path / name).mkdir()
-        recipe = find_task("vlm").tiny(tmp_path / name)
+        recipe = tiny_recipe("vlm", tmp_path / name)
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
         (tmp_path / name / "train.jsonl").write_text(json.dumps({"messages": turns, "image": "x.png"}))
         Image.new("RGB", (16, 16), colour).save(tmp_path / name / "x.png")
@@ -308,7 +309,7 @@ def test_the_same_records_in_another_folder_show_that_folders_images(tmp_path: P
 @pytest.mark.parametrize("harm", ["missing", "no image", "too wide"])
 def test_an_image_that_was_mended_is_used(harm: str, tmp_path: Path) -> None:
     """Though neither the data file nor a setting changed, what was refused before is read again."""
-    recipe = find_task("vlm").tiny(tmp_path)
+    recipe = tiny_recipe("vlm", tmp_path)
     recipe["data"] |= {"on_error": "skip", "eval": None}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
     records = [{"messages": turns, "image": name} for name in ("good.png", "late.png")]
@@ -326,7 +327,7 @@ def test_an_image_that_was_mended_is_used(harm: str, tmp_path: Path) -> None:
 
 
 def test_colours_are_those_of_all_images_each_counted_once(tmp_path: Path) -> None:
-    recipe = find_task("vlm").tiny(tmp_path)
+    recipe = tiny_recipe("vlm", tmp_path)
     recipe["model"] |= {"processor": {"normalize": "data"}}
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}]
     names = ["a.png", "b.png", "a.png", "gone.png"]
@@ -357,7 +358,7 @@ def test_messages_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         records = [{"prompt": f"mend {number}?", "completion": "open it"} for number in range(3)]
         write_jsonl(tmp_path / folder / "x.jsonl", [*records, {"prompt": "mend it?", "completion": ""}])
-        values = find_task("sft").tiny(tmp_path) | {
+        values = tiny_recipe("sft", tmp_path) | {
             "data": {"train": str(tmp_path / folder / "x.jsonl"), "on_error": "skip"}
         }
         report: Any = as_dataset(make_task(RunConfig.model_validate(values)).examples("train")).report

@@ -27,8 +27,8 @@ from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import BuildReport, load_or_build_store
 from dstrain.errors import DataError, TaskError
-from dstrain.tasks import find_task
 from tests.contract.lora_cases import save_base
+from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke
 
 KEY = {"what": "test", "n": 1}
@@ -402,7 +402,7 @@ def test_statistics_of_images_are_cached_by_their_paths_sizes_and_times(tmp_path
 
 
 def test_outputs_of_a_reference_are_cached_by_tokens_and_weights(tmp_path: Path, fresh_cache: Path) -> None:
-    save_base(str(tmp_path / "policy"), find_task("dpo").tiny(tmp_path))
+    save_base(str(tmp_path / "policy"), tiny_recipe("dpo", tmp_path))
     run_prepare(write(tmp_path, "dpo", PAIRS, model={"path": str(tmp_path / "policy")},
                   options={"precompute_ref_log_probs": True}))  # fmt: skip
     tokens = only_key(fresh_cache)

@@ -23,12 +23,11 @@ from dstrain.models.folder import read_adapter
 from dstrain.models.load import load_model, read_config
 from dstrain.models.params import matches_pattern
 from dstrain.models.weights import weights_fingerprint
-from dstrain.tasks import find_task, make_task
-from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SFT
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.module import TrainModule
 from tests.adapters import SIZES, adapter, merged_by_peft
+from tests.tiny import tiny_recipe
 
 
 def loaded(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
@@ -78,22 +77,22 @@ def test_a_reward_model_goes_on_from_its_adapters_with_their_head(tmp_path: Path
     assert torch.equal(loaded(at, auto).score.weight, merged_by_peft(at, auto).score.weight)
 
 
-def recipe(task: Any, at: Path, tmp_path: Path) -> RunConfig:
-    values = task.tiny(tmp_path)
+def recipe(task: str, at: Path, tmp_path: Path) -> RunConfig:
+    values = tiny_recipe(task, tmp_path)
     made: Any = make_task(RunConfig.model_validate(values))
     made.tokenizer.save_pretrained(str(tmp_path / "base"))
     return RunConfig.model_validate({**values, "model": {"path": str(at)}})
 
 
-@pytest.mark.parametrize("task", [SFT, RewardModel])
-def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["sft", "rm"])
+def test_a_task_says_what_it_is_and_trains_on_it(task: str, tmp_path: Path) -> None:
     at = adapter(tmp_path)
     made = make_task(recipe(task, at, tmp_path))
     made.checks.required_keys()
     made.checks.run()
     said = made.checks.info_messages()
     assert f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights on loading" in said
-    assert any("newly initialized from seed 0: score.weight" in line for line in said) == (task is RewardModel)
+    assert any("newly initialized from seed 0: score.weight" in line for line in said) == (task == "rm")
     model: Any = made.build_model()
     wanted = merged_by_peft(at).model.state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.model.state_dict().items())
@@ -127,7 +126,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_starts(
     at = adapter(tmp_path)
     spoil(at)
     with pytest.raises(RecipeError, match=rf"^model\.path: the adapter in .* does not fit the model.*{wanted}"):
-        make_task(recipe(SFT, at, tmp_path)).checks.run()
+        make_task(recipe("sft", at, tmp_path)).checks.run()
 
 
 def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
@@ -135,9 +134,9 @@ def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
     (tmp_path / "writer").mkdir()
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).save_pretrained(str(tmp_path / "writer"))
     change("base_model_name_or_path", str(tmp_path / "writer"))(at)
-    made: Any = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
+    made: Any = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
     made.tokenizer.save_pretrained(str(at))
-    values = SFT.tiny(tmp_path) | {"model": {"path": str(at)}}
+    values = tiny_recipe("sft", tmp_path) | {"model": {"path": str(at)}}
     with pytest.raises(RecipeError, match=r"unexpected keys: score\.weight"):
         make_task(RunConfig.model_validate(values)).checks.run()
 
@@ -197,7 +196,7 @@ pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 def objective(task: str, folder: Path, **lora: Any) -> TrainModule:
     """A tiny policy whose first layer's adapters are frozen; its reference is the model without adapters."""
-    values = find_task(task).tiny(folder)
+    values = tiny_recipe(task, folder)
     values["model"] |= {"lora": {"rank": 2, **lora}, "freeze": ["*.layers.0"]}
     return build_train_module(make_task(RunConfig.model_validate(values)))
 
@@ -239,7 +238,7 @@ def test_the_model_answers_without_its_adapters_inside(tmp_path: Path) -> None:
 
 def continued(task: str, at: Path, tmp_path: Path, **lora: Any) -> Any:
     """Return a task that trains the adapter of a folder on."""
-    values = recipe(find_task(task), at, tmp_path).model_dump()
+    values = recipe(task, at, tmp_path).model_dump()
     values["model"]["lora"] = {"create_new_adapter": False, **lora}
     return make_task(RunConfig.model_validate(values))
 
@@ -273,7 +272,7 @@ def test_the_run_says_that_it_trains_the_adapter_on(tmp_path: Path) -> None:
     made.checks.run()
     said = " ".join(made.checks.info_messages())
     assert f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is trained on (rank 4, alpha 12)" in said
-    merged = recipe(SFT, at, tmp_path).model_dump()
+    merged = recipe("sft", at, tmp_path).model_dump()
     merged["model"]["lora"] = {}
     other = make_task(RunConfig.model_validate(merged))
     other.checks.run()
@@ -340,7 +339,7 @@ def test_rslora_scales_by_the_root_of_the_rank(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_in_the_model_is_named_with_those_that_are(tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] |= {"lora": {"targets": ["q_proj", "v_porj", "mlp.up_proj"]}}
     made = make_task(RunConfig.model_validate(values))
     wanted = (
@@ -352,7 +351,7 @@ def test_a_target_that_is_not_in_the_model_is_named_with_those_that_are(tmp_path
 
 def mixtral(tmp_path: Path, **lora: Any) -> Any:
     config = {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     return make_task(RunConfig.model_validate({**values, "model": {"config": config, "lora": {"rank": 2, **lora}}}))
 
 
@@ -371,7 +370,7 @@ def test_adapters_of_experts_are_refused_with_what_they_cannot_do(other: dict[st
 
 @pytest.mark.parametrize("pattern", ["lora_A", "model.layers.0", "*.layers.0.mlp"])
 def test_adapters_are_frozen_by_the_same_patterns_before_and_in_a_run(pattern: str, tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] |= {"lora": {"rank": 2}, "freeze": [pattern]}
     made = make_task(RunConfig.model_validate(values))
     made.checks.run()
@@ -381,7 +380,7 @@ def test_adapters_are_frozen_by_the_same_patterns_before_and_in_a_run(pattern: s
 
 
 def test_an_expression_that_matches_no_module_is_refused_before_a_run(tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] |= {"lora": {"targets": "layers.*q_proj"}}
     with pytest.raises(
         RecipeError, match=r"^model\.lora\.targets: 'layers\.\*q_proj': .*; these would match: down_proj"
@@ -390,7 +389,7 @@ def test_an_expression_that_matches_no_module_is_refused_before_a_run(tmp_path: 
 
 
 def test_lora_plus_needs_adapters(tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path) | {"optim": {"loraplus_lr_ratio": 16}}
+    values = tiny_recipe("sft", tmp_path) | {"optim": {"loraplus_lr_ratio": 16}}
     values["model"]["lora"] = None
     with pytest.raises(TaskError, match="loraplus_lr_ratio: is 16, but the run has no adapters"):
         make_task(RunConfig.model_validate(values))

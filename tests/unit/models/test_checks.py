@@ -24,8 +24,7 @@ from dstrain.models.folder import (
     max_learned_positions,
 )
 from dstrain.tasks import make_task
-from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SFT
+from tests.tiny import tiny_recipe
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ADAPTER = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": "org/base"}
@@ -361,7 +360,7 @@ def test_the_table_tells_how_many_tokens_fit(family: str) -> None:
 
 @pytest.mark.parametrize(("length", "fits"), [(32, True), (33, False)])
 def test_a_task_refuses_what_would_be_out_of_range(length: int, fits: bool, tmp_path: Path) -> None:
-    values = SFT.tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"]["config"] = {
         "model_type": "gpt2",
         "vocab_size": 320,
@@ -382,7 +381,7 @@ def test_a_task_refuses_what_would_be_out_of_range(length: int, fits: bool, tmp_
 
 
 def test_rotary_positions_are_warned_of(tmp_path: Path) -> None:
-    values = RewardModel.tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values["model"]["config"]["max_position_embeddings"] = 40
     task = make_task(RunConfig.model_validate(values))
     task.checks.run()

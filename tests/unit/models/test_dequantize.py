@@ -19,8 +19,8 @@ from dstrain.models.dequantize import dequantize, open_dequantized
 from dstrain.models.load import load_model, read_config
 from dstrain.models.weights import LazyTensor, check_weight_files
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SFT
 from tests.quantized_bases import FP8, save_fp8, save_mxfp4
+from tests.tiny import tiny_recipe
 
 SAVED: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "mxfp4": save_mxfp4,
@@ -155,7 +155,7 @@ def test_files_that_do_not_hold_their_values_are_refused(
     at = tmp_path / "base"
     (save_mxfp4 if kind == "mxfp4" else save_fp8)(at)
     spoil(at)
-    values = SFT.tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     tokenizer: Any = make_task(RunConfig.model_validate(values))
     tokenizer.tokenizer.save_pretrained(str(at))
 

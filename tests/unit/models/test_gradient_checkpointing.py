@@ -18,9 +18,9 @@ from dstrain.models.gradient_checkpointing import (
     enable_gradient_checkpointing,
     offload_activation_checkpoints,
 )
-from dstrain.tasks import find_task, make_task
-from dstrain.tasks.sft import SFT
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
+from tests.tiny import tiny_recipe
 
 LAYERS, WIDTH = 2, 32
 
@@ -39,7 +39,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def gradients(folder: Path, on_host: bool, model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    values = SFT.tiny(folder)
+    values = tiny_recipe("sft", folder)
     values["model"] |= model
     task = make_task(RunConfig.model_validate(values))
     objective = build_train_module(task)
@@ -87,10 +87,10 @@ def test_recomputing_a_share_of_the_layers_changes_no_gradient(tmp_path: Path, s
     wanted = gradients(tmp_path, False, {"gradient_checkpointing": False})
     found = gradients(tmp_path, False, {"gradient_checkpointing": 0.5})
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {}))
+    task = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path) | {}))
     layers = build_train_module(task).model.model.layers
     assert [layer.gradient_checkpointing for layer in layers] == [True] * LAYERS
-    values = SFT.tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"]["gradient_checkpointing"] = 0.5
     layers = build_train_module(make_task(RunConfig.model_validate(values))).model.model.layers
     assert [layer.gradient_checkpointing for layer in layers] == [False, True]
@@ -119,7 +119,7 @@ def test_another_number_is_no_share(value: Any) -> None:
 def test_a_frozen_encoder_runs_once_and_keeps_nothing(tmp_path: Path, lora: dict[str, Any] | None) -> None:
     """transformers makes the outputs of every embedding require gradients, also the encoder's (modeling_utils.py,
     enable_input_require_grads): its layers would be recomputed, and gradients sent through them to nothing."""
-    values = find_task("vlm").tiny(tmp_path)
+    values = tiny_recipe("vlm", tmp_path)
     values["model"] |= {"gradient_checkpointing": True, "freeze": ["vision"], "lora": lora}
     task = make_task(RunConfig.model_validate(values))
     objective = build_train_module(task)

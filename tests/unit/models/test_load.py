@@ -37,9 +37,8 @@ from dstrain.models.load import (
 from dstrain.models.weights import check_weight_files, config_fingerprint, weights_fingerprint
 from dstrain.planner.shapes import read_base_shape
 from dstrain.tasks import make_task
-from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SFT
 from dstrain.training.run_dir import write_run_config
+from tests.tiny import tiny_recipe
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -253,8 +252,8 @@ def saved(at: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> Path:
     return at
 
 
-def task_on(kind: Any, at: Path, tmp_path: Path, **more: Any) -> Any:
-    values = kind.tiny(tmp_path)
+def task_on(task: str, at: Path, tmp_path: Path, **more: Any) -> Any:
+    values = tiny_recipe(task, tmp_path)
     made: Any = make_task(RunConfig.model_validate(values))
     made.tokenizer.save_pretrained(str(at))
     return make_task(RunConfig.model_validate({**values, "model": {"path": str(at), **more}}))
@@ -283,34 +282,34 @@ def renamed(at: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "auto", "spoil", "wanted"),
+    ("task", "auto", "spoil", "wanted"),
     [
-        (SFT, AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
-        (SFT, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"all weights of a LlamaForCausalLM \(missing keys: model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
-        (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"missing keys: model\.layers\.2"),
-        (SFT, AutoModelForSequenceClassification, told({}), r"all weights of a LlamaForCausalLM \(missing keys: lm_head\.weight\); .*LlamaForSequenceClassification"),
-        (SFT, AutoModel, told({}), r"LlamaForCausalLM \(missing keys: lm_head\.weight\)"),
-        (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, but the task needs \(1, 16\)"),
-        (RewardModel, AutoModelForCausalLM, renamed, r"missing keys: model\.embed_tokens\.weight"),
-        (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, but its config\.json has no quantization_config"),
-        (SFT, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
+        ("sft", AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
+        ("sft", AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"all weights of a LlamaForCausalLM \(missing keys: model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
+        ("rm", AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"missing keys: model\.layers\.2"),
+        ("sft", AutoModelForSequenceClassification, told({}), r"all weights of a LlamaForCausalLM \(missing keys: lm_head\.weight\); .*LlamaForSequenceClassification"),
+        ("sft", AutoModel, told({}), r"LlamaForCausalLM \(missing keys: lm_head\.weight\)"),
+        ("rm", AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, but the task needs \(1, 16\)"),
+        ("rm", AutoModelForCausalLM, renamed, r"missing keys: model\.embed_tokens\.weight"),
+        ("rm", AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, but its config\.json has no quantization_config"),
+        ("sft", AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_hold_the_model_are_refused_by_name(
-    kind: Any, auto: Any, spoil: Callable[[Path], None], wanted: str, tmp_path: Path
+    task: str, auto: Any, spoil: Callable[[Path], None], wanted: str, tmp_path: Path
 ) -> None:
     at = saved(tmp_path / "model", auto)
     spoil(at)
     with pytest.raises(RecipeError, match=rf"model\.path: .*{wanted}"):
-        task_on(kind, at, tmp_path).checks.run()
+        task_on(task, at, tmp_path).checks.run()
 
 
 def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     at = saved(tmp_path / "model", tie_word_embeddings=True)
-    plain = task_on(SFT, at, tmp_path)
+    plain = task_on("sft", at, tmp_path)
     plain.checks.run()
     assert not plain.checks.warnings()
-    scored = task_on(RewardModel, at, tmp_path)
+    scored = task_on("rm", at, tmp_path)
     scored.checks.run()
     assert not scored.checks.warnings()
     assert (
@@ -319,7 +318,7 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     )
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
-    writer = task_on(SFT, tied, tmp_path)
+    writer = task_on("sft", tied, tmp_path)
     writer.checks.run()
     assert writer.checks.warnings() == [f"unexpected keys in the files of {at}: score.weight; ignored"]
 
@@ -328,13 +327,13 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
 def test_other_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     at = saved(tmp_path / "model")
     stored_as(dtype)(at)
-    task = task_on(SFT, at, tmp_path)
+    task = task_on("sft", at, tmp_path)
     task.checks.run()
     assert {p.dtype for p in task.build_model().parameters()} == {torch.float32}
 
 
 def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    task = task_on(RewardModel, saved(tmp_path / "model"), tmp_path)
+    task = task_on("rm", saved(tmp_path / "model"), tmp_path)
     task.checks.run()
     task.build_model()
     seen = "".join(capfd.readouterr())
@@ -343,7 +342,7 @@ def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
     [line] = task.checks.info_messages()
     assert line.startswith("the tokenizer has no chat template: dialogs are written as ")
     assert "the last answer ends with <|endoftext|>" in line or "the last answer ends with </s>" in line
@@ -356,9 +355,9 @@ def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path:
 
 def test_a_broken_tokenizer_is_called_so(tmp_path: Path) -> None:
     at = saved(tmp_path / "model")
-    task_on(SFT, at, tmp_path)
+    task_on("sft", at, tmp_path)
     (at / "tokenizer.json").write_text('{"model": 1}')
-    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(at)}}))
+    task = make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path) | {"model": {"path": str(at)}}))
     with pytest.raises(RecipeError, match=r"the tokenizer in '.*' cannot be read \(.*\); replace its tokenizer files"):
         task.checks.run()
 
@@ -415,7 +414,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (place / "refs").mkdir(parents=True)
     for name, commit, layers in (("main", "a" * 40, 1), ("v2", "b" * 40, 2)):
         (place / "refs" / name).write_text(commit)
-        values = SFT.tiny(tmp_path)
+        values = tiny_recipe("sft", tmp_path)
         values["model"]["config"]["num_hidden_layers"] = layers
         made: Any = make_task(RunConfig.model_validate(values | {"seed": layers}))
         made.build_model().save_pretrained(place / "snapshots" / commit)
@@ -425,7 +424,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_revision_is_that_of_config_weights_and_tokenizer(hub_cache: str, tmp_path: Path) -> None:
-    values = SFT.tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     models, prints = {}, {}
     for revision, layers in (("v2", 2), ("b" * 40, 2), (None, 1)):
         recipe = RunConfig.model_validate(values | {"model": {"path": hub_cache, "revision": revision}})
@@ -453,7 +452,7 @@ def test_a_revision_is_that_of_config_weights_and_tokenizer(hub_cache: str, tmp_
     ],
 )
 def test_a_revision_of_what_has_none_is_refused(model: dict[str, Any], wanted: str, tmp_path: Path) -> None:
-    recipe = RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(tmp_path), **model}})
+    recipe = RunConfig.model_validate(tiny_recipe("sft", tmp_path) | {"model": {"path": str(tmp_path), **model}})
     with pytest.raises(RecipeError, match=wanted):
         make_task(recipe).checks.required_keys()
 

@@ -13,8 +13,9 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.load import load_model, read_config
 from dstrain.models.meta_init import materialize, meta_parameters
 from dstrain.models.reward_model import AutoRewardModel
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from tests.cells import SLOW
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, llava
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -35,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_built_without_values_is_the_same_once_filled(family: str, dtype: str, tmp_path: Path) -> None:
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] = {"config": {"model_type": family.split(",")[0], **FAMILIES[family]}, "dtype": dtype}
     task: Any = make_task(RunConfig.model_validate(values))
     whole = task.build_model().eval()

@@ -25,7 +25,7 @@ from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.models.load import build_meta_model, load_model, read_config
 from dstrain.models.params import components_by_id, freeze
 from dstrain.models.reward_model import AutoRewardModel, get_reward_model_class
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.rm import _no_cache_kwargs
 from dstrain.training.export_checks import (
     check_exported_files,
@@ -34,6 +34,7 @@ from dstrain.training.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, TOWER, llava
 
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
@@ -243,7 +244,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_a_reward_model_is_made_of_a_family_that_writes_texts(family: str, tmp_path: Path) -> None:
-    recipe = find_task("rm").tiny(tmp_path)
+    recipe = tiny_recipe("rm", tmp_path)
     known = AutoConfig.for_model(family)
     small = {name: value for name, value in TEXT.items() if name in {*known.to_dict(), *known.attribute_map}}
     settings = {"model_type": family, **small, **WRITERS[family]}
@@ -274,7 +275,7 @@ def test_a_reward_model_is_made_of_a_family_that_writes_texts(family: str, tmp_p
 
 
 def test_a_family_that_no_reward_model_can_be_made_of_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    recipe = find_task("rm").tiny(tmp_path)
+    recipe = tiny_recipe("rm", tmp_path)
     recipe["model"]["config"] = {"model_type": "pegasus", "vocab_size": 320, "d_model": 32}
     with pytest.raises(
         RecipeError, match=r"^model: transformers has no reward model of the pegasus family, and no causal base model"

@@ -18,11 +18,12 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError
 from dstrain.models.params import build_param_groups
 from dstrain.models.router_loss import check_router_loss
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.module import TrainModule
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.generate import GenerationModel, SamplingParams, generate_answers
+from tests.tiny import tiny_recipe
 
 SIZES = {
     "vocab_size": 300,
@@ -196,7 +197,7 @@ def test_references_and_step_statistics_run_on_packed_rows(
 ) -> None:
     """The class of the model computed the loss of them from a mask that packed rows do not have, and failed."""
     config = {"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"], "output_router_logits": True, "vocab_size": 320}
-    values = find_task(task).tiny(tmp_path)
+    values = tiny_recipe(task, tmp_path)
     values["model"] = {"config": config, "lora": lora, "router_aux_loss_coef": coefficient}
     values["batch"] = {"total": 4, "micro": 4, "packing": True}
     made = make_task(RunConfig.model_validate(values))

@@ -17,10 +17,10 @@ from dstrain.errors import RecipeError
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing, offload_activation_checkpoints
 from dstrain.models.tiles import TiledForward, check_tiles, enable_tiles, find_token_functions
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SFT
 from dstrain.training.build_model import build_train_module
 from tests.cells import mark_slow
 from tests.model_families import FAMILIES, family
+from tests.tiny import tiny_recipe
 
 TILE = 16
 NORM_AFTER_MLP = ("gemma2", "gemma3_text", "glm4")
@@ -184,7 +184,7 @@ def test_a_number_of_tiles_is_no_number_of_tokens(value: Any) -> None:
 
 
 def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
-    values = SFT.tiny(folder)
+    values = tiny_recipe("sft", folder)
     for section, block in changes.items():
         values[section] = {**values.get(section, {}), **block}
     return values

@@ -22,8 +22,9 @@ from dstrain.planner.roofline import bound_speed, compute_cost, compute_roofline
 from dstrain.planner.shapes import generic_shape, named_config, read_shape, shape_from_config
 from dstrain.planner.workload import Workload
 from dstrain.report.flops import StepFlops
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
+from tests.tiny import tiny_recipe
 from tests.unit.planner.recipes import made_config, made_plan
 
 
@@ -41,7 +42,7 @@ def cost_of(run: PlanInputs) -> roofline.PassCost:
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": "all-linear"}], ids=["full", "lora"])
 @pytest.mark.parametrize("task", ["sft", "dpo", "rm", "vlm"])
 def test_operations_are_those_that_torch_counts(task: str, lora: dict[str, Any] | None, tmp_path: Path) -> None:
-    recipe = find_task(task).tiny(tmp_path)
+    recipe = tiny_recipe(task, tmp_path)
     recipe["model"] |= {"lora": lora, "gradient_checkpointing": False}
     config = RunConfig.model_validate(recipe)
     made: Any = make_task(config)

@@ -15,8 +15,9 @@ from dstrain.models.heads import MAX_CHUNK_BYTES, HeadInput, ScoreFields
 from dstrain.models.params import unwrap_peft
 from dstrain.planner.gpu_peaks import find_peak_flops
 from dstrain.report.flops import StepFlops
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.build_model import build_train_module
+from tests.tiny import tiny_recipe
 
 ROWS, WIDTH, OUT, VOCABULARY = 3, 4, 5, 7
 PRODUCT = 2 * ROWS * WIDTH * OUT
@@ -109,7 +110,7 @@ def test_a_head_behind_the_model_counts_in_both_passes(
 @pytest.mark.parametrize("task", ["sft", "dpo", "rm"])
 def test_a_task_counts_its_head(task: str, lora: dict[str, Any] | None, tmp_path: Path) -> None:
     """Its model and its head are called in more than one piece; each weight has a product per token and pass."""
-    recipe = find_task(task).tiny(tmp_path)
+    recipe = tiny_recipe(task, tmp_path)
     recipe["model"]["lora"] = lora
     made: Any = make_task(RunConfig.model_validate(recipe))
     module, batch = build_train_module(made), made.collate([made.examples("train")[0]])
@@ -133,7 +134,7 @@ def test_recomputed_layers_of_frozen_weights_do_not_count(tmp_path: Path) -> Non
     """
     totals = []
     for checkpointing in (False, True):
-        recipe = find_task("sft").tiny(tmp_path)
+        recipe = tiny_recipe("sft", tmp_path)
         recipe["model"] |= {"lora": {"rank": 1}, "gradient_checkpointing": checkpointing}
         made: Any = make_task(RunConfig.model_validate(recipe))
         module, batch = build_train_module(made), made.collate([made.examples("train")[0]])

@@ -20,10 +20,11 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.planner.shapes import read_properties
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.distill import Distill, class_log_probs, divergence, top_classes
 from dstrain.training.build_model import build_train_module
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
+from tests.tiny import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
@@ -88,7 +89,7 @@ def test_a_row_without_a_token_is_nothing_to_learn() -> None:
 
 def made(folder: Path, **options: Any) -> Distill:
     folder.mkdir(exist_ok=True)
-    recipe = find_task("distill").tiny(folder)
+    recipe = tiny_recipe("distill", folder)
     task: Any = make_task(RunConfig.model_validate(recipe | {"options": recipe["options"] | options}))
     return task
 

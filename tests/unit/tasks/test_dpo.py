@@ -22,6 +22,7 @@ from dstrain.tasks import Task, dpo, make_task
 from dstrain.tasks.dpo import DPO
 from dstrain.training.build_model import build_train_module
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs, build_cache_key, iter_model_jobs
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import sigmoid
 
@@ -92,7 +93,7 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
 
 
 def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Task:
-    recipe = DPO.tiny(folder) | {"options": options or {}}
+    recipe = tiny_recipe("dpo", folder) | {"options": options or {}}
     recipe["model"] = recipe["model"] | more
     return make_task(RunConfig.model_validate(recipe))
 

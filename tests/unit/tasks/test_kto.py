@@ -19,13 +19,13 @@ from dstrain.errors import TaskError
 from dstrain.models.params import build_param_groups
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.kto import KTO, kto
-from dstrain.tasks.rm import RewardModel
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.module import TrainModule, compute_step_stats, with_step_stats
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.evaluate import Evaluation
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.parity.cases import move
+from tests.tiny import tiny_recipe
 from tests.vocabulary import sigmoid
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
@@ -53,7 +53,7 @@ SEED = 6
 
 
 def made(folder: Path, options: dict[str, Any] | None = None, **model: Any) -> Task:
-    recipe = KTO.tiny(folder) | {"options": options or {}, "seed": SEED}
+    recipe = tiny_recipe("kto", folder) | {"options": options or {}, "seed": SEED}
     recipe["model"] = recipe["model"] | model
     return make_task(RunConfig.model_validate(recipe))
 
@@ -223,7 +223,7 @@ def test_the_reference_is_asked_once_in_a_step(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_task_without_a_survey_pays_nothing(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("rm", tmp_path)))
     batches = [make_batch(task.examples("train"), task.collate, [1, 2], 0)]  # type: ignore[arg-type]
     assert with_step_stats(torch.nn.Identity(), task.loss_inputs, batches, SingleProcessWorld()) is batches
 
@@ -246,7 +246,7 @@ def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:
 
 
 def test_answers_kept_are_those_asked_online(tmp_path: Path) -> None:
-    other = make_task(RunConfig.model_validate(KTO.tiny(tmp_path) | {"seed": 7}))
+    other = make_task(RunConfig.model_validate(tiny_recipe("kto", tmp_path) | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
     other.export.save_extras(tmp_path / "other")
     ref, ids = {"ref_model": str(tmp_path / "other")}, [5, 17, 60, 2]
@@ -281,7 +281,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], words: s
 
 
 def test_best_cannot_go_by_a_divergence_that_is_not_there(tmp_path: Path) -> None:
-    recipe = KTO.tiny(tmp_path) | {"eval": {"metric": "kl"}}
+    recipe = tiny_recipe("kto", tmp_path) | {"eval": {"metric": "kl"}}
     made_so = make_task(RunConfig.model_validate(recipe))
     with pytest.raises(ValueError, match="has no metric kl"):
         replace(made_so, loss_type="apo_zero_unpaired")  # type: ignore[call-arg]

@@ -20,13 +20,13 @@ from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import forward_logits
 from dstrain.tasks.common.packing import resolve_packing
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
-from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.training.build_model import build_train_module
 from tests.cells import SLOW, mark_slow
 from tests.model_families import family
 from tests.parity.cases import one_step, several_steps, tiny_task
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
+from tests.tiny import LLAVA
 from tests.vision_recipes import GEMMA3, IDEFICS3, SAFE, TEXT, llava, named_recipe, picture
 from tests.vocabulary import write_jsonl
 
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vlm with images, a frozen tower": ("vlm, with images", {"moved": True, "model": {"freeze": ["vision"]}}),
     **{f"{task} of a vision-language model, text alone": (f"{task}, text alone", {"moved": True}) for task in ("sft", "rm", "dpo", "vlm")},
     "docqa": ("docqa", {"moved": True, "options": {"label_smoothing": 0.1, "focal_gamma": 1.0}}),
-    "kto of a vision-language model": ("kto", {"moved": True, "seed": 6, "model": {"config": TINY_CONFIG}}),
+    "kto of a vision-language model": ("kto", {"moved": True, "seed": 6, "model": {"config": LLAVA}}),
 }  # fmt: skip
 
 

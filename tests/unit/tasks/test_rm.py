@@ -13,8 +13,9 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.rm import NUM_BINS, bradley_terry, calibration_sums
+from tests.tiny import tiny_recipe
 from tests.vocabulary import sigmoid
 
 CHOSEN, REJECTED = torch.tensor([1.5, -0.25]), torch.tensor([0.5, 1.0])
@@ -44,7 +45,7 @@ def test_label_smoothing_takes_some_pairs_for_flipped() -> None:
 
 
 def task(folder: Path, **sections: Any) -> Any:
-    recipe = find_task("rm").tiny(folder)
+    recipe = tiny_recipe("rm", folder)
     for name, values in sections.items():
         recipe[name] = {**recipe.get(name, {}), **values}
     return make_task(RunConfig.model_validate(recipe))
@@ -193,7 +194,7 @@ def test_checking_a_model_changes_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
-    config = {**find_task("rm").tiny(tmp_path)["model"]["config"], "attention_dropout": 0.5}
+    config = {**tiny_recipe("rm", tmp_path)["model"]["config"], "attention_dropout": 0.5}
     for disabled in (True, False):
         made = task(tmp_path, model={"config": config}, options={"disable_dropout": disabled})
         model = made.build_model().train()

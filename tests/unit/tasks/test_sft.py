@@ -14,12 +14,13 @@ from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import score_targets
+from tests.tiny import tiny_recipe
 
 
 def task(folder: Path, **sections: Any) -> Any:
-    recipe = find_task("sft").tiny(folder)
+    recipe = tiny_recipe("sft", folder)
     for name, values in sections.items():
         recipe[name] = {**recipe.get(name, {}), **values}
     return make_task(RunConfig.model_validate(recipe))
@@ -156,7 +157,7 @@ def test_scoring_in_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 def test_preferences_teach_their_chosen_answers(tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
-    find_task("rm").tiny(tmp_path / "pairs")
+    tiny_recipe("rm", tmp_path / "pairs")
     made = task(tmp_path, data={"train": str(tmp_path / "pairs/train.jsonl")})
     example = made.examples("train")[3]
     chosen = json.loads((tmp_path / "pairs/train.jsonl").read_text().splitlines()[3])["chosen"]
@@ -170,7 +171,7 @@ def test_a_tokenizer_of_other_texts_is_another(tmp_path: Path) -> None:
     files = {"data": {"train": str(tmp_path / "pairs.jsonl")}}
     row = {"prompt": "Which one?", "chosen": "this", "rejected": "thatthatthat thatthatthat"}
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
-    rm = find_task("rm").tiny(tmp_path)
+    rm = tiny_recipe("rm", tmp_path)
     pairs: Any = make_task(RunConfig.model_validate(rm | {"data": rm["data"] | files["data"]}))
     made = task(tmp_path, **files)
     assert "thatthatthat" in "".join(pairs.tokenizer.get_vocab())

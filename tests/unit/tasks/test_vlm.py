@@ -17,9 +17,10 @@ from dstrain.config import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.errors import DataError, RecipeError, TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common import forward
-from dstrain.tasks.vlm import TINY_CONFIG, VLM
+from dstrain.tasks.vlm import VLM
+from tests.tiny import LLAMA, LLAVA, tiny_recipe
 from tests.vision_recipes import picture
 
 QUESTIONS = ("What is it?", "Is it red?", "Is it blue?")
@@ -47,7 +48,7 @@ def task_on(
         "task": "vlm",
         "batch": {"packing": packing},
         "options": options or {},
-        "model": {"config": TINY_CONFIG, **(model or {})},
+        "model": {"config": LLAVA, **(model or {})},
         "data": {"train": file, "max_length": 64, **data},
     }
     return make_task(RunConfig.model_validate(values))
@@ -148,9 +149,7 @@ def test_tokens_of_images_count(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
-    llama = {
-        "config": {"model_type": "llama", **{k: v for k, v in TINY_CONFIG["text_config"].items() if k != "model_type"}}
-    }
+    llama = {"config": LLAMA}
     with pytest.raises(
         RecipeError, match="llama is a text-only model; task vlm needs a vision-language model; name one"
     ):
@@ -175,7 +174,7 @@ def test_a_chat_template_may_be_a_file_or_be_missing(tmp_path: Path) -> None:
 
 
 def test_the_tiny_recipe_learns(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(find_task("vlm").tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("vlm", tmp_path)))
     model, examples = task.build_model(), task.examples("train")
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for step in range(12):

@@ -13,9 +13,9 @@ from dstrain.config import RunConfig
 from dstrain.errors import RecipeError
 from dstrain.preset import Device
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SFT
 from dstrain.training import build_model
 from dstrain.training.build_model import batch_norm_warnings, check_attention_compiler
+from tests.tiny import tiny_recipe
 
 
 def test_batch_normalization_is_warned_of() -> None:
@@ -30,7 +30,7 @@ NO_COMPILER = {"CC": "/nonexistent/gcc"}
 
 
 def check_compiler(folder: Path, width: int, dtype_name: str | None, capability: tuple[int, int], **batch: Any) -> None:
-    values = SFT.tiny(folder)
+    values = tiny_recipe("sft", folder)
     model = values["model"] | {"config": values["model"]["config"] | {"head_dim": width}}
     config = RunConfig.model_validate(values | {"model": model, "batch": values["batch"] | batch})
     check_attention_compiler(make_task(config), dtype_name, capability, NO_COMPILER)
@@ -64,7 +64,7 @@ def test_evaluation_of_packed_batches_needs_a_compiler_too(tmp_path: Path, monke
     monkeypatch.setattr(build_model, "is_triton_ready", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setenv("CC", NO_COMPILER["CC"])
-    values = SFT.tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     model = values["model"] | {"config": values["model"]["config"] | {"head_dim": 32}}
     task = make_task(RunConfig.model_validate(values | {"model": model}))
     saved = SavedModel(tmp_path, task)

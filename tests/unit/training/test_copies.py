@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.tasks import find_task
 from dstrain.training.checkpoints import select_checkpoint
 from dstrain.training.copies import RunCopy
 from dstrain.training.plan import open_copy
 from dstrain.training.start import ResumeOptions
 from dstrain.training.state.manifest import inspect_checkpoint
+from tests.tiny import tiny_recipe
 from tests.unit.training.test_checkpoints import OneRank, save, solo, steps
 from tests.vocabulary import read_events, wait_until, write_recipe
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_used_is_refused_with_its_cause(tmp_path: Path) -> None:
 def test_copies_that_cannot_be_read_end_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrain.config import RunConfig
 
-    recipe = find_task("rm").tiny(tmp_path) | {"steps": 2, "save": {"copy_to": f"{tmp_path}/backup"}}
+    recipe = tiny_recipe("rm", tmp_path) | {"steps": 2, "save": {"copy_to": f"{tmp_path}/backup"}}
     config = RunConfig.model_validate(recipe)
     monkeypatch.setattr(RunCopy, "restore", lambda self: (_ for _ in ()).throw(PermissionError("denied")))
     with pytest.raises(CheckpointError, match=r"backup/one cannot be read \(PermissionError: denied\); fix the cause"):
@@ -188,7 +188,7 @@ def test_copies_that_cannot_be_read_end_the_start(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_run_ends_when_its_last_checkpoint_is_copied(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path) | {"steps": 2, "save": {"every": 1, "copy_to": f"{tmp_path}/backup"}}
+    values = tiny_recipe("rm", tmp_path) | {"steps": 2, "save": {"every": 1, "copy_to": f"{tmp_path}/backup"}}
     write_recipe(tmp_path, values)
     words = ["train", f"{tmp_path}/recipe.yaml", "--run-dir", f"{tmp_path}/run", "--num-gpus", "2"]
     done = subprocess.run([sys.executable, "-m", "dstrain", *words], capture_output=True, text=True, timeout=300)

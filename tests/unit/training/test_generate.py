@@ -14,18 +14,19 @@ from dstrain.data.encoding.conversations import EncodedPrompt, encode_prompts
 from dstrain.data.formats.conversations import read_prompt
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.engine.base import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
 from dstrain.training.generate import SamplingParams, generate_answers
 from dstrain.training.generation_config import collect_stop_ids
 from dstrain.training.state.engine_state import load_weights
 from dstrain.training.state.files import StateFile, write_state
+from tests.tiny import tiny_recipe
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> Any:
-    return make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+    return make_task(RunConfig.model_validate(tiny_recipe("sft", tmp_path)))
 
 
 def engine_of(task: Any) -> ForwardEngine:

@@ -16,11 +16,11 @@ from dstrain.errors import ResumeError
 from dstrain.models.params import build_param_groups
 from dstrain.planner.workload import Cluster
 from dstrain.tasks import default_learning_rate, find_task, make_task
-from dstrain.tasks.rm import RewardModel
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.input_digests import dump_training_recipe
 from dstrain.training.start import ResumeOptions, decide_start, find_point_by_sizes
 from dstrain.training.state.manifest import write_hashed_file
+from tests.tiny import tiny_recipe
 from tests.workers import ROOT
 
 
@@ -76,7 +76,7 @@ def test_another_default_than_the_run_began_with_is_refused_with_both(tmp_path: 
 
 def started(folder: Path) -> Path:
     """A recipe for a reward model that names no rate."""
-    values = RewardModel.tiny(folder)
+    values = tiny_recipe("rm", folder)
     del values["optim"]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     return folder / "recipe.yaml"

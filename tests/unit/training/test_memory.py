@@ -18,7 +18,6 @@ from dstrain.preset import read_preset
 from dstrain.report.allocation_errors import AllocationFailure
 from dstrain.report.memory import PeakBytes
 from dstrain.report.run_log import RunLog
-from dstrain.tasks.sft import SFT
 from dstrain.training.list_parameters import list_base_parameters
 from dstrain.training.memory import (
     MemoryForecast,
@@ -30,6 +29,7 @@ from dstrain.training.memory import (
     make_forecast,
     order_fixes,
 )
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_events
 
 FORECAST = MemoryForecast(
@@ -220,14 +220,14 @@ def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
 def test_an_error_of_another_family_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a process is started"))
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 320, "n_positions": 64}
-    config = RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"config": gpt2, "tokenizer": None}})
+    config = RunConfig.model_validate(tiny_recipe("sft", tmp_path) | {"model": {"config": gpt2, "tokenizer": None}})
     found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"), list_base_parameters)
     assert found is not None
     assert found.device_bytes > 2**20
 
 
 def test_a_run_from_a_config_has_a_forecast(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(SFT.tiny(tmp_path))
+    config = RunConfig.model_validate(tiny_recipe("sft", tmp_path))
     found = make_forecast(config, read_preset("zero2"), Cluster(kind="cpu"))
     assert found is not None
     assert found.device_bytes > 2**20

@@ -15,7 +15,6 @@ import yaml
 from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.resources import get_extensions_dir
-from dstrain.tasks import find_task
 from dstrain.training.plan import (
     STALE_LOCK_SECONDS,
     RunPlan,
@@ -25,10 +24,11 @@ from dstrain.training.plan import (
     remove_stale_locks,
 )
 from dstrain.training.start import ResumeOptions
+from tests.tiny import tiny_recipe
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:
-    recipe = find_task("dpo").tiny(folder)
+    recipe = tiny_recipe("dpo", folder)
     recipe["model"] |= changes.pop("model", {})
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
     wish = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml")))

@@ -13,8 +13,8 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.errors import RecipeError, UsageError
 from dstrain.report.sinks import MLflowSink
-from dstrain.tasks import find_task
 from dstrain.training.sink_classes import check_sinks, find_sink_class
+from tests.tiny import tiny_recipe
 
 MINE = """
 class Mine:
@@ -102,6 +102,6 @@ def test_a_module_next_to_the_recipe_is_found_where_no_other_has_its_name(
         "nowhere.Mine",
         "__main__.Mine",
     ]
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(find_task("sft").tiny(folder) | {"log": {"sinks": names}}))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe("sft", folder) | {"log": {"sinks": names}}))
     found = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml"))).config.log.sinks
     assert found == [f"{folder}/mine_sinks.py:Mine"] * 2 + names[2:]

@@ -18,7 +18,7 @@ from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SFT
+from tests.tiny import tiny_recipe
 from tests.unit.data.encoding.test_conversations import TEMPLATES, chat, runs
 from tests.vocabulary import message, write_jsonl
 
@@ -275,7 +275,7 @@ def test_rendered_samples_are_counted_in_a_sentence() -> None:
 
 
 def test_a_right_answer_is_compared_without_its_end_token(tmp_path: Path) -> None:
-    recipe = SFT.tiny(tmp_path)
+    recipe = tiny_recipe("sft", tmp_path)
     template = TEMPLATES["chatml"].replace("<|im_end|>", "</s>")
     recipe["model"]["chat_template"] = template
     recipe["eval"] = {"generate": {"metrics": ["exact_match"]}}

@@ -14,7 +14,7 @@ from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.models.adapters import add_adapters
 from dstrain.models.load import read_config
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import (
     NO_MASK_MODEL_TYPES,
     disable_dropout_in_model,
@@ -23,6 +23,7 @@ from dstrain.tasks.common.forward import (
 )
 from dstrain.training.build_model import build_model
 from tests.model_families import FAMILIES, family
+from tests.tiny import tiny_recipe
 
 LENGTHS = (70, 50, 9, 33)
 """Of rows; sliding windows are 16 long."""
@@ -199,7 +200,7 @@ def test_two_passes_in_training_mode_say_the_same(family: str) -> None:
 @pytest.mark.parametrize("disabled", [True, False])
 @pytest.mark.parametrize("task", ["dpo", "rm", "kto"])
 def test_adapters_drop_nothing_either(task: str, disabled: bool, tmp_path: Path) -> None:
-    recipe = find_task(task).tiny(tmp_path)
+    recipe = tiny_recipe(task, tmp_path)
     recipe["model"]["config"]["attention_dropout"] = 0.25
     recipe["model"]["lora"] = {"rank": 4, "dropout": 0.5}
     recipe["options"] = {"disable_dropout": disabled}

@@ -14,12 +14,13 @@ from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, RecipeError, TaskError, UsageError
 from dstrain.planner.shapes import read_properties
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.judge import JUDGE_KEY, Judge, check_generation_data, check_judge, count_wins, make_judge
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.base import ForwardEngine
 from dstrain.training.evaluate import Evaluation
 from tests.reward_models import export_reward_model
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import message, read_jsonl, write_jsonl
 
@@ -255,7 +256,7 @@ def test_the_plan_counts_the_judge(tmp_path: Path) -> None:
 def test_limits_of_lengths_are_those_of_the_judge(tmp_path: Path) -> None:
     """Not of the policy, whose tokens are others."""
     judge = Judge(folder=str(export_reward_model(tmp_path)), policy=made("sft", tmp_path, {"metrics": ["anls"]}))
-    assert judge.task.recipe.data.max_length == find_task("rm").tiny(tmp_path)["data"]["max_length"]
+    assert judge.task.recipe.data.max_length == tiny_recipe("rm", tmp_path)["data"]["max_length"]
     assert judge.task.recipe.data.train == []
 
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.load import build_meta_model, read_config
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common import model_source
 from dstrain.tasks.common.model_source import ModelSource, check_attn_implementation
 from dstrain.tasks.sft import SFT
 from tests.model_families import family
+from tests.tiny import tiny_recipe
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_biases_that_transformers_adds_twice_are_refused(alibi: bool, name: str,
     from transformers import AutoConfig
 
     config = {**family("falcon"), "alibi": alibi, "multi_query": False, "parallel_attn": False}
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] = {"config": config, "tokenizer": {"vocab_size": 320}, "attn_implementation": name}
     source = make_task(RunConfig.model_validate(values)).model_source  # type: ignore[attr-defined]
     if alibi and name == "eager":

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common.task import load_split
+from tests.tiny import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def halves(task: str, folder: Path, records: list[dict[str, Any]], **data: Any) -> tuple[Any, Any]:
     """Return the training and the held-out examples."""
-    values: Any = find_task(task)
-    values = values.tiny(folder)
+    values = tiny_recipe(task, folder)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     values["data"] = {"train": str(folder / "records.jsonl"), "eval_fraction": 0.25, "max_length": 512, **data}
     made = make_task(RunConfig.model_validate(values))

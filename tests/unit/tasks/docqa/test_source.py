@@ -16,7 +16,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource, HeadSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_image, resolve_image
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.docqa.pages import Document
 from dstrain.tasks.docqa.source import (
     DocumentOptions,
@@ -27,6 +27,7 @@ from dstrain.tasks.docqa.source import (
     retrieve_pages,
     select_pages,
 )
+from tests.tiny import tiny_recipe
 from tests.unit.tasks.docqa.pdf_files import PAGES, count_calls, write_empty_pdf, write_pdf
 from tests.vocabulary import invoke, write_jsonl
 
@@ -201,7 +202,7 @@ def test_data_check_tells_the_recall_of_retrieval(folder: Path) -> None:
 def train_recipe(folder: Path, rows: list[dict[str, Any]]) -> Any:
     """Return the task of a tiny recipe on these records."""
     (folder / "task.py").write_text(TASK)
-    recipe = find_task("vlm").tiny(folder)
+    recipe = tiny_recipe("vlm", folder)
     write_jsonl(folder / "questions.jsonl", rows)
     recipe |= {"task": str(folder / "task.py")}
     recipe["data"] |= {"train": "questions.jsonl", "eval": None, "on_error": "skip", "max_length": 256}

@@ -23,7 +23,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.models.params import build_param_groups
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.generation import PromptReader
@@ -32,12 +32,13 @@ from dstrain.tasks.docqa.task import focal_cross_entropy
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.torch import TorchEngine
 from dstrain.training.evaluate import Evaluation
+from tests.tiny import tiny_recipe
 from tests.vocabulary import read_jsonl, write_jsonl, write_recipe
 from tests.workers import ROOT
 
 
 def made(folder: Path, options: dict[str, Any] | None = None, **changes: Any) -> Any:
-    values = find_task("docqa").tiny(folder)
+    values = tiny_recipe("docqa", folder)
     for key, value in {**changes, "options": options or {}}.items():
         values[key] = {**values.get(key, {}), **value}
     return make_task(RunConfig.model_validate(values))
@@ -91,7 +92,7 @@ def test_prompts_need_no_answers(tmp_path: Path) -> None:
 
 
 def test_accepted_answers_are_not_tokens(tmp_path: Path) -> None:
-    values = find_task("docqa").tiny(tmp_path)
+    values = tiny_recipe("docqa", tmp_path)
     record = {**read_jsonl(tmp_path / "eval.jsonl")[0], "answers": ["red", "x" * 5000]}
     (tmp_path / "eval.jsonl").write_text(json.dumps(record) + "\n")
     examples: Any = load_dataset(make_task(RunConfig.model_validate(values)), "eval")
@@ -171,7 +172,7 @@ def test_a_text_model_is_refused(tmp_path: Path) -> None:
 def test_adapters_are_trained_unless_the_recipe_writes_null(
     model: dict[str, Any], rank: int | None, lr: float, tmp_path: Path
 ) -> None:
-    values = find_task("docqa").tiny(tmp_path)
+    values = tiny_recipe("docqa", tmp_path)
     del values["optim"], values["model"]["lora"]
     values["model"] |= model
     file = write_recipe(tmp_path, values)

@@ -16,6 +16,7 @@ from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import make_task
 from dstrain.tasks.protein.structures import BACKBONE_ATOMS, MASK, UNKNOWN, Chain
 from dstrain.tasks.protein.task import NO_TARGET, MaskMode, Protein, ResidueMask
+from tests.tiny import tiny_recipe
 from tests.unit.data.pdb_files import helix, pdb_text
 from tests.vocabulary import invoke
 
@@ -23,7 +24,7 @@ pytest.importorskip("gemmi", reason='needs gemmi: pip install "dstrain[protein]"
 
 
 def made(folder: Path, data: dict[str, Any] | None = None, **options: Any) -> Protein:
-    values = Protein.tiny(folder)
+    values = tiny_recipe("protein", folder)
     values["options"] |= options
     values["data"] |= data or {}
     task = make_task(RunConfig.model_validate(values))
@@ -204,7 +205,7 @@ def test_chains_that_are_too_short_are_bad_only_where_none_is_left(tmp_path: Pat
 
 @pytest.mark.parametrize("key", ["path", "tokenizer", "chat_template"])
 def test_a_model_that_would_be_ignored_is_refused(key: str, tmp_path: Path) -> None:
-    values = Protein.tiny(tmp_path) | {"model": {key: "exported"}}
+    values = tiny_recipe("protein", tmp_path) | {"model": {key: "exported"}}
     with pytest.raises(RecipeError, match=rf"model\.{key}: task protein builds its own model.* into model\.init"):
         make_task(RunConfig.model_validate(values)).checks.required_keys()
 

@@ -23,7 +23,7 @@ from dstrain.data.token_store import TokenizedDataset
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, RecipeError
 from dstrain.models.params import unwrap_peft
-from dstrain.tasks import Task, find_task, make_task
+from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, load_split
 from dstrain.tasks.dpo import DPO
@@ -33,12 +33,13 @@ from dstrain.training.engine.module import with_scores
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.contract.lora_cases import save_base
 from tests.reward_models import export_reward_model
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import named_recipe
 from tests.vocabulary import invoke, read_jsonl, write_recipe
 
 PLAIN = {"zero_optimization": {"stage": 0}}
 WORLD = SingleProcessWorld()
-OTHER = find_task("rm").tiny(Path(tempfile.mkdtemp()))["model"]["config"] | {"vocab_size": 290}
+OTHER = tiny_recipe("rm", Path(tempfile.mkdtemp()))["model"]["config"] | {"vocab_size": 290}
 """The config of a model with a tokenizer of its own."""
 IDS = [5, 17, 60, 2, 9]
 SCORES = ("helpful_chosen", "helpful_rejected", "harmless_chosen", "harmless_rejected")
@@ -157,7 +158,7 @@ def test_a_record_that_the_policy_alone_refuses_moves_no_other_score(
     scores = {whole[index]["sample"]: whole[index]["harmless_chosen"] for index in range(len(whole))}
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(DPO, "encode", refusing(7))
-    data = {**find_task("dpo").tiny(tmp_path)["data"], "on_error": "skip", "max_length": 160}
+    data = {**tiny_recipe("dpo", tmp_path)["data"], "on_error": "skip", "max_length": 160}
     fewer = scored(policy(tmp_path, {"harmless_rm": folder}, data=data))
     assert len(fewer) < len(whole)
     for index in range(len(fewer)):
@@ -235,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_folder_that_is_no_reward_model_ends_with_2_before_any_process_group(fault: str, tmp_path: Path) -> None:
     spoil, words = REFUSED[fault]
     folder = spoil(export_reward_model(tmp_path))
-    values = find_task("dpo").tiny(tmp_path) | {"options": {"safety": {"harmless_rm": str(folder)}}}
+    values = tiny_recipe("dpo", tmp_path) | {"options": {"safety": {"harmless_rm": str(folder)}}}
     recipe = write_recipe(tmp_path, values)
     for command in (["train", recipe, "--run-dir", tmp_path / "run", "--dry-run"], ["prepare", recipe]):
         result = invoke(*command)
@@ -265,7 +266,7 @@ def test_a_model_online_may_pad_with_another_token(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "tokenizer")
     file = tmp_path / "tokenizer/tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "</s>"}))
-    model = find_task("dpo").tiny(tmp_path)["model"] | {"tokenizer": str(tmp_path / "tokenizer")}
+    model = tiny_recipe("dpo", tmp_path)["model"] | {"tokenizer": str(tmp_path / "tokenizer")}
     task = policy(tmp_path, {"harmless_rm": folder, "scoring": "online"}, model=model)
     assert task.loss_inputs.scorers[0].task.tokenizer.pad_token != task.tokenizer.pad_token
     found = online_scores(task, IDS)["harmless_chosen"].tolist()
@@ -291,7 +292,7 @@ def test_a_reward_model_that_sees_scores_with_the_images(scoring: str, tmp_path:
 
 
 def test_an_export_of_adapters_scores_with_its_base(tmp_path: Path) -> None:
-    values = find_task("rm").tiny(tmp_path)
+    values = tiny_recipe("rm", tmp_path)
     values["data"]["max_length"] = 160
     save_base(str(tmp_path / "base"), values)
     values["model"] = {"path": str(tmp_path / "base"), "lora": {"rank": 2}}

@@ -19,7 +19,6 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.dpo import DPO
 from dstrain.tasks.safety.options import SafetyOptions
 from dstrain.tasks.safety.pair_loss import SafePairs, with_pair_weight
 from dstrain.tasks.safety.safe_dpo import HARMLESS_COLUMNS, corrupt_image, order_dataset
@@ -27,6 +26,7 @@ from dstrain.training.build_model import build_model, build_reference
 from dstrain.training.engine.module import TrainModule
 from dstrain.training.precompute_outputs import OutputsJob, add_frozen_outputs
 from tests.parity.cases import move
+from tests.tiny import tiny_recipe
 from tests.vision_recipes import named_recipe, picture
 from tests.vocabulary import sigmoid, write_jsonl
 
@@ -370,13 +370,13 @@ def test_a_source_of_unsafe_answers_alone_is_named(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=words):
-        make_task(RunConfig.model_validate(DPO.tiny(tmp_path) | {"options": options}))
+        make_task(RunConfig.model_validate(tiny_recipe("dpo", tmp_path) | {"options": options}))
 
 
 def test_all_faults_of_a_block_are_reported_at_once(tmp_path: Path) -> None:
     options = {"bta": 1, "safety": {"dleta": 1, "method": "x"}}
     with pytest.raises(TaskError) as error:
-        make_task(RunConfig.model_validate(DPO.tiny(tmp_path) | {"options": options}))
+        make_task(RunConfig.model_validate(tiny_recipe("dpo", tmp_path) | {"options": options}))
     assert all(name in str(error.value) for name in ("options.bta", "options.safety.dleta", "options.safety.method"))
 
 
@@ -387,7 +387,7 @@ def test_metrics_alone_go_with_every_loss(loss_type: str, tmp_path: Path) -> Non
 
 
 def test_best_may_be_the_harmless_margin_where_it_is_logged(tmp_path: Path) -> None:
-    recipe = DPO.tiny(tmp_path) | {"eval": {"metric": "harmless_margin", "best": "max"}}
+    recipe = tiny_recipe("dpo", tmp_path) | {"eval": {"metric": "harmless_margin", "best": "max"}}
     make_task(RunConfig.model_validate(recipe | {"options": {"safety": {}}}))
     with pytest.raises(TaskError, match="'harmless_margin' is not a metric of task dpo"):
         make_task(RunConfig.model_validate(recipe))

@@ -12,13 +12,14 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import DataError, DstrainError, RecipeError, TaskError
-from dstrain.tasks import find_task, make_task
+from dstrain.tasks import make_task
 from dstrain.tasks.temporal.task import Temporal
 from dstrain.training.build_model import build_model
+from tests.tiny import tiny_recipe
 
 
 def make(folder: Path, options: dict[str, Any] | None = None, **changes: Any) -> Temporal:
-    values = find_task("temporal").tiny(folder)
+    values = tiny_recipe("temporal", folder)
     values["options"] |= options or {}
     values |= changes
     task = make_task(RunConfig.model_validate(values))
@@ -46,7 +47,7 @@ def test_a_stage_trains_its_parts(stage: str, lora: Any, parts: set[str], tmp_pa
 
 
 def test_adapters_leave_the_encoder_alone_and_train_the_projector(tmp_path: Path) -> None:
-    values = find_task("temporal").tiny(tmp_path)
+    values = tiny_recipe("temporal", tmp_path)
     model = {**values["model"], "lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
     names = [name for name, one in build_model(make(tmp_path, model=model)).named_parameters() if one.requires_grad]
     assert any("lora_A" in name for name in names)
@@ -56,7 +57,7 @@ def test_adapters_leave_the_encoder_alone_and_train_the_projector(tmp_path: Path
 
 def test_the_language_model_alone_is_quantized(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
-    values = find_task("temporal").tiny(tmp_path)
+    values = tiny_recipe("temporal", tmp_path)
     model = build_model(make(tmp_path, model={**values["model"], "lora": {"rank": 2}, "quantize": "nf4"}))
     names = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
     assert len(names) == 14

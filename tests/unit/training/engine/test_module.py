@@ -16,19 +16,19 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RunError
 from dstrain.models.params import build_param_groups
-from dstrain.tasks import LossInputs, find_task, make_task
-from dstrain.tasks.rm import RewardModel
+from dstrain.tasks import LossInputs, make_task
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.module import StepAccumulator, _with_weights, total_step_weight
 from dstrain.training.engine.torch import TorchEngine
 from tests.host_reads import host_reads
 from tests.parity.cases import made
+from tests.tiny import tiny_recipe
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])
 def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path) -> None:
     """A copy of a number from ordinary memory waits for all work that a GPU was given before."""
-    task = make_task(RunConfig.model_validate(find_task(name).tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe(name, tmp_path)))
     batch = make_batch(task.examples("train"), task.collate, [0, 1, 2], 0)
     objective = build_train_module(task)
     if task.loss_inputs.step_stats is not None:
@@ -64,7 +64,7 @@ def test_a_filler_weighs_nothing_on_the_host_and_on_the_device() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_step_that_weighs_nothing_names_its_samples(weight: float, tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("rm", tmp_path)))
     objective = build_train_module(task)
     optim = OptimConfig(name="sgd")
     engine = TorchEngine(objective, build_param_groups(objective.model, optim), optim, torch.device("cpu"))
@@ -77,7 +77,7 @@ def test_a_step_that_weighs_nothing_names_its_samples(weight: float, tmp_path: P
 
 
 def test_a_step_whose_scores_are_not_finite_says_so(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
+    task = make_task(RunConfig.model_validate(tiny_recipe("rm", tmp_path)))
     examples: Any = task.examples("train")
     batch = replace(make_batch(examples, task.collate, [5], 0), weight=math.nan)
     inputs = LossInputs(update_weight=lambda batch: batch)
@@ -153,7 +153,7 @@ def test_values_that_the_host_reads_are_found() -> None:
 
 def noisy(tmp_path: Path, **batch: Any) -> Any:
     """Return a tiny sft module with NEFTune."""
-    values = find_task("sft").tiny(tmp_path)
+    values = tiny_recipe("sft", tmp_path)
     values["model"] |= {"neftune_noise_alpha": 5.0}
     values["batch"] = {**values.get("batch", {}), **batch}
     return build_train_module(make_task(RunConfig.model_validate(values))).train()

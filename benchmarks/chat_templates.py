@@ -22,7 +22,7 @@ from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.encoding.template_check import LOST_COLUMNS
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 
 TURN = {"role": "user", "content": "Questionone?"}
 ANSWER = {"role": "assistant", "content": "Answerone."}

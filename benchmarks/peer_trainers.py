@@ -46,7 +46,7 @@ def write_model(recipe: RunConfig, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from benchmarks.planner_allocator import WORDS
-    from dstrain.data.encoding.tokenization import train_tokenizer
+    from dstrain.data.encoding.trained_tokenizer import train_tokenizer
     from dstrain.models.processors import build_processor, sync_config_with_processor
 
     assert isinstance(recipe.model.config, dict)

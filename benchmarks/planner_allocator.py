@@ -88,7 +88,7 @@ def write_qwen_processor(folder: Path) -> Path:
     """Write a processor of Qwen2.5-VL with its own sizes of patches, and a small tokenizer. Needs torchvision."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-    from dstrain.data.encoding.tokenization import train_tokenizer
+    from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([" ".join(WORDS)] * 4, 300)
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

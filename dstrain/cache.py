@@ -6,7 +6,7 @@
 # DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
 #
 # KIND is tokens, tokenizers, documents, references, scores, clusters or image_statistics. The folder `images` holds
-# single files instead, named after what they hold (data/vision/image_index.py).
+# single files instead, named after what they hold (data/vision/images.py).
 
 from __future__ import annotations
 

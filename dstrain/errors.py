@@ -17,6 +17,8 @@
 #     ├── SelftestError        a check of `dstrain selftest` failed
 #     └── CheckpointError      a checkpoint cannot be written, read or verified
 #
+# BadRecord                    ValueError: one record cannot be used; others of the data may be
+#
 # A message has three parts: where, what is wrong, and how to fix it.
 
 from __future__ import annotations
@@ -172,6 +174,14 @@ class SelftestError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
+
+
+class BadRecord(ValueError):
+    """A record that cannot be used. `reason`, one line, names the key and the fix."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = one_line(reason)
 
 
 def mask_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:

@@ -55,14 +55,14 @@ from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, has_images
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.prepare import NO_TRAIN_DATA, ExampleSettings, RecordEncode, choose_held_out, prepare
-from dstrain.data.records import LABEL_NAMES, BadRecord, EncodeResult, Record, as_record, try_parse, yaml_key
+from dstrain.data.records import LABEL_NAMES, EncodeResult, Record, as_record, try_parse, yaml_key
 from dstrain.data.rng import IMAGE_STREAM, RESIDUE_STREAM, make_random_state
 from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, Source, WrappedSource, cut_source
 from dstrain.data.sources.files import SOURCE_TYPES, RowsSource, file_extension, read_whole_file
 from dstrain.data.sources.open import open_source
 from dstrain.data.sources.parquet import ParquetSource
 from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
-from dstrain.data.vision.image_io import (
+from dstrain.data.vision.images import (
     UNKNOWN_CONTENT,
     count_frames,
     decode_image,
@@ -71,7 +71,7 @@ from dstrain.data.vision.image_io import (
     read_image,
     resolve_image,
 )
-from dstrain.errors import DataError, Fault, RecipeError, TaskError, UsageError, one_line
+from dstrain.errors import BadRecord, DataError, Fault, RecipeError, TaskError, UsageError, one_line
 from dstrain.files import NOT_REGULAR, WatchedFile, atomic_write, describe_unread, display_path, open_regular_file
 from dstrain.models.checks import ModelValidator
 from dstrain.models.folder import TEMPORAL_TYPE, is_temporal_folder, resolve_base_model

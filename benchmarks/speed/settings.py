@@ -91,7 +91,7 @@ def hh_pairs() -> list[dict[str, Any]]:
 
 def trained_tokenizer(vocabulary: int) -> Path:
     """Return the folder of a byte-level BPE of hh-rlhf, trained by dstrain at the first call."""
-    from dstrain.data.encoding.tokenization import train_tokenizer
+    from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 
     folder = cache_root() / "benchmarks" / f"hh-bpe-{vocabulary}"
     if not (folder / "tokenizer.json").is_file():

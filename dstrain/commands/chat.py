@@ -22,9 +22,8 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.commands.untrusted import read_json_object
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
-from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import read_image, resolve_image
-from dstrain.errors import DstrainError, UsageError, escape_controls
+from dstrain.data.vision.images import read_image, resolve_image
+from dstrain.errors import BadRecord, DstrainError, UsageError, escape_controls
 from dstrain.process_setup import log_if_slow, log_stderr
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.task import EXPORT_RECIPE

@@ -14,9 +14,8 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_paths, resolve_re
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
 from dstrain.data.encoding.conversations import SOFT_TOKEN_ID, describe_missing_end
-from dstrain.data.formats.columns import describe_columns, warn_without_images
 from dstrain.data.prepare import MAX_ROWS_PER_REASON, ValidationReport, check_source, describe_examples, format_bad_rows
-from dstrain.data.records import BadRow
+from dstrain.data.records import BadRow, describe_columns, warn_without_images
 from dstrain.data.sources.base import ConcatSource, NotedSource, Source, check_columns_exist, list_unread
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.files import match_files

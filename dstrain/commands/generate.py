@@ -23,14 +23,13 @@ from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS, describe_template_counts
 from dstrain.data.formats.answers import COMPLETIONS
-from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.prepare import PreparePolicy, check_bad_records, iter_encoded
-from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
+from dstrain.data.records import EncodeResult, encode_valid, parse_record, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.token_store import BuildReport
-from dstrain.errors import DataError, TaskError, UsageError
+from dstrain.errors import BadRecord, DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
 from dstrain.tasks.common.generation import PromptReader

@@ -19,8 +19,7 @@ from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_reci
 from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.config.read import dump_yaml
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
-from dstrain.data.records import BadRecord
-from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, RunError, UsageError
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
 from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.topology import worker_from_env
 from dstrain.report.run_log import read_rows

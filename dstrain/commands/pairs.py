@@ -12,11 +12,11 @@ from typing import Any
 from dstrain.data.formats.answers import SIDES, read_prompt_answers
 from dstrain.data.formats.messages import IMAGE_KEYS, read_images
 from dstrain.data.formats.preferences import Response
-from dstrain.data.records import BadRecord, as_record
+from dstrain.data.records import as_record
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import resolve_image
-from dstrain.errors import DataError, UsageError
+from dstrain.data.vision.images import resolve_image
+from dstrain.errors import BadRecord, DataError, UsageError
 from dstrain.files import atomic_write
 
 

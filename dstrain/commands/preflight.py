@@ -11,13 +11,12 @@ from typing import Any
 from dstrain.cache import file_state, load_file_result, save_file_result
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
-from dstrain.data.formats.columns import parse_record
 from dstrain.data.prepare import check_bad_records
-from dstrain.data.records import BadRecord, BadRow, try_parse
+from dstrain.data.records import BadRow, parse_record, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
 from dstrain.ds_config import resolve_ds_config
-from dstrain.errors import UsageError
+from dstrain.errors import BadRecord, UsageError
 from dstrain.files import match_files
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory

@@ -18,14 +18,25 @@ import numpy as np
 
 from dstrain.cache import cache_root
 from dstrain.data.dataset import SequenceDataset
-from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_cuts
 from dstrain.data.encoding.template_check import describe_template_counts
-from dstrain.data.encoding.tokenization import describe_cuts
-from dstrain.data.formats.columns import ColumnReport, add_record, describe_columns, merge_reports, parse_record
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
-from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, Record, as_record, encode_valid, try_parse
+from dstrain.data.records import (
+    BadRow,
+    ColumnReport,
+    Encode,
+    EncodeResult,
+    Record,
+    add_record,
+    as_record,
+    describe_columns,
+    encode_valid,
+    merge_reports,
+    parse_record,
+    try_parse,
+)
 from dstrain.data.sources.base import ConcatSource, DerivedSource, NotedSource, Source, list_names, list_unread
 from dstrain.data.token_store import (
     GROUP,
@@ -37,10 +48,11 @@ from dstrain.data.token_store import (
     describe_report,
     load_or_build_store,
 )
-from dstrain.data.vision.image_index import ImageEntry, ImageIndexWriter
-from dstrain.data.vision.image_io import (
+from dstrain.data.vision.images import (
     UPRIGHT_TRANSPOSE,
     DeferredImage,
+    ImageEntry,
+    ImageIndexWriter,
     count_bits,
     count_frames,
     decode_frame,
@@ -50,7 +62,7 @@ from dstrain.data.vision.image_io import (
     scale_to_8_bits,
 )
 from dstrain.data.vision.processor import VisionProcessor
-from dstrain.errors import ColumnError, DataError, Fault, TaskError
+from dstrain.errors import BadRecord, ColumnError, DataError, Fault, TaskError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

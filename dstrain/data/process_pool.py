@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from dstrain.data.formats.columns import ColumnReport
-from dstrain.data.records import BadRow, Example
+from dstrain.data.records import BadRow, ColumnReport, Example
 from dstrain.data.token_store import to_stored
 from dstrain.errors import DstrainError, RunError, find_user_frame
 from dstrain.process_setup import set_parent_death_signal

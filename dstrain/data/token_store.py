@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.cache import get_or_build, read_manifest
 from dstrain.data.dataset import SequenceLengths, SequenceLengthsFunction, count_selected
 from dstrain.data.records import BadRow, Example
-from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
+from dstrain.data.vision.images import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
 from dstrain.files import stat_or_none
 

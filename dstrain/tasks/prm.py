@@ -15,8 +15,8 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.conversations import ParsedPrompt, read_prompt
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Prompt
-from dstrain.data.records import BadRecord, EncodeResult, Record, as_record
-from dstrain.errors import Fault, RecipeError
+from dstrain.data.records import EncodeResult, Record, as_record
+from dstrain.errors import BadRecord, Fault, RecipeError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextTask

@@ -13,11 +13,10 @@ import torch
 
 from dstrain.data.encoding.chat_template import write_time
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
-from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import read_image
+from dstrain.data.vision.images import read_image
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.errors import CheckpointError
+from dstrain.errors import BadRecord, CheckpointError
 from dstrain.models.attention.model_types import needs_equal_prompt_lengths
 from dstrain.models.checks import max_positions
 from dstrain.models.router_loss import router_logits_disabled

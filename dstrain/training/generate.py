@@ -14,8 +14,7 @@ from transformers import StoppingCriteria
 from dstrain.batch import Batch
 from dstrain.data.encoding.conversations import EncodedPrompt
 from dstrain.data.loading.rows import attention_mask, pad
-from dstrain.data.vision.image_index import ImageEntry
-from dstrain.data.vision.image_io import read_image
+from dstrain.data.vision.images import ImageEntry, read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.distributed.world import World
 from dstrain.errors import TaskError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import RunConfig, dump_recipe, find_learning_changes
-from dstrain.data.formats.columns import warn_without_images
 from dstrain.data.prepare import describe_examples
+from dstrain.data.records import warn_without_images
 from dstrain.distributed.world import World
 from dstrain.ds_config import batch_warnings, ds_config_warnings
 from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets

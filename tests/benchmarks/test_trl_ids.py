@@ -12,7 +12,7 @@ import pytest
 from dstrain.data.encoding.chat_template import to_template_messages
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.vocabulary import message
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.records import BadRecord
-from dstrain.errors import TaskError
+from dstrain.errors import BadRecord, TaskError
 from dstrain.tasks import make_task
 from tests.cells import SLOW
 from tests.tiny import tiny_recipe

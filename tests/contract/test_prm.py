@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.records import BadRecord
-from dstrain.errors import RecipeError
+from dstrain.errors import BadRecord, RecipeError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.prm import NO_LABEL, Solution, first_error_sums
 from tests.tiny import tiny_recipe

@@ -14,12 +14,12 @@ import pytest
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import EncodingConfig
-from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.records import BadRecord
+from dstrain.data.records import parse_record
+from dstrain.errors import BadRecord
 from dstrain.tasks.prm import read_solution
 from tests.chat_templates import tokenizer_of
 from tests.workers import ROOT

@@ -38,12 +38,12 @@ from dstrain.cache import (
 )
 from dstrain.cli import main
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.encoding.tokenization import load_or_train_tokenizer
+from dstrain.data.encoding.trained_tokenizer import load_or_train_tokenizer
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import load_or_build_store
-from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
+from dstrain.data.vision.images import ImageIndex, ImageIndexWriter
 from dstrain.data.vision.processor import compute_image_stats
 from dstrain.errors import DataError, RunError
 from dstrain.files import partial_path

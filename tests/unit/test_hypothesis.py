@@ -24,9 +24,8 @@ from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES, parse_transcript
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError, PresetError, RecipeError, UsageError
+from dstrain.errors import BadRecord, DataError, PresetError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
 from dstrain.preset.keys import LEARNING_KEYS, load_key_schema
 from dstrain.resources import find_resource_dir

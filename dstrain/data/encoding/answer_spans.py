@@ -40,7 +40,7 @@ from dstrain.data.formats.conversations import (
 )
 from dstrain.data.formats.messages import Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt, Response
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 
 RenderFn = Callable[..., str]
 """render_fn(messages, add_generation_prompt=False) -> text, as `render_conversation` returns it."""

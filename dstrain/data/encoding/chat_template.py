@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message
-from dstrain.data.records import BadRecord
-from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.errors import BadRecord, DataError, Fault, RecipeError
 
 RECIPE_KEY = "model.chat_template"
 BUILTIN_TEMPLATE = "human_assistant"

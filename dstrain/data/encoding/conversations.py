@@ -18,29 +18,28 @@ from dstrain.data.encoding.rendering import (
     EncodingConfig,
     PlaceholderExpansion,
     Shifts,
-    keep_system_text,
-    render_prompt,
-    shift_offset,
-    shift_spans,
-)
-from dstrain.data.encoding.template_check import RENDERED
-from dstrain.data.encoding.tokenization import (
     TokenBudget,
     count_tokens_before,
     find_last_turn,
     get_special_tokens,
     has_suffix,
+    keep_system_text,
+    render_prompt,
+    shift_offset,
+    shift_spans,
     split_bos,
     tokenize,
     tokenize_with_offsets,
 )
+from dstrain.data.encoding.template_check import RENDERED
 from dstrain.data.formats.conversations import Conversation, ParsedPrompt, Sample, SoftInputs
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt
-from dstrain.data.records import BadRecord, encode_valid, try_parse
-from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.records import encode_valid, try_parse
+from dstrain.data.vision.images import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
+from dstrain.errors import BadRecord
 
 
 def encode_conversations(
@@ -231,7 +230,7 @@ class EncodedPrompt:
     """The text before truncation; each image is its image token."""
     ids: list[int]
     images: tuple[Any, ...] = ()
-    """Arguments for `dstrain.data.vision.image_io.read_image`, or `ImageEntry`s, in the order of the image tokens."""
+    """Arguments for `dstrain.data.vision.images.read_image`, or `ImageEntry`s, in the order of the image tokens."""
     soft_inputs: SoftInputs | None = None
     """Inputs whose soft tokens are in the ids."""
     prompt: Prompt = ""

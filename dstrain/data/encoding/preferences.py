@@ -11,31 +11,29 @@ from typing import Any
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.rendered_text import Rendered, find_template_marks
 from dstrain.data.encoding.rendering import (
+    CUT_COLUMNS,
     Encoder,
     EncodingConfig,
     PlaceholderExpansion,
     RenderedPrompt,
     Shifts,
-    keep_system_text,
-    render_prompt,
-    shift_offset,
-)
-from dstrain.data.encoding.template_check import RENDERED, TEMPLATE_COLUMNS
-from dstrain.data.encoding.tokenization import (
-    CUT_COLUMNS,
     TokenBudget,
     count_tokens_before,
     find_last_turn,
     has_suffix,
+    keep_system_text,
+    render_prompt,
+    shift_offset,
     split_bos,
     tokenize,
 )
-from dstrain.data.formats.columns import parse_record
+from dstrain.data.encoding.template_check import RENDERED, TEMPLATE_COLUMNS
 from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.formats.preferences import Preference, Prompt
 from dstrain.data.formats.unpaired import UnpairedPreference
-from dstrain.data.records import BadRecord, EncodeResult, as_record, encode_valid, try_parse
+from dstrain.data.records import EncodeResult, as_record, encode_valid, parse_record, try_parse
 from dstrain.data.sources.base import Source
+from dstrain.errors import BadRecord
 
 
 @dataclass(frozen=True)

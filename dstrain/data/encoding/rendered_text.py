@@ -10,10 +10,10 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from dstrain.data.encoding.chat_template import has_chat_template, render_conversation
-from dstrain.data.formats.columns import iter_strings
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt, Response
-from dstrain.data.records import BadRecord
+from dstrain.data.records import iter_strings
+from dstrain.errors import BadRecord
 
 Rendered = bool | Literal["auto"]
 """The values of data.rendered."""

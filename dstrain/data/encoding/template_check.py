@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from dstrain.data.formats.columns import iter_strings
 from dstrain.data.formats.conversations import Conversation, get_message_field
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, common_prefix_length
-from dstrain.data.records import BadRecord
+from dstrain.data.records import iter_strings
+from dstrain.errors import BadRecord
 
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""

@@ -16,7 +16,7 @@ from dstrain.data.formats.preferences import (
     to_chosen_rejected,
 )
 from dstrain.data.formats.unpaired import split_last_answer, to_messages
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 
 COMPLETIONS = "completions"
 """Column with several answers to the prompt, as `dstrain generate --num-samples` writes it."""

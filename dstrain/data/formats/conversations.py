@@ -31,7 +31,8 @@ from dstrain.data.formats.preferences import (
     read_preference,
     to_chosen_rejected,
 )
-from dstrain.data.records import BadRecord, Record, nan_to_null
+from dstrain.data.records import Record, nan_to_null
+from dstrain.errors import BadRecord
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,9 @@ from dstrain.data.formats.messages import (
     read_images,
 )
 from dstrain.data.formats.preferences import Preference, to_chosen_rejected
-from dstrain.data.records import BadRecord, Record, as_record, nan_to_null
+from dstrain.data.records import Record, as_record, nan_to_null
 from dstrain.data.sources.base import Source, WrappedSource
+from dstrain.errors import BadRecord
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
 # parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from dstrain.data.records import BadRecord, as_record
+from dstrain.errors import BadRecord
 
 ROLE_ALIASES = {
     "system": "system",
@@ -192,13 +192,22 @@ def _part_text(part: Mapping[str, Any], key: str) -> str:
     return text
 
 
+def _peek(record: Mapping[str, Any], key: str) -> Any:
+    """Return a value, or None, of which a `dstrain.data.records.Record` does not note that it was read."""
+    return dict.get(record, key) if isinstance(record, dict) else record.get(key)
+
+
+def is_given(record: Mapping[str, Any], key: str) -> bool:
+    """Return whether the record has a value other than null under a key."""
+    return _peek(record, key) is not None
+
+
 def read_system(record: Mapping[str, Any]) -> list[Message]:
     """Return the system text that ShareGPT and Alpaca store outside of the conversation.
 
     Raises BadRecord.
     """
-    record = as_record(record)
-    given = [key for key in SYSTEM_KEYS if key in record.present]
+    given = [key for key in SYSTEM_KEYS if is_given(record, key)]
     if not given:
         return []
     texts = {key: read_text(record[key], key) for key in given}
@@ -233,7 +242,9 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
     Dolly's name of the input is `context`. Raises BadRecord.
     """
-    key = "input" if record.get("input") or not isinstance(dict.get(as_record(record), "context"), str) else "context"
+    key = "input"
+    if not record.get("input") and isinstance(_peek(record, "context"), str):
+        key = "context"
     asked = "\n".join(read_text(record[name], name) for name in ("instruction", key) if record.get(name))
     if not asked.strip():
         raise BadRecord("'instruction' is empty; write one")
@@ -242,10 +253,9 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
 def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return the functions under `tools`, a list or a string of JSON. Raises BadRecord."""
-    record = as_record(record)
-    key = (
-        "functions" if "functions" in record.present and "tools" not in record.present else "tools"
-    )  # OpenAI's older name
+    key = "tools"
+    if is_given(record, "functions") and not is_given(record, "tools"):
+        key = "functions"  # OpenAI's older name
     tools = maybe_parse_json(record[key] or []) if key in record else []
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(
@@ -286,10 +296,9 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
 
 def read_images(record: Mapping[str, Any]) -> list[Any]:
     """Return the images under a key of the record: paths, or mappings with bytes. Raises BadRecord."""
-    record = as_record(record)
-    if not record.present.intersection(IMAGE_KEYS):
+    if not any(is_given(record, key) for key in IMAGE_KEYS):
         return []
-    values = dict(zip(IMAGE_KEYS, record.read(*IMAGE_KEYS), strict=True))
+    values = {key: record[key] for key in IMAGE_KEYS if key in record}
     for key, value in values.items():
         if value == "":
             raise BadRecord(

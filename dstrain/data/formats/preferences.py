@@ -26,8 +26,8 @@ from dstrain.data.formats.messages import (
     read_tools,
     turns_to_messages,
 )
-from dstrain.data.records import BadRecord, Record, as_record, nan_to_null
-from dstrain.errors import suggest_name
+from dstrain.data.records import Record, as_record, nan_to_null
+from dstrain.errors import BadRecord, suggest_name
 
 Prompt = str | list[Message]
 """A text that an answer continues as it is, or the messages of a conversation."""

@@ -16,8 +16,8 @@ from dstrain.data.formats.conversations import (
 )
 from dstrain.data.formats.messages import IMAGE_KEYS, Message, is_null_image
 from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference, to_chosen_rejected
-from dstrain.data.records import BadRecord, as_record
-from dstrain.errors import suggest_name
+from dstrain.data.records import as_record
+from dstrain.errors import BadRecord, suggest_name
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from dstrain.data.loading.micro_batches import (
     split_evenly,
 )
 from dstrain.data.loading.rows import share_tokens
-from dstrain.data.records import BadRecord
 from dstrain.data.rng import EPOCH_STREAM, RECORD_STREAM, make_random_state
 from dstrain.distributed.world import SequenceGroup
-from dstrain.errors import DataError, RunError, describe_fault
+from dstrain.errors import BadRecord, DataError, RunError, describe_fault
 
 Collate = Callable[..., Batch]
 """Samples -> batch; one with a parameter `positions` gets the samples' positions in the run, None in an evaluation."""

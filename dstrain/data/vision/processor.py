@@ -22,10 +22,9 @@ from dstrain.cache import get_or_build
 from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
-from dstrain.data.vision.image_io import read_image, resolve_image
-from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.data.vision.images import read_image, resolve_image
+from dstrain.errors import BadRecord, DataError, Fault, RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +283,7 @@ class VisionProcessor:
 
     def downscale(self, image: Image) -> Image | None:
         """Return a smaller image with the same processor output; None if there is none."""
-        from dstrain.data.vision.image_index import downscale_if_equivalent
+        from dstrain.data.vision.images import downscale_if_equivalent
 
         return downscale_if_equivalent(image, self._get_thread_processor().image_processor)
 

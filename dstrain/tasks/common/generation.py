@@ -13,8 +13,9 @@ from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
 from dstrain.data.formats.conversations import ParsedPrompt, read_prompt
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.preferences import Response
-from dstrain.data.records import BadRecord, try_parse
+from dstrain.data.records import try_parse
 from dstrain.data.sources.base import Source
+from dstrain.errors import BadRecord
 
 if TYPE_CHECKING:
     from dstrain.data.encoding.conversations import EncodedPrompt

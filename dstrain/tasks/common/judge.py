@@ -20,8 +20,7 @@ from dstrain.data.formats.answers import PromptAnswers
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.preferences import Response
 from dstrain.data.formats.unpaired import to_messages
-from dstrain.data.records import BadRecord
-from dstrain.errors import DataError, Fault, RecipeError, UsageError
+from dstrain.errors import BadRecord, DataError, Fault, RecipeError, UsageError
 from dstrain.models.checks import check_model
 from dstrain.models.folder import has_score_head
 from dstrain.tasks.common.generation import answer_text
@@ -32,7 +31,7 @@ from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.rm import RewardModel
 
 if TYPE_CHECKING:
-    from dstrain.data.vision.image_index import ImageEntry
+    from dstrain.data.vision.images import ImageEntry
 
 FOLDER_FIX = "give a folder that `dstrain export` wrote from a run of task rm"
 JUDGE_KEY = "eval.generate.reward_model"

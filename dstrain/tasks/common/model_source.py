@@ -237,7 +237,7 @@ class ModelSource:
     @cached_property
     def base_tokenizer(self) -> Any:
         """The tokenizer of a folder, or a trained one, without the tokens that a processor adds."""
-        from dstrain.data.encoding.tokenization import load_or_train_tokenizer
+        from dstrain.data.encoding.trained_tokenizer import load_or_train_tokenizer
 
         model = self.recipe.model
         wanted = model.tokenizer

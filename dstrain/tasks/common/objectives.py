@@ -14,7 +14,8 @@ from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
 from dstrain.data.formats.messages import iter_parts
-from dstrain.data.records import BadRecord, EncodeResult, Record, as_record
+from dstrain.data.records import EncodeResult, Record, as_record
+from dstrain.errors import BadRecord
 from dstrain.tasks.common.scoring import collate_answers, encode_answers
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.rm import RewardModel, RewardModelSource, bradley_terry

@@ -11,7 +11,7 @@ from dstrain.batch import Batch
 from dstrain.data.dataset import Samples
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Preference, Response, read_preference
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from dstrain.tasks.common.text import TextChecks, TextTask
 
 if TYPE_CHECKING:

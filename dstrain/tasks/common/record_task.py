@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config.schema import DatasetConfig, RunConfig, TrainDatasetConfig
-from dstrain.data.formats.columns import parse_record
 from dstrain.data.formats.images import RecordWithImages
-from dstrain.data.records import BadRecord, Record, as_record, try_parse
+from dstrain.data.records import Record, as_record, parse_record, try_parse
 from dstrain.data.sources.base import ConcatSource, check_columns_exist, cut_source, list_unread
-from dstrain.errors import DataError, Fault, TaskError, escape_controls
+from dstrain.errors import BadRecord, DataError, Fault, TaskError, escape_controls
 from dstrain.process_setup import count_available_cores
 from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task

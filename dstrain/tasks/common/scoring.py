@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch, PackingMode
 from dstrain.data.formats.answers import SIDES, PromptAnswers, read_prompt_answers
-from dstrain.data.formats.columns import parse_record
-from dstrain.data.records import BadRecord, EncodeResult
-from dstrain.errors import TaskError
+from dstrain.data.records import EncodeResult, parse_record
+from dstrain.errors import BadRecord, TaskError
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.task import Loss, Outputs, Task
 from dstrain.tasks.common.text import TextTask

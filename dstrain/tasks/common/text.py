@@ -16,9 +16,9 @@ from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
 from dstrain.data.formats.preferences import Prompt
-from dstrain.data.records import BadRecord, Record
+from dstrain.data.records import Record
 from dstrain.data.sources.base import ConcatSource
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import BadRecord, Fault, RecipeError
 from dstrain.models.checks import (
     ModelValidator,
     check_frozen_model,
@@ -274,8 +274,8 @@ class TextTask(RecordTask):
 
     @property
     def example_settings(self) -> ExampleSettings:
+        from dstrain.data.encoding.rendering import CUT_COLUMNS
         from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
-        from dstrain.data.encoding.tokenization import CUT_COLUMNS
 
         return replace(super().example_settings, counted=(*CUT_COLUMNS, *TEMPLATE_COLUMNS))
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dstrain.batch import Batch
 from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import SAFETY_KEYS, Preference, to_chosen_rejected
-from dstrain.data.records import BadRecord
 from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
-from dstrain.errors import DataError, Fault, RecipeError, suggest_name
+from dstrain.errors import BadRecord, DataError, Fault, RecipeError, suggest_name
 from dstrain.tasks.common.pairs import PairChecks, pair_metrics
 from dstrain.tasks.common.task import Loss, LossInputs, Split
 from dstrain.tasks.dpo import DPO

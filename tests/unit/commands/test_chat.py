@@ -12,8 +12,7 @@ from PIL import Image
 from dstrain.cli import main
 from dstrain.commands.chat import Chat, open_chat
 from dstrain.commands.generate import PromptReader
-from dstrain.data.records import BadRecord
-from dstrain.errors import UsageError
+from dstrain.errors import BadRecord, UsageError
 from dstrain.training.generate import SamplingParams, generate_answers
 from tests.contract.export_cases import make_run
 

@@ -43,7 +43,7 @@ def write_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """A small byte-level tokenizer without a template."""
-    from dstrain.data.encoding.tokenization import train_tokenizer
+    from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 
     words = "the quick brown fox jumps over the lazy dog and answers a question about rivers"
     return train_tokenizer([words, words.title(), "Human: Assistant: yes no"], 400)

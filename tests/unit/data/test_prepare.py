@@ -28,7 +28,7 @@ from dstrain.data.prepare import (
 )
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
-from dstrain.data.vision import image_index
+from dstrain.data.vision.images import decode_image
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 from dstrain.tasks.common.text import TextTask
@@ -213,7 +213,7 @@ def built(
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
     monkeypatch.setattr("dstrain.tasks.common.record_task.count_available_cores", lambda: threads)
     decoded: list[str] = []
-    real = image_index.decode_image
+    real = decode_image
 
     def slowly(content: bytes, name: str) -> Image.Image:
         decoded.append(threading.current_thread().name)
@@ -221,7 +221,7 @@ def built(
         return real(content, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_index, "decode_image", slowly)
+        patch.setattr("dstrain.data.vision.images.decode_image", slowly)
         found = task.examples("train")
     assert found is not None
     return found, decoded

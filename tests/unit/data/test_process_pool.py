@@ -18,15 +18,14 @@ import pytest
 from dstrain.data import prepare, process_pool
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import UnpairedEncode, encode_preferences
-from dstrain.data.encoding.rendering import EncodingConfig
-from dstrain.data.encoding.tokenization import CUT_COLUMNS
+from dstrain.data.encoding.rendering import CUT_COLUMNS, EncodingConfig
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.prepare import ExampleSettings, PreparePolicy, RecordEncode
-from dstrain.data.records import BadRecord, Encode
+from dstrain.data.records import Encode
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError, RunError, TaskError, describe_unexpected
+from dstrain.errors import BadRecord, DataError, RunError, TaskError, describe_unexpected
 from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message, wait_until
 

@@ -22,11 +22,11 @@ from dstrain.data.prepare import (
     prepare,
     read_minor_versions,
 )
-from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import BuildReport, load_or_build_store
-from dstrain.errors import DataError, TaskError
+from dstrain.errors import BadRecord, DataError, TaskError
 from tests.contract.lora_cases import save_base
 from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_torchvision_available
 
 from dstrain.config.schema import ModelConfig
-from dstrain.data.encoding.tokenization import train_tokenizer
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.errors import RecipeError
 from dstrain.models.load import read_config
 from dstrain.models.processors import (

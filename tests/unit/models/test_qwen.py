@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.tokenization import train_tokenizer
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.errors import RecipeError

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.vision.images import read_image, resolve_image
 from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from tests.vocabulary import read_jsonl
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.formats.preferences import Preference
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 
 
 def encode_preference(

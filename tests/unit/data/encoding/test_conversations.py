@@ -13,11 +13,10 @@ import pytest
 from dstrain.data.encoding.answer_spans import render_sample, without_thinking
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.rendering import EncodingConfig
-from dstrain.data.encoding.tokenization import train_tokenizer
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError
+from dstrain.errors import BadRecord, DataError
 from dstrain.tasks.temporal.series import PatchConfig, read_series_record
 from dstrain.tasks.temporal.task import CaptionEncoder
 from tests.chat_templates import tokenizer_of

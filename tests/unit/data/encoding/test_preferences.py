@@ -8,13 +8,12 @@ import pytest
 from dstrain.data.encoding.chat_template import render_conversation
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import EncodingConfig, render_prompt
-from dstrain.data.encoding.tokenization import get_special_tokens, train_tokenizer
+from dstrain.data.encoding.rendering import EncodingConfig, get_special_tokens, render_prompt
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.errors import DataError
+from dstrain.errors import BadRecord, DataError
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.unit.data.encoding.cases import Slow, encode_preference, with_frame
 from tests.vocabulary import message

@@ -16,7 +16,7 @@ from dstrain.data.encoding.template_check import RENDERED, describe_template_cou
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from dstrain.tasks import make_task
 from tests.tiny import tiny_recipe
 from tests.unit.data.encoding.test_conversations import TEMPLATES, chat, runs

@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 from dstrain.commands.export import export_model
 from dstrain.commands.trained_model import find_saved_model
 from dstrain.data.encoding.chat_template import render_conversation, set_template_kwargs
-from dstrain.data.encoding.tokenization import train_tokenizer
-from dstrain.data.records import BadRecord
-from dstrain.errors import RecipeError
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
+from dstrain.errors import BadRecord, RecipeError
 from tests.contract.export_cases import make_run
 
 ASKED: Any = [{"role": "user", "content": "hi"}]

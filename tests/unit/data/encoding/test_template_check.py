@@ -22,7 +22,7 @@ from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_template
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from tests.chat_templates import tokenizer_of
 from tests.vocabulary import message
 

@@ -19,7 +19,7 @@ from dstrain.data.encoding.chat_template import (
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.rendering import EncodingConfig
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 
 ASKED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 DATED = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dstrain.data.formats.answers import PromptAnswers, read_prompt_answers
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from tests.vocabulary import message
 
 QUESTION, ANSWER, OTHER = message("user", "2+2?"), message("assistant", "4"), message("assistant", "5")

@@ -18,7 +18,7 @@ from dstrain.data.formats.conversations import (
     read_prompt,
 )
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from tests.unit.data.encoding.cases import encode_preference
 
 ASKED = {"role": "user", "content": "2+2?"}

@@ -12,8 +12,8 @@ from dstrain.data.formats.conversations import Conversation, read_conversation, 
 from dstrain.data.formats.images import GroupByImageSource, read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
+from dstrain.errors import BadRecord
 
 OK = {"role": "assistant", "content": "ok"}
 

@@ -13,8 +13,8 @@ from dstrain.data.formats.messages import (
     is_transcript,
 )
 from dstrain.data.formats.preferences import read_preference
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
+from dstrain.errors import BadRecord
 from dstrain.tasks.safety.safe_dpo import read_safety_labels
 from tests.vocabulary import message as said
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.rendering import render_prompt
-from dstrain.data.formats.columns import is_image, parse_record
 from dstrain.data.formats.conversations import read_conversation, read_prompt
 from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import has_images, read_tool_function
-from dstrain.data.records import BadRecord
+from dstrain.data.records import is_image, parse_record
+from dstrain.errors import BadRecord
 from dstrain.tasks.prm import read_solution
 from tests.unit.data.encoding.test_rendering import tokenizer_with
 

@@ -10,14 +10,14 @@ import pytest
 
 from dstrain.data import prepare as prepare_module
 from dstrain.data.encoding.preferences import UnpairedEncode, choose_mismatched
-from dstrain.data.encoding.rendering import EncodingConfig
-from dstrain.data.encoding.tokenization import CUT_COLUMNS, train_tokenizer
+from dstrain.data.encoding.rendering import CUT_COLUMNS, EncodingConfig
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.prepare import ExampleSettings, PreparePolicy, prepare
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenStore
+from dstrain.errors import BadRecord
 from tests.vocabulary import message as said
 
 QUESTION, ANSWER = said("user", "2+2?"), said("assistant", "4")

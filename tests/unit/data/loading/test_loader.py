@@ -21,8 +21,7 @@ from dstrain.data.loading.micro_batches import (
     costs_of,
 )
 from dstrain.data.loading.rows import pad
-from dstrain.data.records import BadRecord
-from dstrain.errors import DataError, RunError
+from dstrain.errors import BadRecord, DataError, RunError
 
 EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
 

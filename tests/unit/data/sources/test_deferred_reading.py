@@ -20,7 +20,7 @@ from dstrain.config import RunConfig
 from dstrain.data.sources import open, parquet
 from dstrain.data.sources.base import LazySource
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_index import ImageIndex
+from dstrain.data.vision.images import ImageIndex
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 from tests.vision_recipes import named_recipe

@@ -16,12 +16,11 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.data.prepare import group_by_reason
-from dstrain.data.records import BadRecord
 from dstrain.data.sources import files
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import read_image
-from dstrain.errors import DataError, RecipeError
+from dstrain.data.vision.images import read_image
+from dstrain.errors import BadRecord, DataError, RecipeError
 from dstrain.tasks.temporal.tables import open_series
 
 RECORD = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A thing."}]}
@@ -209,7 +208,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_decoded(form: s
         import unittest.mock
 
         with (
-            unittest.mock.patch("dstrain.data.vision.image_io.MAX_PIXELS", 1000),
+            unittest.mock.patch("dstrain.data.vision.images.MAX_PIXELS", 1000),
             pytest.raises(BadRecord, match="pixels, more than the 1000 that are decoded"),
         ):
             read_image(bytes(content))

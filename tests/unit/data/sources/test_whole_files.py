@@ -21,10 +21,9 @@ import pytest
 
 from dstrain.commands.data import check_file
 from dstrain.data.prepare import describe_conversions
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import IMAGE_FORMATS, read_image, resolve_image
-from dstrain.errors import DataError
+from dstrain.data.vision.images import IMAGE_FORMATS, read_image, resolve_image
+from dstrain.errors import BadRecord, DataError
 from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from dstrain.tasks.temporal.tables import open_series
 from tests.unit.tasks.docqa.pdf_files import write_pdf

@@ -17,13 +17,16 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from dstrain.data.prepare import PreparePolicy, prepare
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import load_or_build_store
-from dstrain.data.vision import image_index
-from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter, downscale_if_equivalent
-from dstrain.data.vision.image_io import resolve_image
-from dstrain.errors import DataError
+from dstrain.data.vision.images import (
+    ImageIndex,
+    ImageIndexWriter,
+    decode_image,
+    downscale_if_equivalent,
+    resolve_image,
+)
+from dstrain.errors import BadRecord, DataError
 
 
 def picture(seed: int, size: tuple[int, int] = (24, 16)) -> Image.Image:
@@ -52,9 +55,10 @@ def images(tmp_path) -> Path:
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
     """Names of what was decoded by a writer, in order."""
-    names, real = [], image_index.decode_image
+    names, real = [], decode_image
     monkeypatch.setattr(
-        image_index, "decode_image", lambda content, name: names.append(Path(name).name) or real(content, name)
+        "dstrain.data.vision.images.decode_image",
+        lambda content, name: names.append(Path(name).name) or real(content, name),
     )
     return names
 

@@ -15,14 +15,13 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
-from dstrain.data.encoding.tokenization import train_tokenizer
+from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import Preference
 from dstrain.data.loading.rows import pack_rows
-from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor, packed_rope_positions
-from dstrain.errors import DataError
+from dstrain.errors import BadRecord, DataError
 from dstrain.models.load import read_config
 from dstrain.models.processors import build_processor, count_special_tokens, sync_config_with_processor
 from dstrain.tasks.common.forward import forward_logits

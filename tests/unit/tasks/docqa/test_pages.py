@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from dstrain.data.limited_process import ResourceLimits
-from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import read_image
-from dstrain.errors import DataError
+from dstrain.data.vision.images import read_image
+from dstrain.errors import BadRecord, DataError
 from dstrain.tasks.docqa import pages
 from dstrain.tasks.docqa.pages import DocumentCache, PageIndex, PdfDocument, read_boxes, read_sidecar, tokenize_words
 from tests.unit.tasks.docqa.pdf_files import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.vision.images import read_image, resolve_image
+from dstrain.errors import BadRecord
 from dstrain.tasks.docqa.pages import Document, PdfDocument, TiffDocument
 from dstrain.tasks.docqa.source import DocumentReader
 from tests.unit.tasks.docqa.pdf_files import PAGES, write_pdf

@@ -12,10 +12,10 @@ from PIL import Image
 
 import dstrain.tasks.docqa.pages
 from dstrain.config.schema import RunConfig
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource, HeadSource
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.vision.images import read_image, resolve_image
+from dstrain.errors import BadRecord
 from dstrain.tasks import make_task
 from dstrain.tasks.docqa.pages import Document
 from dstrain.tasks.docqa.source import (

@@ -17,10 +17,9 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.errors import RecipeError, TaskError
+from dstrain.errors import BadRecord, RecipeError, TaskError
 from dstrain.models.heads import MAX_CHUNK_BYTES
 from dstrain.models.params import build_param_groups
 from dstrain.tasks import make_task

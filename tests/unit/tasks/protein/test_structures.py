@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dstrain.data.records import BadRecord
+from dstrain.errors import BadRecord
 from dstrain.tasks.protein import structures
 from dstrain.tasks.protein.structures import (
     AMINO_ACIDS,

@@ -18,10 +18,9 @@ import dstrain.tasks.common.model_source
 from dstrain import load_reward_model
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.records import BadRecord
 from dstrain.data.token_store import TokenizedDataset
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.errors import DataError, RecipeError
+from dstrain.errors import BadRecord, DataError, RecipeError
 from dstrain.models.params import unwrap_peft
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.pairs import PairTask

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dstrain.data.encoding.conversations import SOFT_TOKEN_ID, insert_soft_tokens
-from dstrain.data.formats.columns import ColumnReport, add_record
-from dstrain.data.records import BadRecord
+from dstrain.data.records import ColumnReport, add_record
+from dstrain.errors import BadRecord
 from dstrain.tasks.temporal.series import (
     CURVES,
     PatchConfig,

@@ -13,13 +13,22 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.formats.columns import ColumnReport, add_record, describe_columns, find_unused, is_empty, parse_record
 from dstrain.data.formats.conversations import Conversation, read_conversation, read_prompt
 from dstrain.data.formats.images import read_with_images
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.records import BadRecord, Record, try_parse
+from dstrain.data.records import (
+    ColumnReport,
+    Record,
+    add_record,
+    describe_columns,
+    find_unused,
+    is_empty,
+    parse_record,
+    try_parse,
+)
+from dstrain.errors import BadRecord
 
 
 def with_images(read: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -18,10 +18,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from dstrain.data.prepare import describe_conversions
-from dstrain.data.records import BadRecord
-from dstrain.data.vision import image_io
-from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, raise_on_truncated_images, read_image, resolve_image
-from dstrain.errors import DataError
+from dstrain.data.vision.images import MAX_PIXELS, decode_image, raise_on_truncated_images, read_image, resolve_image
+from dstrain.errors import BadRecord, DataError
 
 RNG = np.random.RandomState(0)
 NOISE = Image.fromarray(RNG.randint(0, 256, (40, 60, 3), dtype=np.uint8))
@@ -363,7 +361,7 @@ def test_a_page_of_a_tiff_is_decoded_by_its_number(tmp_path, monkeypatch):
     assert [(page.size, page.getpixel((0, 0))) for page in found] == [((8, 8), RED), ((9, 8), BLUE), ((10, 8), WHITE)]
     with pytest.raises(BadRecord, match=r"page 4 is damaged or truncated"):
         decode_image(content, "page 4", 3)
-    monkeypatch.setattr(image_io, "MAX_PIXELS", 70)
+    monkeypatch.setattr("dstrain.data.vision.images.MAX_PIXELS", 70)
     assert decode_image(content, "a.tiff", 0).size == (8, 8)
     with pytest.raises(BadRecord, match=r"page 2 has 72 pixels, more than the 70"):
         decode_image(content, "page 2", 1)

@@ -82,7 +82,7 @@ def check_file(
     if isinstance(source, NotedSource):
         told += source.describe_check()
     told += [f"warning: {line}" for line in warn_without_images(found.columns)] if made.needs_vision else []
-    if not made.reads_text:
+    if made.model_source is None or not made.model_source.reads_text:
         return found, "\n".join(told)
     if config.model.path is None:
         return found, "\n".join([*told, NO_TOKENIZER_HINT])
@@ -137,7 +137,7 @@ def show_file(
     yield from (f"--- {line}" for line in told)
     if made.describes_records:
         yield from made.show_records(limit)
-    if made.prompts is None or not made.reads_text:
+    if made.prompts is None or made.model_source is None or not made.model_source.reads_text:
         if made.describes_records:
             return
         raise TaskError(f"task {config.task}: its records are not texts; `dstrain data check` lists the bad ones")

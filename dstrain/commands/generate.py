@@ -206,7 +206,8 @@ def get_text_task(saved: SavedModel | LoadedModel, needs_generation: bool = True
     prompts, name = saved.task.prompts, saved.task.recipe.task
     if prompts is None:
         raise TaskError(f"task {name}: does not generate text; `dstrain evaluate` shows its metrics")
-    if needs_generation and not saved.task.can_generate:
+    source = saved.task.model_source
+    if needs_generation and (source is None or not source.can_generate):
         raise TaskError(
             f"task {name}: this model scores and does not generate text; `dstrain evaluate` shows its metrics"
         )

@@ -168,7 +168,8 @@ class SavedModel:
             return
         if self.task.has_own_tokenizer or model.chat_template is not None or model.chat_template_kwargs:
             return
-        for key, what in iter_input_changes(recorded, {"model.tokenizer": {"digest": self.task.tokenizer_digest}}):
+        digests = {"model.tokenizer": {"digest": self.task.model_source.tokenizer_digest}}
+        for key, what in iter_input_changes(recorded, digests):
             fix = f"copy the folder from the run again, or name a tokenizer: --set {key}=FOLDER"
             raise UsageError(Fault(str(own), f"{what} (step {checkpoint.step})", fix))
 
@@ -281,7 +282,7 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
     model = made.recipe.model
     _check_model_config(run_dir, info, model.config, overrides)
     is_saved = model.path is not None or isinstance(model.tokenizer or model.processor, str)
-    if made.reads_text and not is_saved:
+    if made.model_source is not None and made.model_source.reads_text and not is_saved:
         # A tokenizer trained on data.train again would differ if that has changed.
         problem = "does not exist, and only that tokenizer fits the weights"
         raise UsageError(f"{run_dir / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")

@@ -290,7 +290,7 @@ def read_properties(config: RunConfig) -> TaskProperties:
     online = [scorer.config for scorer in inputs.scorers if not scorer.is_cached]
     return TaskProperties(
         rows_per_sample=2 if task.has_pairs else 1,
-        is_scored=not task.can_generate,
+        is_scored=task.model_source is None or not task.model_source.can_generate,
         heads=task.export.modules_to_save,
         reference=inputs.reference.kind,
         reference_model=inputs.reference.config if inputs.reference.recipe_key else None,

@@ -68,7 +68,8 @@ class Evaluation:
         row = meter.drain()
         for name in ("step_seconds", "padding"):  # the meter counts each forward pass as a step
             row.pop(name, None)
-        generation = self.task.generation_metrics
+        prompts = self.task.prompts
+        generation = None if prompts is None else prompts.metrics
         if generation is None or not len(self.examples):
             return row
         scores = self._score_answers(engine, generation, should_stop)

@@ -11,7 +11,7 @@ from dstrain.cache import file_digest
 from dstrain.config import RunConfig
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.dataset import Dataset
-from dstrain.data.sources.open import find_structure_files, open_source
+from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import TokenizedDataset
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.models.params import is_zero3
@@ -87,7 +87,8 @@ def digest_model_files(task: Task) -> dict[str, dict[str, Any]]:
         found["model.path"] = {"digest": digest}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():
-        if (digest := one.tokenizer_digest) is not None:
+        digest = None if one.model_source is None else one.model_source.tokenizer_digest
+        if digest is not None:
             found[key] = {"digest": digest}
     return found
 
@@ -152,7 +153,7 @@ def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
 
 
 def _digest_source(source: DatasetConfig) -> str:
-    """Return a digest of a file's bytes, of a folder of structures, or of the names and sizes of a folder's files.
+    """Return a digest of a file's bytes, or of the names and sizes of a folder's files.
 
     Reading all files of any folder could take as long as training.
     """
@@ -160,7 +161,7 @@ def _digest_source(source: DatasetConfig) -> str:
     try:
         if path.is_file():
             return file_digest(path)
-        if path.is_dir() and not find_structure_files(path):
+        if path.is_dir():
             files = sorted(one for one in path.rglob("*") if one.is_file())
             return " ".join(f"{one.relative_to(path)} {one.stat().st_size}" for one in files)
     except OSError as error:

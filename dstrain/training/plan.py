@@ -222,10 +222,10 @@ def open_copy(place: str, run_dir: Path, resume: ResumeOptions, world: Ranks) ->
 
 def _with_template_time(config: RunConfig, task: Task, worker: Worker, world: Ranks) -> tuple[RunConfig, Task]:
     """Return recipe and task with the present time of rank 0 where the chat template of a new run asks for it. Collective."""
-    time = None
+    time, source = None, task.model_source
     if worker.rank == 0 and config.model.chat_template_time is None:
         with contextlib.suppress(DstrainError):  # of the tokenizer: the checks of the model come first
-            time = datetime.now().isoformat(timespec="seconds") if task.writes_time else None
+            time = datetime.now().isoformat(timespec="seconds") if source is not None and source.writes_time else None
     time = world.gather(time)[0]
     if time is None:
         return config, task

@@ -59,7 +59,7 @@ def sums(
 
 def check_names(task: Task, metrics: Mapping[str, tuple[float, float]]) -> None:
     """Check that the loss gives the metrics that the task names, or sums of which they are made, apart from generated answers."""
-    generated = task.generation_metrics if isinstance(task, TextTask) else None
+    generated = task.prompts.metrics if isinstance(task, TextTask) else None
     reported = {name for name in metrics if not name.startswith("_")}
     made = task.finish_metrics(dict.fromkeys(metrics, (1.0, 1.0)))
     assert reported | made.keys() == {*task.metric_names} - {*(generated.names if generated else ())}

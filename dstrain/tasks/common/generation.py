@@ -108,7 +108,7 @@ class Prompts:
         config = self.task.recipe.eval.generate
         if config is None and self.task.default_answer_metrics:
             config = GenerateConfig()
-        if config is None or not self.task.can_generate:
+        if config is None or not self.task.model_source.can_generate:
             return None
         return config
 

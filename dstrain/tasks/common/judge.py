@@ -215,7 +215,7 @@ def check_judge(task: Task) -> None:
 def check_generation_data(task: Task, examples: Dataset | None) -> None:
     """Raise RecipeError where the judge cannot be used on held-out data, DataError where these ask nothing."""
     prompts = task.prompts
-    if not examples or prompts is None or not task.generated_metric_names:
+    if not examples or prompts is None or not prompts.metric_names:
         return
     if (judge := make_judge(task)) is not None:
         judge.check_data(examples.image_digest is not None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
-from dstrain.data.encoding.chat_template import reads_clock, set_template_time
+from dstrain.data.encoding.chat_template import reads_clock, set_template_time, tokenizer_fingerprint
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_place
@@ -70,6 +70,24 @@ class ModelSource:
     def can_generate(self) -> bool:
         """True where the model writes text, token by token."""
         return self.auto_class_name == "AutoModelForCausalLM"
+
+    @property
+    def writes_time(self) -> bool:
+        """True where the tokenizer's chat template writes the present time into each sample."""
+        return self.reads_text and reads_clock(self.tokenizer)
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Digest of the tokenizer, or of the processor with its tokenizer; None where the model has none."""
+        if not self.reads_text:
+            return None
+        processor = self.vision_processor
+        return tokenizer_fingerprint(self.tokenizer) if processor is None else processor.fingerprint
+
+    @property
+    def has_own_load(self) -> bool:
+        """True where a subclass, in a user's file, loads in its own way: model.path may then mean anything."""
+        return type(self).load is not ModelSource.load
 
     @cached_property
     def is_multimodal(self) -> bool:

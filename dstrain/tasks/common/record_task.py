@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dstrain.data.dataset import Dataset
     from dstrain.data.prepare import ExampleSettings, PreparePolicy
-    from dstrain.data.token_store import TokenColumns, TokenStore
+    from dstrain.data.token_store import TokenStore
 
 
 _TOKENIZER_KEYS = {
@@ -196,18 +196,13 @@ class RecordTask(Task):
     def example_settings(self) -> ExampleSettings:
         """Roles of columns, and groups of records, for `prepare`."""
         from dstrain.data.prepare import ExampleSettings
-
-        column = self.recipe.data.eval_group
-        get_group = self.split_group if column is None else self._get_group_column
-        return ExampleSettings(
-            tokens=self._tokens, get_group=get_group, group_key={"column": column} if column else "task"
-        )
-
-    @property
-    def _tokens(self) -> TokenColumns:
         from dstrain.data.token_store import TokenColumns
 
-        return TokenColumns(self.token_columns)
+        tokens = TokenColumns(self.token_columns)
+        column = self.recipe.data.eval_group
+        if column is None:
+            return ExampleSettings(tokens=tokens, get_group=self.split_group, group_key="task")
+        return ExampleSettings(tokens=tokens, get_group=self._get_group_column, group_key={"column": column})
 
     def _get_group_column(self, record: Mapping[str, Any]) -> Any:
         column = str(self.recipe.data.eval_group)

@@ -392,9 +392,10 @@ def make_task(recipe: RunConfig) -> Task:
             f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them"
         ) from error
     _check_generation(made)
-    left_out = {*made.default_answer_metrics} - {*made.generated_metric_names}
+    generated = () if made.prompts is None else made.prompts.metric_names
+    left_out = {*made.default_answer_metrics} - {*generated}
     names = [name for name in made.metric_names if name not in left_out]
-    known, metric = ("loss", *names, *made.generated_metric_names), recipe.eval.metric
+    known, metric = ("loss", *names, *generated), recipe.eval.metric
     if made.metric_names and metric not in known:
         raise TaskError(
             Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", _suggest_metric(metric, known))
@@ -419,7 +420,7 @@ def _check_generation(made: Task) -> None:
     generate, name = made.recipe.eval.generate, made.recipe.task
     if generate is None:
         return
-    if not made.can_generate:
+    if made.prompts is None or made.model_source is None or not made.model_source.can_generate:
         raise TaskError(Fault("eval.generate", f"is set, but task {name} generates no text", "leave it out"))
     for metric in generate.metrics or ():
         if metric not in made.answer_metrics:
@@ -428,7 +429,7 @@ def _check_generation(made: Task) -> None:
         if metric in made.metric_names and metric not in made.default_answer_metrics:
             problem = f"'{metric}' is a metric of task {name} already, of the answers of the data"
             raise TaskError(Fault("eval.generate.metrics", problem, "remove it"))
-    if generate.metrics is None and not made.generated_metric_names:
+    if generate.metrics is None and not made.prompts.metric_names:
         problem = "names neither metrics nor a reward_model, so there is nothing to compute"
         raise TaskError(Fault("eval.generate", problem, "write metrics: [anls], or reward_model: FOLDER"))
 

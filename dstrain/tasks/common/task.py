@@ -19,7 +19,7 @@ from dstrain.batch import PADDED, Batch, PackingMode
 from dstrain.config.schema import DatasetConfig, LoraConfig, ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
 from dstrain.errors import Fault, RecipeError, TaskError, suggest_name
-from dstrain.tasks.common.generation import GenerationMetrics, Prompts
+from dstrain.tasks.common.generation import Prompts
 
 if TYPE_CHECKING:
     import torch
@@ -370,39 +370,9 @@ class Task(ABC):
         return model
 
     @property
-    def reads_text(self) -> bool:
-        """True where the model has a tokenizer, the task's `tokenizer`."""
-        return False
-
-    @property
-    def writes_time(self) -> bool:
-        """True where the tokenizer's chat template writes the present time into each sample."""
-        return False
-
-    @property
-    def can_generate(self) -> bool:
-        """True where the model writes text, token by token."""
-        return False
-
-    @property
     def loads_own_model(self) -> bool:
         """True where `build_model` makes the model in its own way, not as transformers does."""
         return True
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        """Digest of the tokenizer, or of the processor with its tokenizer; None where the model has none."""
-        return None
-
-    @property
-    def generation_metrics(self) -> GenerationMetrics | None:
-        """Metrics of answers that the model generates in an evaluation; None: it generates none."""
-        return None
-
-    @property
-    def generated_metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics of generated answers that the recipe asks for (eval.generate)."""
-        return ()
 
     @property
     def loss_inputs(self) -> LossInputs:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dstrain.batch import Batch, PackingMode
 from dstrain.config.schema import RunConfig
-from dstrain.data.encoding.chat_template import describe_written_times, reads_clock, tokenizer_fingerprint
+from dstrain.data.encoding.chat_template import describe_written_times, tokenizer_fingerprint
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.images import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
@@ -31,7 +31,7 @@ from dstrain.models.folder import check_local_folder, resolve_base_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights import check_weight_files
 from dstrain.tasks.common.answers import ANSWER_METRICS
-from dstrain.tasks.common.generation import GenerationMetrics, Prompts
+from dstrain.tasks.common.generation import Prompts
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.packing import Collator, model_unsupported_reason, resolve_packing
 from dstrain.tasks.common.record_task import RecordTask, policy_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dstrain.data.loading.rows import PackedRows, PaddedRows
     from dstrain.data.prepare import ExampleSettings
     from dstrain.data.records import EncodeResult
-    from dstrain.data.token_store import TokenColumns, TokenizedDataset, TokenStore
+    from dstrain.data.token_store import TokenizedDataset, TokenStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TextChecks(Checks):
 
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
-        own = self.task.has_own_tokenizer or self.task.has_own_source_load
+        own = self.task.has_own_tokenizer or self.task.model_source.has_own_load
         if faults := faults or ([] if own else self.model_faults()):
             raise RecipeError(faults)
         self.reference()
@@ -73,7 +73,7 @@ class TextChecks(Checks):
     def model_faults(self) -> list[Fault]:
         """Return the faults of the models that the recipe names, found in their small files."""
         task = self.task
-        faults = check_model(task.recipe, can_generate=task.can_generate, needs_vision=task.needs_vision)
+        faults = check_model(task.recipe, can_generate=task.model_source.can_generate, needs_vision=task.needs_vision)
         reference = task.reference
         if reference.recipe_key is not None:
             path, trusted = str(reference.config.path), task.recipe.model.trust_remote_code
@@ -88,7 +88,7 @@ class TextChecks(Checks):
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
         check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
         meta_model = source.build_meta_model()
-        if self.task.generated_metric_names:
+        if self.task.prompts.metric_names:
             self._check_room_for_answers(meta_model)
         check_tiles(meta_model, model.tiled_mlp)
         self.validator.check(meta_model)
@@ -237,10 +237,12 @@ class TextTask(RecordTask):
 
         Where the recipe names no model yet, records with images are accepted.
         """
+        source = self.model_source
         if not has_images(record):
             parsed = parse(record)  # a fault of the record is reported before the model is read
-            return read_with_images(record, parse) if self._takes_images else RecordWithImages(parsed)
-        if self._takes_images is False:
+            takes_images = source.is_named and source.is_multimodal
+            return read_with_images(record, parse) if takes_images else RecordWithImages(parsed)
+        if source.is_named and not source.is_multimodal:
             raise BadRecord(
                 "the record has an image, and the model is text-only; "
                 "name a vision-language model, or remove the record"
@@ -251,11 +253,6 @@ class TextTask(RecordTask):
         """Return `encode` of parsed records, for a model that takes no images."""
         return self.encode([item.parsed for item in items], None)
 
-    @cached_property
-    def _takes_images(self) -> bool | None:
-        """Whether the model takes images; None where the recipe names no model yet."""
-        return self.model_source.is_multimodal if self.model_source.is_named else None
-
     def split_group(self, record: dict[str, Any]) -> Any:
         """Return the record's prompt and images; None where nothing is asked before the answer."""
         item = record.parsed if isinstance(record, Record) else None
@@ -265,25 +262,13 @@ class TextTask(RecordTask):
         return [prompt, item.images] if prompt or item.images else None
 
     @property
-    def generated_metric_names(self) -> tuple[str, ...]:
-        return self.prompts.metric_names
-
-    @property
-    def generation_metrics(self) -> GenerationMetrics | None:
-        return self.prompts.metrics
-
-    @property
     def example_settings(self) -> ExampleSettings:
         from dstrain.data.encoding.rendering import CUT_COLUMNS
         from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
-
-        return replace(super().example_settings, counted=(*CUT_COLUMNS, *TEMPLATE_COLUMNS))
-
-    @property
-    def _tokens(self) -> TokenColumns:
         from dstrain.data.token_store import TokenColumns
 
-        return TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
+        tokens = TokenColumns(self.token_columns, self.has_pairs, "prompt_length" if self.has_pairs else None)
+        return replace(super().example_settings, tokens=tokens, counted=(*CUT_COLUMNS, *TEMPLATE_COLUMNS))
 
     def build_store(self, source: ConcatSource) -> TokenStore:
         """Return the source's examples, from the cache where they are in it. Raises DataError."""
@@ -305,20 +290,12 @@ class TextTask(RecordTask):
 
     def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
         dataset = cast("TokenizedDataset | None", super().examples(split))
-        if (
-            dataset is not None
-            and split == "train"
-            and (index := dataset.store.image_index) is not None
-            and not len(index)
-        ):
-            self._check_trains_on_text()
-        return dataset
-
-    def _check_trains_on_text(self) -> None:
-        """Raise DataError where only vision parts are trained, and no record has an image."""
-        model = self.recipe.model
-        if model.freeze and not model.lora:
+        if dataset is None or split != "train":
+            return dataset
+        images, model = dataset.store.image_index, self.recipe.model
+        if images is not None and not len(images) and model.freeze and not model.lora:
             check_trains_on_text(self.model_source.build_meta_model(), model)
+        return dataset
 
     @cached_property
     def packing(self) -> PackingMode:
@@ -390,37 +367,13 @@ class TextTask(RecordTask):
         return self.model_source.recipe_tokenizer  # what `super().tokenizer` of a subclass asks for
 
     @property
-    def writes_time(self) -> bool:
-        return self.reads_text and reads_clock(self.tokenizer)
-
-    @property
     def has_own_tokenizer(self) -> bool:
         return type(self).tokenizer is not TextTask.tokenizer
 
     @property
-    def reads_text(self) -> bool:
-        return self.model_source.reads_text
-
-    @property
-    def can_generate(self) -> bool:
-        return self.model_source.can_generate
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        if not self.reads_text:
-            return None
-        processor = self.model_source.vision_processor
-        return tokenizer_fingerprint(self.tokenizer) if processor is None else processor.fingerprint
-
-    @property
-    def has_own_source_load(self) -> bool:
-        """True where `model_source` loads in its own way: model.path may then mean anything."""
-        return type(self.model_source).load is not ModelSource.load
-
-    @property
     def loads_own_model(self) -> bool:
         """True where a subclass, in a user's file, makes the model in its own way."""
-        return self.has_own_source_load or type(self).build_model is not TextTask.build_model
+        return self.model_source.has_own_load or type(self).build_model is not TextTask.build_model
 
     def build_model(self) -> torch.nn.Module:
         return self.enable_packing(self.model_source.load(self.recipe.model))

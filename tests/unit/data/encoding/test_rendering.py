@@ -107,9 +107,9 @@ def test_a_run_and_its_export_keep_the_variables(tmp_path: Path) -> None:
         tokenizer = saved.task.tokenizer  # type: ignore[attr-defined]
         assert render_conversation(tokenizer, ASKED, True).endswith(prompt)
         if folder == run:
-            digest = saved.task.tokenizer_digest
+            digest = saved.task.model_source.tokenizer_digest
             export_model(run, "last", tmp_path / "out")
-        assert saved.task.tokenizer_digest == digest
+        assert saved.task.model_source.tokenizer_digest == digest
     other = find_saved_model(run, "last", ["model.chat_template_kwargs={enable_thinking: true}"])
     other.check_loadable()
     assert "<think>" not in render_conversation(other.task.tokenizer, ASKED, True)  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ def test_a_tokenizer_is_trained_on_the_words_of_the_template(tmp_path: Path, mon
 
 def test_the_prompt_of_an_evaluation_is_that_of_generate(tmp_path: Path) -> None:
     task = made(tmp_path)
-    reader, generation = PromptReader(task), task.generation_metrics
+    reader, generation = PromptReader(task), task.prompts.metrics
     for example, record in zip(task.examples("eval"), read_jsonl(tmp_path / "eval.jsonl"), strict=True):
         del record["answers"]
         (wanted,) = reader.encode([reader.parse(record)], [tmp_path])
@@ -216,7 +216,7 @@ def test_an_accepted_answer_counts_for_a_sample(tmp_path: Path) -> None:
     task = made(tmp_path)
     example = task.examples("eval")[0]
     second = read_jsonl(tmp_path / "eval.jsonl")[0]["answers"][1]
-    assert task.generation_metrics.score(example, f"The {second.upper()}.") == {
+    assert task.prompts.metrics.score(example, f"The {second.upper()}.") == {
         "exact_match": 1.0, "relaxed_number_match": 1.0, "anls": pytest.approx(1 - 5 / (len(second) + 5)),
     }  # fmt: skip
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dstrain.data.content import describe_content
 from dstrain.data.formats.messages import (
     IMAGE_KEYS,
     MEDIA_PART_KEYS,
@@ -89,6 +88,19 @@ PART_KEYS = {
 """Keys of a part of a message's content that are read, or refused where they are read."""
 
 
+DescribeContent = Callable[[Mapping[str, int]], tuple[list[str], list[str]]]
+"""Sums of what the records of a file hold -> (clauses on them, notes on what is unusual of them)."""
+
+
+@dataclass
+class RecordContent:
+    """What a record holds that its columns do not show, such as the length of a series, and the words for it."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What -> how often."""
+    describe: DescribeContent | None = None
+
+
 class Record(dict[str, Any]):
     """A record that notes which columns of its file are read, so that none is dropped without a word.
 
@@ -113,15 +125,14 @@ class Record(dict[str, Any]):
         """The columns of the file, as they are written there."""
         self.used: dict[str, str] = {} if parent is None else parent.used
         """Column of the file -> key that it was read as."""
-        self.content: dict[str, int] = {} if parent is None else parent.content
-        """What the record holds, as its task counts it (`dstrain.data.content`)."""
+        self.content: RecordContent = RecordContent() if parent is None else parent.content
+        """What the record holds, as its task counts it."""
         self.parsed: Any = None
         """What its task made of it (`parse_record`)."""
 
-    def note_content(self, counts: Mapping[str, int]) -> None:
+    def note_content(self, counts: Mapping[str, int], describe: DescribeContent) -> None:
         """Note what the record holds, in place of what was noted before: a record may be parsed twice."""
-        self.content.clear()
-        self.content.update(counts)
+        self.content.counts, self.content.describe = counts, describe
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -374,6 +385,8 @@ class ColumnReport:
     """Records without an image."""
     content: Counter[str] = field(default_factory=Counter)
     """What the records hold, as their task counts it."""
+    describe: DescribeContent | None = None
+    """The task's words for it; None: it counts nothing."""
 
     def add(self, record: Mapping[str, Any], num_images: int) -> None:
         """Count a record after it was parsed."""
@@ -385,7 +398,8 @@ class ColumnReport:
             if column in tracked.columns and not is_empty(tracked.columns[column]):
                 self.used[column if column == key else f"{column} as {key}"] += 1
         self.unused.update([*find_unused(tracked)])
-        self.content.update(tracked.content)
+        self.content.update(tracked.content.counts)
+        self.describe = self.describe or tracked.content.describe
 
     def merge(self, other: ColumnReport) -> None:
         self.records += other.records
@@ -394,12 +408,15 @@ class ColumnReport:
         self.used.update(other.used)
         self.unused.update(other.unused)
         self.content.update(other.content)
+        self.describe = self.describe or other.describe
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, for a cache or an event."""
         counts = {"images": self.images, "records_without_image": self.without_image}
-        told, notes = describe_content(self.content) if self.content else ([], [])
-        content = {"content": told, "notes": notes} if told else {}
+        content = {}
+        if self.describe is not None and self.content:
+            clauses, notes = self.describe(self.content)
+            content = {"content": clauses, "notes": notes}
         return {"records": self.records, **counts, "used": dict(self.used), "unused": dict(self.unused), **content}
 
 

@@ -1,4 +1,4 @@
-"""Opening of record sources: files, folders of structure files, and datasets of the Hub."""
+"""Opening of record sources: files, folders of files, and datasets of the Hub."""
 
 from __future__ import annotations
 
@@ -20,24 +20,6 @@ from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub
 from dstrain.errors import DataError, Fault
 from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
 
-STRUCTURE_EXTENSIONS = (".pdb", ".ent", ".cif", ".mmcif")
-"""Ends of the names of structure files; each may be followed by .gz."""
-
-
-def is_structure_file(path: Path) -> bool:
-    """Return whether the name is that of a structure file."""
-    return path.name.lower().removesuffix(".gz").endswith(STRUCTURE_EXTENSIONS)
-
-
-def find_structure_files(path: Path) -> list[Path]:
-    """Return a structure file, or those of a folder and its subfolders in the order of their relative paths.
-
-    Hidden files are left out. Raises DataError for a folder that cannot be read.
-    """
-    if not path.is_dir():
-        return [path] if is_structure_file(path) else []
-    return [file for file in _list_files(path) if is_structure_file(file)]
-
 
 def _list_files(folder: Path) -> list[Path]:
     """Return all files of a folder and its subfolders in the order of their relative paths, without hidden ones."""
@@ -51,16 +33,27 @@ def _list_files(folder: Path) -> list[Path]:
     )
 
 
-class FolderSource(BaseSource):
-    """Structure files as records `{"path": ...}`; the digest covers their names and contents."""
+def ends_with(path: Path, endings: tuple[str, ...]) -> bool:
+    """Return whether a file's name has one of the endings, before a .gz too."""
+    return path.name.lower().removesuffix(".gz").endswith(endings)
 
-    def __init__(self, path: Path, columns: Columns) -> None:
-        """Raises DataError for a file that cannot be read."""
+
+class FolderSource(BaseSource):
+    """Files as records `{"path": ...}`: those of a folder and its subfolders by relative path, or a single one.
+
+    The digest covers their names and contents.
+    """
+
+    def __init__(self, path: Path, columns: Columns, endings: tuple[str, ...]) -> None:
+        """`endings`: of the names of the files; each may be followed by .gz. Hidden files are left out.
+
+        Raises DataError for a file or a folder that cannot be read.
+        """
         folder = path if path.is_dir() else path.parent
         super().__init__(path.name, folder, columns)
         listed = _list_files(path) if path.is_dir() else [path]
-        self.files = [file for file in listed if is_structure_file(file)]
-        unread = describe_unread(file.name for file in listed if not is_structure_file(file))
+        self.files = [file for file in listed if ends_with(file, endings)]
+        unread = describe_unread(file.name for file in listed if file not in self.files)
         self.unread = f"{display_path(path)}: {unread}" if unread else ""
         digest = hashlib.sha256()
         for file in self.files:
@@ -147,8 +140,7 @@ def open_source(
     source_types: SourceTypes | None = None,
     suggest_conversion: Callable[[Path], str] = _suggest_conversion,
 ) -> Source:
-    """Open a .jsonl, .json (both also .gz) or .parquet file, or several by a pattern (`train-*.parquet`), a folder of .pdb
-    or .cif files, or a dataset of the Hub.
+    """Open a .jsonl, .json (both also .gz) or .parquet file, several by a pattern (`train-*.parquet`), or a dataset of the Hub.
 
     `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives split and
     configuration, and `columns` of its own, which take the place of the argument; in a string they may follow the
@@ -182,8 +174,6 @@ def _open(
         # A local file wins over a dataset of the same name.
         if path.is_file():
             return _open_file(path, columns, source_types, suggest_conversion)
-        if path.is_dir() and find_structure_files(path):
-            return FolderSource(path, columns)
         if files := find_shards(path):
             return ConcatSource([_open_file(file, columns, source_types, suggest_conversion) for file in files])
     except RuntimeError as fault:
@@ -211,8 +201,6 @@ def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | No
 def _open_file(
     path: Path, columns: Columns, source_types: SourceTypes, suggest_conversion: Callable[[Path], str]
 ) -> Source:
-    if is_structure_file(path):
-        return FolderSource(path, columns)
     kind = source_types.get(file_extension(path.name))
     if kind is None:
         ending = file_extension(path.name)
@@ -253,7 +241,7 @@ def _missing_file_message(path: Path, source_types: SourceTypes) -> str:
     if path.is_dir():
         kinds = sorted({file_extension(one.name) for one in list_entries(path)} & {*source_types})
         several = f" ({path / ('*' + kinds[0])} for all of them)" if len(kinds) == 1 else ""
-        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}, or a folder of .pdb or .cif files"
+        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it{several}"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent

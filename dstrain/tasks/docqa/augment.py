@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dstrain.task import IMAGE_STREAM, make_random_state
+from dstrain.data.rng import IMAGE_STREAM, make_random_state
 
 if TYPE_CHECKING:
     from PIL.Image import Image

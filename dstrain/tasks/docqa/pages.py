@@ -15,21 +15,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from dstrain.task import (
-    BadRecord,
-    DataError,
-    ResourceLimits,
-    SubprocessResult,
-    atomic_write,
-    decode_image,
-    display_path,
-    file_digest,
-    get_or_build,
-    installed_version,
-    open_regular_file,
-    read_content,
-    run_limited,
-)
+from dstrain.cache import get_or_build
+from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
+from dstrain.data.vision.images import decode_image, read_content
+from dstrain.files import atomic_write, display_path, open_regular_file
+from dstrain.patching import installed_version
+from dstrain.task import BadRecord, DataError, file_digest
 
 MAX_PAGE_PIXELS = 20_000_000
 """Pixels of a rendered page; a larger one is rendered at a lower resolution. A4 at 300 dpi has 8.7 million."""

@@ -14,25 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrain.task import (
-    NOT_REGULAR,
-    UNKNOWN_CONTENT,
-    BadRecord,
-    Source,
-    WatchedFile,
-    WrappedSource,
-    as_record,
-    count_frames,
-    describe_content,
-    describe_unread,
-    display_path,
-    installed_version,
-    json_type_name,
-    open_regular_file,
-    read_content,
-    read_system,
-    resolve_image,
-)
+from dstrain.data.formats.messages import json_type_name, read_system
+from dstrain.data.records import as_record
+from dstrain.data.sources.base import WrappedSource
+from dstrain.data.vision.images import UNKNOWN_CONTENT, count_frames, describe_content, read_content
+from dstrain.files import NOT_REGULAR, WatchedFile, describe_unread, display_path, open_regular_file
+from dstrain.patching import installed_version
+from dstrain.task import BadRecord, Source, resolve_image
 from dstrain.tasks.docqa.pages import Document, PdfDocument, TiffDocument, sidecar_files
 
 MIN_DPI, MAX_DPI = 18, 1200

@@ -7,29 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dstrain.task import (
-    ANSWER_METRICS,
-    IMAGE_PLACEHOLDER,
-    BadRecord,
-    Conversation,
-    DatasetConfig,
-    EncodeResult,
-    LoraConfig,
-    Loss,
-    Message,
-    ParsedPrompt,
-    PlaceholderExpansion,
-    PromptAnswers,
-    RecordWithImages,
-    Source,
-    StoredPrompts,
-    as_record,
-    check_limits,
-    cut_source,
-    encode_answers,
-    messages_to_transcript,
-    read_system,
-)
+from dstrain.config.schema import LoraConfig
+from dstrain.data.encoding.chat_template import messages_to_transcript
+from dstrain.data.encoding.conversations import encode_answers
+from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.formats.answers import PromptAnswers
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt
+from dstrain.data.formats.images import RecordWithImages
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
+from dstrain.data.records import EncodeResult, as_record
+from dstrain.data.sources.base import cut_source
+from dstrain.task import BadRecord, DatasetConfig, Loss, Source, check_limits
+from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.generation import StoredPrompts
 from dstrain.tasks.docqa.augment import DocumentAugmentation
 from dstrain.tasks.docqa.source import DocumentOptions, DocumentSource
 from dstrain.tasks.sft import SFT

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dstrain.task import choose_layers
+from dstrain.models.gradient_checkpointing import choose_layers
 
 # Shapes: B chains, L residues, P points; 4 atoms N, CA, C, O.
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.task import BadRecord, one_line
+from dstrain.errors import one_line
+from dstrain.task import BadRecord
 
 PDB, CIF = "PDB", "mmCIF"
 _GZIP_MAGIC = b"\x1f\x8b"

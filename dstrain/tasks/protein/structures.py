@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.task import BadRecord, DataError, ResourceLimits, SubprocessResult, get_or_build, one_line, run_limited
+from dstrain.cache import get_or_build
+from dstrain.data.content import describe_range
+from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
+from dstrain.data.sources.base import Columns
+from dstrain.data.sources.open import FolderSource, ends_with
+from dstrain.errors import one_line
+from dstrain.task import BadRecord, DataError, DatasetConfig, Source, open_source
 from dstrain.tasks.protein.structure_files import CIF, StructureText, check_cif_sequence, read_structure_text
 
 # Shapes: L residues, 4 backbone atoms, 3 coordinates in Å.
@@ -411,3 +418,63 @@ def _root(parents: list[int], at: int) -> int:
         parents[at] = parents[parents[at]]
         at = parents[at]
     return at
+
+
+# ---- files of structures
+
+STRUCTURE_ENDINGS = (".pdb", ".ent", ".cif", ".mmcif")
+"""Ends of the names of structure files; each may be followed by .gz."""
+
+
+def open_structures(item: DatasetConfig, columns: Columns) -> Source:
+    """Return a structure file, or those of a folder and its subfolders, as records; other files as `open_source` does.
+
+    Raises DataError.
+    """
+    path = Path(os.path.expanduser(item.path))
+    if not path.is_dir() and not (path.is_file() and ends_with(path, STRUCTURE_ENDINGS)):
+        return open_source(item, columns)
+    source = FolderSource(path, columns if item.columns is None else item.columns, STRUCTURE_ENDINGS)
+    if not len(source):
+        raise DataError(f"{path} is a folder without a structure file; name a folder of .pdb or .cif files")
+    return source
+
+
+# ---- what the structures of a file hold, for `dstrain data check`
+
+MAX_LISTED_NAMES = 12
+"""Names of unknown residues in a sentence."""
+
+
+def count_chains(chains: Sequence[tuple[int, Mapping[str, int]]]) -> Mapping[str, int]:
+    """Return what `describe_chains` reads: the length of each chain, and the names of its residues of unknown type."""
+    counts = Counter[str]()
+    for length, unknown in chains:
+        counts[f"chain {length}"] += 1
+        counts.update({f"unknown {name}": count for name, count in unknown.items()})
+    return counts
+
+
+def describe_chains(counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return (clauses on the chains of a folder, no notes), from the sums of `count_chains`."""
+    lengths, unknown = Counter[int](), Counter[str]()
+    for key, count in counts.items():
+        kind, value = key.split(" ")
+        if kind == "chain":
+            lengths[int(value)] += count
+        else:
+            unknown[value] += count
+    clauses = []
+    if lengths:
+        plural = "s" if lengths.total() != 1 else ""
+        clauses.append(f"{lengths.total()} chain{plural}: {describe_range(lengths, 'residues')}")
+    if unknown:
+        clauses.append(describe_unknown(unknown, sum(length * count for length, count in lengths.items())))
+    return clauses, []
+
+
+def describe_unknown(unknown: Counter[str], residues: int) -> str:
+    """Return the names of residues of unknown type with their numbers, the most frequent first."""
+    names = [f"{name} {count}" for name, count in unknown.most_common(MAX_LISTED_NAMES)]
+    more = f" and {len(unknown) - len(names)} other names" if len(unknown) > len(names) else ""
+    return f"unknown types: {', '.join(names)}{more} ({unknown.total()} of {residues} residues, never a target)"

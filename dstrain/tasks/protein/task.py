@@ -13,33 +13,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from dstrain.data.dataset import Samples
+from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode, choose_held_out
+from dstrain.data.records import as_record
+from dstrain.data.rng import RESIDUE_STREAM, make_random_state
+from dstrain.data.token_store import TokenizedDataset
+from dstrain.patching import installed_version
 from dstrain.task import (
-    DATA_KEYS,
-    NO_TRAIN_DATA,
-    RESIDUE_STREAM,
     BadRecord,
     Batch,
     Checks,
     ConcatSource,
+    DatasetConfig,
     Fault,
     Loss,
     RecipeError,
-    RecordEncode,
     RecordTask,
-    Samples,
-    TokenizedDataset,
+    Source,
     TokenStore,
-    as_record,
     check_limits,
-    choose_held_out,
-    count_chains,
-    describe_unknown,
-    installed_version,
-    make_random_state,
     pad,
     policy_of,
     prepare,
 )
+from dstrain.tasks.common.task import DATA_KEYS
 from dstrain.tasks.protein.structures import (
     AMINO_ACIDS,
     BACKBONE_ATOMS,
@@ -49,7 +46,11 @@ from dstrain.tasks.protein.structures import (
     READER_VERSION,
     Chain,
     chain_from_columns,
+    count_chains,
+    describe_chains,
+    describe_unknown,
     load_or_cluster,
+    open_structures,
     read_chains,
     require_gemmi,
 )
@@ -166,7 +167,9 @@ class Protein(RecordTask):
         if not isinstance(path, str):
             raise BadRecord("the record names no structure file under 'path'; give a folder of .pdb or .cif files")
         chains = read_chains(Path(path))
-        as_record(record).note_content(count_chains([(len(chain.types), chain.unknown) for chain in chains]))
+        as_record(record).note_content(
+            count_chains([(len(chain.types), chain.unknown) for chain in chains]), describe_chains
+        )
         if not chains:
             raise BadRecord("it has no chain of amino acids; remove the file")
         sizes = [int((chain.is_complete & chain.is_known).sum()) for chain in chains]
@@ -176,6 +179,9 @@ class Protein(RecordTask):
             )
             raise BadRecord(f"{problem}; lower options.min_residues or remove the file")
         return [chain for chain, size in zip(chains, sizes, strict=True) if size >= self.min_residues]
+
+    def open_source(self, item: DatasetConfig) -> Source:
+        return open_structures(item, self.recipe.data.columns)
 
     def describe_record(self, record: Mapping[str, Any], parsed: Any) -> list[str]:
         letters = np.array([*AMINO_ACIDS, "X"])

@@ -14,7 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dstrain.task import TEMPORAL_TYPE, UsageError, assign, disable_transformers_logging, full_shape
+from dstrain.errors import UsageError
+from dstrain.models.folder import TEMPORAL_TYPE
+from dstrain.models.params import assign, full_shape
+from dstrain.models.weights import disable_transformers_logging
 
 
 class TemporalConfig(PretrainedConfig):

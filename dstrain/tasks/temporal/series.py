@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.task import LABEL_NAMES, SOFT_TOKEN_ID, BadRecord, BaseSource, Record, as_record, check_limits, yaml_key
+from dstrain.data.content import describe_range
+from dstrain.data.encoding.conversations import SOFT_TOKEN_ID
+from dstrain.data.records import LABEL_NAMES, Record, as_record, yaml_key
+from dstrain.data.sources.base import BaseSource
+from dstrain.task import BadRecord, check_limits
 
 if TYPE_CHECKING:
     import torch
@@ -446,3 +451,52 @@ def _bump(rng: np.random.Generator, length: int) -> tuple[np.ndarray, str]:
 
 def _name_place(share: float) -> str:
     return ("near the beginning", "in the middle", "near the end")[min(int(3 * share), 2)]
+
+
+# ---- what the series of a file hold, for `dstrain data check`
+
+TRANSPOSE = "[*zip(*series)]"
+"""Python for the other orientation of a series."""
+
+
+def count_series(shape: Sequence[int], patch_length: int) -> Mapping[str, int]:
+    """Return what `describe_series` reads, for a series of this shape, (C, T), which is cut into patches."""
+    channels, steps = shape
+    return {f"series {channels} {steps}": 1, f"patch {patch_length}": 1}
+
+
+def describe_series(counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return (clauses on the series of a file, notes on what is unusual of them), from the sums of `count_series`."""
+    shapes, patch_length = Counter[tuple[int, int]](), 1
+    for key, count in counts.items():
+        kind, *values = key.split(" ")
+        if kind == "series":
+            shapes[int(values[0]), int(values[1])] += count
+        else:
+            patch_length = max(patch_length, int(values[0]))
+    return [describe_shapes(shapes)], _find_notes(shapes, patch_length)
+
+
+def describe_shapes(shapes: Mapping[tuple[int, int], int]) -> str:
+    """Return the shapes of series, (channels, values) -> how many: `6 series: 1 channel, 12, 16, 20 values (…)`."""
+    channels, values = Counter[int](), Counter[int]()
+    for (width, length), count in shapes.items():
+        channels[width] += count
+        values[length] += count
+    number = f"{min(channels)} to {max(channels)}" if len(channels) > 1 else str(min(channels))
+    plural = "" if number == "1" else "s"
+    value = "value" if [*values] == [1] else "values"
+    return f"{sum(shapes.values())} series: {number} channel{plural}, {describe_range(values, value)}"
+
+
+def _find_notes(shapes: Mapping[tuple[int, int], int], patch_length: int) -> list[str]:
+    flat = sum(count for (channels, steps), count in shapes.items() if channels > 1 and steps < channels)
+    short = sum(count for (_, steps), count in shapes.items() if steps < patch_length)
+    notes = []
+    if 2 * flat > sum(shapes.values()):  # among longer series a short one is no sign of it
+        problem = f"fewer values than channels in {flat} series: they look transposed"
+        notes.append(f"{problem}; a series is a list of channels, each with all its values, in Python {TRANSPOSE}")
+    if short:
+        problem = f"fewer values than options.encoder.patch_length ({patch_length}) in {short} series"
+        notes.append(f"{problem}: each channel is one padded patch; lower it, or see whether records are time steps")
+    return notes

@@ -18,21 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dstrain.task import (
-    LABEL_NAMES,
-    SOURCE_TYPES,
-    Columns,
-    DataError,
-    DatasetConfig,
-    ParquetSource,
-    RowsSource,
-    Source,
-    display_path,
-    file_extension,
-    open_source,
-    read_whole_file,
-    yaml_key,
-)
+from dstrain.data.records import LABEL_NAMES, yaml_key
+from dstrain.data.sources.base import Columns
+from dstrain.data.sources.files import SOURCE_TYPES, RowsSource, file_extension, read_whole_file
+from dstrain.data.sources.parquet import ParquetSource
+from dstrain.files import display_path
+from dstrain.task import DataError, DatasetConfig, Source, open_source
 from dstrain.tasks.temporal.ts_files import TsSource
 
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")

@@ -10,49 +10,37 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from dstrain.config.schema import ModelConfig, TrainDatasetConfig
+from dstrain.data.encoding.conversations import EncodedPrompt, encode_answers, insert_soft_tokens
+from dstrain.data.encoding.rendering import EncodingConfig, PlaceholderExpansion
+from dstrain.data.formats.conversations import Conversation, ParsedPrompt
+from dstrain.data.formats.messages import Message, has_images
+from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode
+from dstrain.data.records import EncodeResult, as_record, try_parse
+from dstrain.models.checks import ModelValidator
+from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
+from dstrain.models.params import check_freeze_and_groups
+from dstrain.models.processors import is_multimodal
+from dstrain.models.weights import check_weight_files
 from dstrain.task import (
-    ANSWER_METRICS,
-    MISSING_MODEL,
-    NO_TRAIN_DATA,
-    AnswerMetric,
     BadRecord,
     Batch,
     ConcatSource,
-    Conversation,
     DataError,
     DatasetConfig,
-    EncodedPrompt,
-    EncodeResult,
-    EncodingConfig,
     Fault,
     Loss,
-    Message,
-    ModelConfig,
-    ModelSource,
-    ModelValidator,
-    ParsedPrompt,
-    PlaceholderExpansion,
     RecipeError,
-    RecordEncode,
     RunConfig,
     Source,
-    StoredPrompts,
     TokenStore,
-    TrainDatasetConfig,
-    as_record,
-    check_freeze_and_groups,
-    check_vocab_size,
-    check_weight_files,
-    count_series,
-    encode_answers,
-    has_images,
-    insert_soft_tokens,
-    is_multimodal,
     policy_of,
     prepare,
-    read_config,
-    try_parse,
 )
+from dstrain.tasks.common.answers import ANSWER_METRICS
+from dstrain.tasks.common.generation import StoredPrompts
+from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.task import AnswerMetric
 from dstrain.tasks.common.text import TextChecks, TextExport
 from dstrain.tasks.sft import SFT
 from dstrain.tasks.temporal.series import (
@@ -63,7 +51,9 @@ from dstrain.tasks.temporal.series import (
     SyntheticCurves,
     SyntheticOptions,
     choose_masked,
+    count_series,
     cut_patches,
+    describe_series,
     from_columns,
     read_label,
     read_series_record,
@@ -117,7 +107,7 @@ class TemporalModelSource(ModelSource):
     @property
     def has_encoder(self) -> bool:
         """True where model.path is an exported temporal model."""
-        from dstrain.task import is_temporal_folder, resolve_base_model
+        from dstrain.models.folder import is_temporal_folder, resolve_base_model
 
         return is_temporal_folder(resolve_base_model(self.recipe.model).path)
 
@@ -402,7 +392,7 @@ class Temporal(SFT):
         if not self.has_language_model:  # captions are not used there, and the run says so
             record = as_record(record).without("caption", "captions", "prompt")
         sample = read_series_record(record)
-        as_record(record).note_content(count_series(sample.values.shape, self._patch_length))
+        as_record(record).note_content(count_series(sample.values.shape, self._patch_length), describe_series)
         if self.has_language_model and not sample.captions:
             raise BadRecord("the record has no 'caption'; write one, or use options.stage classify or masked")
         if self.stage == "classify" and sample.label is None:

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.task import Columns, DataError, RowsSource, one_line, read_whole_file
+from dstrain.data.sources.base import Columns
+from dstrain.data.sources.files import RowsSource, read_whole_file
+from dstrain.errors import one_line
+from dstrain.task import DataError
 
 _TRUE_FALSE = {"true": True, "false": False}
 _HEADER_KEYS = (

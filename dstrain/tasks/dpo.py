@@ -118,12 +118,15 @@ class DPO(PairTask, ReferenceOptions):
         return dict(zip(self.ref_columns, answer_log_probs(model, batch).sum(-1).chunk(2), strict=True))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        """Return the sum over pairs, from the tensors of `PairTask.collate`, `loss_tensors` and `reference_outputs`."""
+        """Return the sum over pairs, from the tensors of `PairTask.collate`, `loss_tensors` and `reference_outputs`.
+
+        `TrainModule.forward` puts the outputs of a reference in memory into the batch, and `loss_tensors` cached ones.
+        """
         import torch
 
         from dstrain.tasks.common.forward import answer_log_probs
 
-        sums = answer_log_probs(model, batch).sum(-1)  # (2B,), and B' rows of SafeDPO
+        sums = answer_log_probs(model, batch).sum(-1)  # (2B,); SafeDPO has B' more rows
         pairs = sums[: 2 * len(batch.tensors["margin"])]  # (2B,)
         reference = torch.zeros_like(pairs)  # (2B,)
         if self.loss_type not in REFERENCE_FREE_LOSSES:

@@ -116,7 +116,7 @@ def cached_outputs(examples: Sequence[Mapping[str, Any]], names: Sequence[str]) 
     import torch
 
     return {
-        # float64, as they were computed: a log-ratio is a small difference of large sums.
+        # float64, as the cache holds them: no digit of the sums, which are float32 at least, is lost.
         name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
         for name in names
         if name in examples[0]

@@ -35,6 +35,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_measurement_checks_first_and_gives_a_row_each(name: str, one: Workers, tmp_path: Path, capsys: Any) -> None:
     result = one(f"benchmarks.{name}:measure", **TINY[name])[0]

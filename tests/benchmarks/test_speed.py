@@ -67,6 +67,7 @@ def test_scaling_compares_losses_of_one_process_and_two(one: Workers) -> None:
     assert [row["processes"] for row in result["rows"]] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_gpu_script_runs_on_a_cpu_and_says_what_it_could_not_run(one: Workers) -> None:
     result = one("benchmarks.gpu:measure", tasks="rm", tiny=1)[0]
     found = {row["variant"]: row for row in result["rows"]}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from dstrain.tasks.docqa.task import DocQA
+from dstrain.tasks.common.generation import Prompts
 from dstrain.training import evaluate
 from dstrain.training.generate import GenerationModel, generate_answers
 from dstrain.training.health.signals import SignalHandler
@@ -15,7 +15,7 @@ from tests.resume.cases import run
 
 def run_without_generation(**arguments: Any) -> dict[str, Any]:
     """Train as `tests.resume.cases:run`; evaluations generate no answers."""
-    with mock.patch.object(DocQA, "generation_metrics", None):
+    with mock.patch.object(Prompts, "metrics", None):
         return run(**arguments)
 
 

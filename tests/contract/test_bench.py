@@ -56,6 +56,7 @@ def left(folder: Path) -> list[Path]:
     return [path for path in (folder / "here").rglob("*") if path.name != "tmp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_figures_are_of_all_processes_and_nothing_is_left(processes: int, tmp_path: Path) -> None:
     recipe = written(tmp_path, eval={"every": 1}, save={"every": 1}, batch={"total": 8, "micro": 2})

@@ -29,6 +29,7 @@ def written(folder: Path, options: dict[str, Any] | None = None, **values: Any) 
     return str(folder / "recipe.yaml")
 
 
+@pytest.mark.slow
 def test_a_student_learns_its_teacher_on_one_process_as_on_two(tmp_path: Path, one: Workers, two: Workers) -> None:
     values = {"steps": 16, "eval": {"every": 8}, "optim": {"lr": 1e-2}, "ds_config": "zero3"}
     recipe = written(tmp_path, {"ce_weight": 0.0, "temperature": 1.5}, **values)

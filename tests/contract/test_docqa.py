@@ -35,6 +35,7 @@ def eval_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows(run_dir) if row["split"] == "eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [

@@ -108,6 +108,7 @@ BASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("lora", [None, "merged", SLOW("adapters")])
 def test_an_export_answers_and_stops_elsewhere_as_here(kind: str, lora: str | None, tmp_path: Path) -> None:

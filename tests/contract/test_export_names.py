@@ -74,6 +74,7 @@ def test_a_text_model_keeps_the_names_of_its_base(name: str, lora: bool, tmp_pat
     assert {key for key in before if before[key] != told.get(key)} <= {"transformers_version"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(VISION, {*VISION} - {"llava, CLIP"}))  # one tower of four
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "merged"])
 def test_a_tower_keeps_the_prefix_that_its_files_have(name: str, lora: bool, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def asked(folder: Path, **sampling: Any) -> dict[str, Any]:
     return {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl"), "sets": SETS, "sampling": FEW | sampling}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "dpo" in name else name for name in RUNS]
 )

@@ -115,6 +115,7 @@ def test_the_options_of_the_recipes_task_come_first(tmp_path: Path) -> None:
     assert [fault.fix for fault in caught.value.faults] == ["here it is options.stage", "here it is options.labels"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", builtin_tasks())
 def test_every_option_of_a_task_is_known_by_its_name(task: str) -> None:
     names = [option.name for option in task_options(find_task(task))]

@@ -17,6 +17,7 @@ from dstrain.commands.init_scripts import read_command
 from dstrain.config.aliases import iter_foreign_keys
 from dstrain.config.schema import EvalConfig
 from dstrain.source_map import lookup
+from tests.cells import mark_slow
 from tests.contract.lora_cases import save_base
 from tests.tiny import tiny_recipe
 from tests.vocabulary import message, write_jsonl
@@ -292,7 +293,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("trainer", WALKS)
+@pytest.mark.parametrize("trainer", mark_slow(WALKS, [*WALKS][1:]))
 def test_a_configuration_becomes_a_recipe_that_a_run_accepts(trainer: str, folder: Path) -> None:
     name, text, expected = WALKS[trainer]
     Path(name).write_text(text)
@@ -553,6 +554,7 @@ def test_odd_values_are_read_and_unknown_keys_are_named(folder: Path) -> None:
         assert words in said, words
 
 
+@pytest.mark.slow
 def test_a_secret_is_neither_copied_nor_printed(folder: Path) -> None:
     names = (
         "hub_token",

@@ -17,6 +17,7 @@ CASES = "tests.contract.export_cases:"
 NAMES = ("reward", "win_rate", "anls")
 
 
+@pytest.mark.slow
 def test_a_run_is_judged_alike_on_any_processes_at_any_stage(tmp_path: Path, one: Workers, two: Workers) -> None:
     judge = str(export_reward_model(tmp_path))
     generate = {"samples": 7, "max_new_tokens": 6, "metrics": ["anls"], "reward_model": judge}

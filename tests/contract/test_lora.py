@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mark_slow(KINDS, ["rm, a new head", "sft, tied"]))  # the head in bf16; fp32 by sft
 def test_a_stranger_reads_the_adapters_and_the_merged_model(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -163,6 +164,7 @@ def test_adapters_that_make_no_numbers_are_not_merged(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {"it"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("presets", [("zero0", "zero3"), SLOW(("zero0", "zero1", "zero2"))])  # 1 and 2 shard no weight
 def test_an_adapter_is_trained_on_at_every_stage_and_leaves_as_one(
     presets: tuple[str, ...], tmp_path: Path, two: Workers

@@ -24,6 +24,7 @@ def test_a_dry_run_needs_no_model_and_no_data(name: str, tmp_path: Path) -> None
     assert "8bit" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "task"),
     # Recipes that differ in the rank and the micro-batch; of the tasks one with pairs and one with images.

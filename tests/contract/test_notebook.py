@@ -23,6 +23,7 @@ from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, metric_rows, read_events
 
 
+@pytest.mark.slow
 def test_a_run_from_python_is_the_run_of_the_command(tmp_path: Path) -> None:
     values = tiny_recipe("sft", tmp_path) | {"log": {"every": 1}, "save": {"every": 2}, "seed": 3}
     process = fork(

@@ -139,6 +139,7 @@ def test_the_f1_is_that_of_all_solutions(tmp_path: Path) -> None:
     assert task.finish_metrics(dict.fromkeys(sums, (0.0, 4.0))) == {"first_error_f1": 0.0}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_is_exported_for_transformers(tmp_path: Path, one: Workers, two: Workers) -> None:
     values = tiny_recipe("prm", tmp_path) | {"eval": {"every": 4}, "ds_config": "zero3"}
     write_recipe(tmp_path, values)

@@ -68,6 +68,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_and_the_merged_model_answer_alike(name: str, tmp_path: Path) -> None:
     config, lora = ADAPTERS[name]

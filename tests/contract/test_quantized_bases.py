@@ -41,6 +41,7 @@ def in_16_bits(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save(folder / "base", {"model_type": model_type, **config}, {name: one.bfloat16() for name, one in weights.items()}, None)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
 def test_the_plan_is_that_of_the_base_in_16_bits(kind: str, tmp_path: Path) -> None:
     recipe, weights = base_recipe(tmp_path, kind, {"rank": 4})

@@ -34,6 +34,7 @@ def written(folder: Path, scoring: str = "cached", **values: Any) -> str:
     return str(folder / "recipe.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [SLOW("zero2"), "zero3"])  # asked in one place for all stages
 def test_training_holds_no_reward_model_after_prepare(preset: str, tmp_path: Path, two: Workers) -> None:
     recipe = written(tmp_path, ds_config=preset)
@@ -76,6 +77,7 @@ def test_a_resume_with_another_reward_model_is_refused_by_its_key(tmp_path: Path
     plan("options.safety.harmless_rm")
 
 
+@pytest.mark.slow
 def test_a_run_with_reward_models_is_evaluated_as_it_was_trained(tmp_path: Path, two: Workers) -> None:
     recipe, run = written(tmp_path, "online", eval={"every": 2}), tmp_path / "run"
     two("tests.resume.cases:run", recipe=recipe, run_dir=str(run))

@@ -106,6 +106,7 @@ LARGEST = cells("docs/memory.md", "What fits which card", "QLoRA|LoRA|full")
 """Training, GPUs and preset, then the largest model and its memory for each card."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CARDS, ids=lambda row: row[0])
 def test_the_table_of_cards_is_what_the_planner_predicts(row: list[str]) -> None:
     for cell, (sets, gpus, preset) in zip(row[1:], COLUMNS, strict=True):

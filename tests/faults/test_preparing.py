@@ -35,6 +35,7 @@ def ended(folder: Path, fault: str, timeout: float = 4.0) -> list[tuple[int | No
     return list(zip(codes, [log.splitlines()[-1] if log else "" for log in logs], strict=True))
 
 
+@pytest.mark.slow
 def test_a_host_that_prepares_longer_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
     assert ended(tmp_path, "slow", timeout=3.0) == [(0, ""), (0, "")]
 

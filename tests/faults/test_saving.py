@@ -32,10 +32,12 @@ def outcomes(rows: Iterable[object]) -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_point_that_stands_for_others_loses_one_step_at_most(faults: Faults) -> None:
     assert {outcome.found for outcome in outcomes(some_kills(faults, FEW))} == {3, 4}
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_any_kind_is_passed_over(faults: Faults) -> None:
     few = [row for number, row in enumerate(damages(faults)) if number % 7 == 0]
     assert len(outcomes(few)) >= 5

@@ -76,6 +76,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     assert re.search(r"step 3 +all_reduce no\. \d+", table[2])
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     code, line = ended(tmp_path, "SIGSTOP")
     assert code == 1

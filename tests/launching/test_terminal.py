@@ -81,6 +81,7 @@ def find_secrets(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_in_a_terminal_shows_each_step_and_a_table_and_no_secret(folder: Path) -> None:
     named = ("--set", f"log.wandb.name={SECRETS['HF_TOKEN'][:5]}", "--allow-change", "optim.lr")
     code, text, is_same = run_in_terminal(folder, 100, *named)

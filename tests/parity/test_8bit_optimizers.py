@@ -21,6 +21,7 @@ NEAR = 0.05
 
 
 # Stages 1 and 2, one class of DeepSpeed: a checkpoint's, below. Memory is not paged on a CPU.
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero0", "zero3"])
 def test_steps_are_near_those_of_adamw(preset: str, one: Workers, two: Workers) -> None:
     wanted = one(f"{CASES}:steps", kind="torch", optim=EIGHT_BIT | {"name": "adamw"}, wide=True)[0]
@@ -34,6 +35,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(preset: str, precision: str, two: Work
     assert found == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_partitions(one: Workers, two: Workers, tmp_path: Path) -> None:
     """Blocks that hold other values than before are quantized again: a rounding, as in every step."""
     wanted = one(f"{CASES}:steps", kind="torch", optim=EIGHT_BIT | {"name": "adamw"}, wide=True, count=5)[0]

@@ -33,6 +33,7 @@ def test_at_stage_0_deepspeed_adds_up_in_bf16(one: Workers) -> None:
     assert 1e-3 < one(CASE, preset="zero0", micro_batches=8)[0] < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [SLOW(2), 3])
 def test_ranks_add_up_in_bf16_where_nothing_is_said(stage: int, two: Workers) -> None:
     assert 1e-4 < max(two(CASE, preset=f"zero{stage}", micro_batches=8)) < 3e-3

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = {("mixtral", 3, "grouped_mm"), ("gpt_oss", 2, "eager"), ("lora on experts, mixtral", 3, "grouped_mm")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "stage", "implementation"),
     [

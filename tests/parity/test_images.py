@@ -146,6 +146,7 @@ def test_without_a_blank_image_they_would_not_end(tower: str, stage: int) -> Non
         own.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model", "refused"),
     [
@@ -179,6 +180,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, SLOW(3)])
 def test_answers_kept_are_those_asked_online(stage: int, brisk: Workers) -> None:
     first, moved = Course(PAIRS.steps[:1]), {"moved": True}

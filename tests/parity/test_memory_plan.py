@@ -209,6 +209,7 @@ SLOPE = 0.05
 """Worst relative error of the bytes per token of a pass's peak."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "tile", "dtype"),
     [

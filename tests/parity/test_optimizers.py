@@ -67,6 +67,7 @@ def test_steps_are_the_same_at_every_stage(name: str, preset: str, definition: A
         assert distance(found, wanted) <= allowed
 
 
+@pytest.mark.slow
 def test_a_part_of_the_optimizer_on_the_gpu_learns_and_is_resumed(
     two: Workers, definition: Any, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_muon_does_not_mind_where_matrices_are_cut(
         assert distance(found, definition("muon")) == 0
 
 
+@pytest.mark.slow
 def test_muon_keeps_a_finer_momentum_where_stage_1_sums_in_fp32(two: Workers, definition: Any) -> None:
     json = {"data_types": {"grad_accum_dtype": "fp32"}}
     wanted = in_bf16(definition("muon", precision="bf16"))
@@ -173,6 +175,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, preset: str, precision: str
     assert two(f"{CASES}:resumed", kind=preset, optim=optim, precision=precision, folder=str(tmp_path)) == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_resuming_a_run_changes_nothing(name: str, tmp_path: Path, two: Workers) -> None:
     values = tiny_recipe("rm", tmp_path) | {"steps": 5, "save": {"every": 2}}

@@ -123,6 +123,7 @@ def test_what_a_folder_holds_is_quantized_as_at_stage_2(case: str, tmp_path: Pat
             assert np.array_equal(value, wanted["others"][name]), name
 
 
+@pytest.mark.slow
 def test_no_process_holds_the_model_while_it_loads(tmp_path: Path, one: Workers) -> None:
     """Anonymous memory: pages of mapped files are left out, as the kernel drops them where somebody needs the memory.
 
@@ -145,6 +146,7 @@ def test_an_adapter_that_unties_the_base_is_refused_and_does_not_hang(tmp_path: 
         two(CASES + "loaded", kind="zero3", path=str(at), dtype="float32", precision="fp32")
 
 
+@pytest.mark.slow
 def test_gathered_codes_are_freed_between_the_forward_and_the_backward_pass(two: Workers) -> None:
     """bitsandbytes' own product keeps a view of them, so that all layers would be whole at the end of a forward pass."""
     changes = {"model": {**QLORA, "gradient_checkpointing": False}}

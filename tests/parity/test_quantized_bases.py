@@ -16,6 +16,7 @@ LAYERS = 12
 """Many layers, so that the work on one tensor is little beside the model."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [("mxfp4", 0), SLOW("mxfp4", 1), SLOW("mxfp4", 2), ("mxfp4", 3), SLOW("fp8", 0), ("fp8", 3)])  # fmt: skip
 def test_a_base_is_dequantized_once_at_every_stage(kind: str, stage: int, tmp_path: Path, two: Workers) -> None:
     if kind == "mxfp4":

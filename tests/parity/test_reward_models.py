@@ -39,6 +39,7 @@ def test_a_step_with_reward_models_is_the_same_in_two_processes(
         assert distance(found, wanted) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [SLOW(2), 3])
 def test_models_online_are_sharded_with_the_policy_and_stored_nowhere(stage: int, two: Workers, tmp_path: Path) -> None:
     safety = {"harmless_rm": str(export_reward_model(tmp_path)), "scoring": "online"}

@@ -17,6 +17,7 @@ CASES = "tests.parity.scored_cases:"
 FAMILIES = {values["model_type"]: values for values in (llava(), IDEFICS3, GEMMA3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("origin", "family"),
     mark_slow(

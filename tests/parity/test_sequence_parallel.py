@@ -54,6 +54,7 @@ def test_two_processes_share_the_tokens_of_a_step(case: str, stage: int, two: Wo
         check_equal(found, definition(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "stage", "sequence"),
     [
@@ -73,6 +74,7 @@ def test_four_processes_share_them_in_one_group_or_two(
         check_equal(found, definition(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "stage"), [("sft", 3), SLOW("dpo, with images", 2)])
 def test_a_process_may_have_no_target_and_no_image(case: str, stage: int, four: Workers, definition: Any) -> None:
     """One sample in each pass: its answer, and its images, are in the part of one process."""

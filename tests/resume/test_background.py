@@ -48,6 +48,7 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
     assert any("save_stall_seconds" in json.loads(line) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_where_one_rank_cannot_write_all_ranks_stop(
     background: bool, recipe: str, tmp_path: Path, two: Workers
@@ -64,6 +65,7 @@ def test_where_one_rank_cannot_write_all_ranks_stop(
     assert [name for name in names if not name.endswith(".partial")] == ["step-00000002"]
 
 
+@pytest.mark.slow
 def test_a_step_takes_one_sum_over_the_ranks_and_the_same_losses(recipe: str, tmp_path: Path, two: Workers) -> None:
     sets = ["log.every=9", "eval.every=9"]
     counts = {
@@ -84,6 +86,7 @@ def test_a_step_takes_one_sum_over_the_ranks_and_the_same_losses(recipe: str, tm
     assert metric_rows(tmp_path / "0") == metric_rows(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:
     one(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=5"], memory=0)
     (why,) = read_events(tmp_path / "run", "async_save_unavailable")

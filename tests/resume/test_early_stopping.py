@@ -43,6 +43,7 @@ def test_a_run_ends_after_patience_evaluations_without_a_better_metric(
     assert rows[-2:] == [("eval", 5), ("train", 5)], "the last row of the training is written too"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_after_the_same_evaluation(recipe: str, tmp_path: Path, two: Workers) -> None:
     """Also in another folder, which has no metrics.jsonl: the checkpoint holds the count."""
     run = tmp_path / "run"

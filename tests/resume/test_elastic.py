@@ -173,6 +173,7 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     assert "zero3 (ZeRO stage 3) on 2 processes and continues with zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_processes_share_tokens_or_not(
     recipe: str, whole: list[dict[str, Any]], tmp_path: Path, one: Workers, two: Workers
 ) -> None:
@@ -258,6 +259,7 @@ LEARNING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[2:3]))
 def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     sets = ["steps=6", *LEARNING[claim]]
@@ -290,6 +292,7 @@ def test_packing_may_be_switched_between(
     close(rows, whole)  # steps, samples, learning rates and gradient norms too
 
 
+@pytest.mark.slow
 def test_another_optimizer_begins_anew_and_says_so(
     recipe: str, whole: list[dict[str, Any]], tmp_path: Path, workers: Mapping[int, Workers]
 ) -> None:
@@ -306,6 +309,7 @@ def test_another_optimizer_begins_anew_and_says_so(
     assert told["step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [(("zero2", 2), ("zero3", 1)), pytest.param(("zero3", 2), ("zero1", 3), marks=pytest.mark.slow)],

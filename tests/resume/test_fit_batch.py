@@ -35,6 +35,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in COMPARED} for row in metric_rows(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "precision"),
     [
@@ -77,6 +78,7 @@ def test_a_batch_that_does_not_fit_is_halved_on_all_ranks(
     assert "  micro: 2\n" in (tmp_path / "shrink/recipe.yaml").read_text(), "the recipe stays as the user wrote it"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tries_the_recipes_size_again(recipe: str, tmp_path: Path, two: Workers) -> None:
     sets, run = ["ds_config=zero2", SHRINK], tmp_path / "run"
     limit = {"samples": 1, "from_step": 0, "where": "forward", "rank": 1}
@@ -97,6 +99,7 @@ def test_a_single_sample_that_does_not_fit_ends_the_run(recipe: str, tmp_path: P
     assert changes == ["batch.micro 2 -> 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3"])
 def test_an_engine_that_ran_out_of_memory_is_freed(preset: str, recipe: str, tmp_path: Path, one: Workers) -> None:
     (is_alive,) = one(f"{__name__}:train_after_a_trial", recipe=recipe, run_dir=str(tmp_path / "run"), preset=preset)

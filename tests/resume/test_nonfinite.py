@@ -26,6 +26,7 @@ def test_a_bad_step_is_left_out_and_its_samples_named(preset: str, recipe: str, 
     assert "loss" not in next(row for row in train if row["step"] == skipped[0]["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero2_offload", SLOW("zero3_offload"), SLOW("zero2")])
 def test_the_steps_after_a_bad_one_are_taken(preset: str, recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
     """In bf16 DeepSpeed sums gradients in fp32, and with offloading the nan stayed in the sum."""
@@ -37,6 +38,7 @@ def test_the_steps_after_a_bad_one_are_taken(preset: str, recipe: str, tmp_path:
     assert [row["step"] for row in rows if "loss" not in row] == skipped
 
 
+@pytest.mark.slow
 def test_three_bad_steps_in_a_row_stop_the_run(recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
     with pytest.raises(WorkerError, match=r"step 3: the loss of samples .* is not finite, 3 steps in a row"):
         two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), poison=list(range(64)))

@@ -69,6 +69,7 @@ def test_a_quantized_run_goes_on_with_other_processes_and_another_stage(
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_shards_and_out_of_them(tmp_path: Path, one: Workers, two: Workers) -> None:
     recipe = str(quantized_recipe(tmp_path, "sft", one))
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=SETS)
@@ -78,6 +79,7 @@ def test_a_run_goes_on_in_shards_and_out_of_them(tmp_path: Path, one: Workers, t
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "precision", "dora", "preset"),
     [SLOW("nf4", "fp32", False, "zero2"), SLOW("nf4", "bf16", False, "zero2"), SLOW("int8", "fp32", False, "zero2"),
@@ -107,6 +109,7 @@ def test_the_export_is_the_adapters_or_one_dequantized_model(
     np.testing.assert_allclose(found[2], found[0], rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_between_does_not_change_the_training(tmp_path: Path, one: Workers) -> None:
     """bitsandbytes repacks 4-bit weights in evaluation mode on some CPUs, and computes in bf16 from then on."""
     recipe = str(quantized_recipe(tmp_path, "sft", one))

@@ -59,6 +59,7 @@ def test_resuming_changes_nothing(preset: str, precision: str, recipe: str, tmp_
     assert [event["step"] for event in read_events(tmp_path / "broken", "resumed")] == [2, 10]
 
 
+@pytest.mark.slow
 def test_resuming_changes_nothing_where_the_number_of_passes_varies(recipe: str, tmp_path: Path, two: Workers) -> None:
     sets = ["batch={total: 6, tokens_per_micro: 160}", "ds_config=zero2"]
     run = {"recipe": recipe, "sets": sets}
@@ -84,6 +85,7 @@ def test_a_stopped_run_saves_at_once_and_goes_on_from_there(
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_asked_for_changes_nothing_else(
     recipe: str, whole: Path, tmp_path: Path, two: Workers
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: str, whole: Path, tmp_path:
     assert metric_rows(tmp_path / "broken") == metric_rows(whole)
 
 
+@pytest.mark.slow
 def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(
     recipe: str, whole: Path, tmp_path: Path, two: Workers
 ) -> None:
@@ -129,6 +132,7 @@ def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(
     assert metric_rows(tmp_path / "back") == metric_rows(whole)
 
 
+@pytest.mark.slow
 def test_what_does_not_change_learning_may_change_on_resume(
     recipe: str, whole: Path, tmp_path: Path, two: Workers
 ) -> None:

@@ -639,6 +639,7 @@ def test_a_store_that_is_cut_short_in_use_is_named(tmp_path: Path) -> None:
         make_batch(Dataset(), lambda examples: None, [7], 0)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.slow
 def test_file_names_in_the_data_need_not_be_utf8(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     for kind in ("protein", "docqa"):

@@ -262,6 +262,7 @@ def damage(content: bytes) -> st.SearchStrategy[bytes]:
     ).map(apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "task"), [("x.ts", "temporal"), ("x.csv", "temporal"), ("p/a.pdb", "protein")])
 @pytest.mark.parametrize("count", SIZES)
 def test_a_damaged_file_is_checked_or_refused(name: str, task: str, count: int, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def check_sentences(error: UsageError | None, *names: str) -> None:
         assert name in str(error), error
 
 
+@pytest.mark.slow
 @FEW
 @given(st.dictionaries(st.sampled_from([*RunConfig.model_fields]) | TEXT, ANYTHING, max_size=4))
 def test_any_mapping_is_a_recipe_or_refused(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -167,6 +168,7 @@ RECORD = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @MANY
 @given(st.dictionaries(TEXT, JSON, max_size=4) | RECORD)
 def test_any_record_is_a_preference_or_bad(record: dict[str, Any]) -> None:

@@ -200,6 +200,7 @@ def take_steps(adam: Any, weight: torch.nn.Parameter, steps: range) -> None:
         adam.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_a_loaded_cpu_adam_goes_on_to_the_bit_with_the_patch_alone(
     is_replayed: bool, monkeypatch: pytest.MonkeyPatch

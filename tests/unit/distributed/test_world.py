@@ -170,6 +170,7 @@ def test_a_taken_port_is_named_with_who_holds_it(taken, monkeypatch):
     assert re.search(rf"is already in use by \S+ \(pid {os.getpid()}\); rerun the command", str(caught.value))
 
 
+@pytest.mark.slow
 def test_ranks_of_one_host_meet_at_a_port_that_nobody_else_can_take(tmp_path, monkeypatch):
     """It listens before a rank exists, and rank 0 inherits it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -193,6 +194,7 @@ def test_a_rank_without_an_address_of_rank_0_is_refused(monkeypatch):
         connect_store(TIMEOUT)
 
 
+@pytest.mark.slow
 def test_one_process_alone_needs_no_port(taken):
     code = (
         "import torch; from datetime import timedelta; from dstrain.distributed.world import TorchWorld\n"

@@ -135,6 +135,7 @@ def test_launchers_deepspeed_says_so_where_there_is_no_other(tmp_path):
     assert "pip install deepspeed" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_wrapper_knows_every_option_of_the_installed_deepspeed():
     source = (ROOT / "launchers/deepspeed").read_text()
     names: dict[str, object] = {"__name__": "wrapper"}

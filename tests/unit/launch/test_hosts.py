@@ -318,6 +318,7 @@ def test_a_killed_host_worker_takes_its_ranks_along(ranks):
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_host_worker_is_ended_by_its_ranks(ranks):
     ranks.host_worker.suspend()
     wait_until(ranks.have_ended)
@@ -325,6 +326,7 @@ def test_a_stopped_host_worker_is_ended_by_its_ranks(ranks):
     assert ranks.group.abort_reason.startswith("the ssh session to here ended with code ")
 
 
+@pytest.mark.slow
 def test_ranks_end_where_the_launching_process_is_silent(ranks):
     time.sleep(1.0)
     assert not ranks.have_ended()

@@ -149,6 +149,7 @@ def test_torchrun_sh_wants_to_know_where_several_machines_meet(env: dict[str, st
     assert "NODES=2 needs MASTER_ADDR" in done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_sh_gives_torchrun_options_that_it_has(stubs: dict[str, str]) -> None:
     asked = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True)
     given = {word for _, place in WAYS.values() for word in place.split() if word.startswith("--")}

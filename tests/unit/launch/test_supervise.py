@@ -136,6 +136,7 @@ def test_one_rank_with_a_usage_error_exits_2(run):
     assert "rank 1 failed with code 2: data.train: no such file" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_error", [False, True])
 def test_a_failed_rank_is_1_and_named_with_its_error_or_after_the_end_of_its_log(has_error, run):
     ending = 'end(1, "the loss is nan at step 7")' if has_error else "os._exit(1)"
@@ -203,6 +204,7 @@ def test_an_error_of_a_rank_is_printed_once(bad: int, run, tmp_path: Path) -> No
     assert "error: the loss is nan; lower optim.lr" in log or "error: step 3: rank 1 failed" in log
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_is_named_beside_the_rank_that_lost_it(run, tmp_path: Path) -> None:
     started = run("""
         from dstrain.errors import PeerFailureError
@@ -291,6 +293,7 @@ def test_a_second_signal_ends_everything_at_once(run):
     assert started.left() == []
 
 
+@pytest.mark.slow
 def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
     """`dstrain train ... 2>&1 | less`, or Ctrl-S: the pipe is full when the first signal is answered, and a second one comes."""
     started = run("work(); tell('asked'); time.sleep(60)")
@@ -351,6 +354,7 @@ def test_usr1_does_not_end_a_command_that_writes_no_checkpoint(tmp_path: Path) -
         assert state.killed == killed
 
 
+@pytest.mark.slow
 def test_the_others_do_not_outlive_a_killed_rank_for_long(run):
     """Where a launcher waits for all of them, and they for a rank that will not come."""
     started = run(

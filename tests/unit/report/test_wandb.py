@@ -132,6 +132,7 @@ def test_online_without_a_key_is_refused_and_offline_needs_none(
     check_wandb(ONLINE)
 
 
+@pytest.mark.slow
 def test_offline_files_hold_the_rows_the_recipe_and_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +209,7 @@ def test_wandbs_error_is_one_line_without_passwords(
     ]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
     assert only(files(tmp_path / "run")[-1], "exit").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_does_not_hold_up_the_end(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

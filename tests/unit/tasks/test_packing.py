@@ -145,6 +145,7 @@ def asked_about_images(folder: Path, count: int = 16) -> str:
     return str(write_jsonl(folder / "asked.jsonl", records))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "rm"])
 @pytest.mark.parametrize("batch", [{}, {"prefix_sharing": False}])
 @pytest.mark.parametrize("samples", [[5, 2, 7, 0, 1, 4, 11], [0, 4, 8, 12, 3, 6]], ids=["mixed", "one without any"])
@@ -168,6 +169,7 @@ def test_a_model_of_images_sees_each_once(task: str, tmp_path: Path) -> None:
     assert (len(blank.vision["pixel_values"]), blank.dummy_rows, len(blank.groups)) == (1, 1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["online", "cached"])
 def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}
@@ -175,6 +177,7 @@ def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     check_equal("dpo", {"moved": True, "options": {"safety": safety}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["online", "cached"])
 def test_reward_models_score_packed_pairs_with_images(scoring: str, tmp_path: Path) -> None:
     shared = export_reward_model(tmp_path, "helpful", "rm, with images")
@@ -183,6 +186,7 @@ def test_reward_models_score_packed_pairs_with_images(scoring: str, tmp_path: Pa
     check_equal("dpo, with images", {"moved": True, "model": own, "options": {"safety": harmless}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["rm", SLOW("dpo"), SLOW("sft"), SLOW("kto"), SLOW("vlm"), "dpo, with images"])
 def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
     adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}

@@ -137,6 +137,7 @@ def test_the_newest_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: 
     assert passed_over[0].status.startswith(f"damaged: {reason}")
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing_that_it_tells(tmp_path: Path) -> None:
     save(solo(tmp_path), 3, metric=0.5)
     manifest = tmp_path / "step-00000003" / "MANIFEST.json"
@@ -440,6 +441,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_what_was_saved_last(tmp_path: Path) -> None:
     root, rng, told = str(Path(dstrain.__file__).parents[1]), random.Random(0), 0
     for _ in range(5):

@@ -359,6 +359,7 @@ def test_resume_never_moves_the_earlier_run_to_a_folder_of_its_own(tmp_path: Pat
     assert (tmp_path / "run/checkpoints").is_dir()
 
 
+@pytest.mark.slow
 def test_scores_computed_again_that_leave_other_samples_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: p
     assert make_forecast(watch.config, watch.preset, Cluster()) == FORECAST
 
 
+@pytest.mark.slow
 def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
     watch = monitor(tmp_path)  # its model does not exist
     assert make_forecast(watch.config, watch.preset, Cluster()) is None

@@ -147,6 +147,7 @@ def test_all_are_interrupted_where_one_is(prepared: Callable[..., list[Any]]) ->
     assert [(type(error), error.signal_name) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., list[Any]]) -> None:
     def act(rank: int, together: Rendezvous) -> None:
         if rank == 2:

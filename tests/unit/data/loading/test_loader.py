@@ -353,6 +353,7 @@ def test_sorting_leaves_little_padding():
     assert share_of_real_tokens(COSTS) > 0.9
 
 
+@pytest.mark.slow
 @given(SIZES, SMALL, st.integers(0, 200))
 def test_a_run_resumed_anywhere_goes_on_in_the_same_order(sizes, samples_per_step, start):
     unbroken = stream(plan(sizes, samples_per_step=samples_per_step), start + 50)

@@ -148,6 +148,7 @@ def test_what_cannot_be_had_is_said_with_a_mend(name: str, words: list[str], sai
         assert word in said[name]["error"]
 
 
+@pytest.mark.slow
 def test_what_was_read_once_is_read_again_without_the_hub(said: dict[str, Any], home: Path) -> None:
     wanted, nobody = ["org/pairs", "org/pairs:test", "org/none"], "http://127.0.0.1:9"
     started = [start(home, nobody, wanted, **{name: "1"}) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")]
@@ -158,6 +159,7 @@ def test_what_was_read_once_is_read_again_without_the_hub(said: dict[str, Any], 
         assert "read it once with the hub switched on, or name a file" in none["error"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_told_at_once(said: dict[str, Any], home: Path) -> None:
     """Also where the cache has the dataset: what is stale is taken only by those who ask for it."""
     with closing(socket.socket()) as silent:
@@ -180,6 +182,7 @@ def test_processes_that_read_at_the_same_time_read_the_same(said: dict[str, Any]
         assert finish(process) == [said["org/pairs"], said["org/pairs:test"]]
 
 
+@pytest.mark.slow
 def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, home: Path) -> None:
     hub.revision = "b" * 40
     try:

@@ -169,6 +169,7 @@ def test_absent_keys_and_nested_values_are_compared(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_100000_rows_gives_a_small_page_in_seconds(tmp_path: Path) -> None:
     metrics = dict.fromkeys(("a", "b", "c", "d", "tokens_per_second", "host_memory_gib", "resident_memory_gib"), 0.5)
     rows = (

@@ -132,6 +132,7 @@ def test_a_step_of_training_lowers_the_loss(mask: str, tmp_path: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_similar_chains_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     random = np.random.RandomState(0)
     for number in range(8):

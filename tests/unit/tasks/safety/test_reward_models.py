@@ -149,6 +149,7 @@ def refusing(refused: int) -> Callable[..., Any]:
     return encode
 
 
+@pytest.mark.slow
 def test_a_record_that_the_policy_alone_refuses_moves_no_other_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def test_steps_are_near_those_of_adamw(preset: str, one: Workers, two: Workers) 
         assert 0 < distance(found, wanted) < NEAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "precision"), [("zero2", "bf16"), ("zero3", "fp32"), SLOW("zero0", "bf16")])
 def test_a_checkpoint_goes_on_bit_for_bit(preset: str, precision: str, two: Workers, tmp_path: Path) -> None:
     found = two(f"{CASES}:resumed", kind=preset, optim=EIGHT_BIT, precision=precision, folder=str(tmp_path), wide=True)

@@ -15,6 +15,7 @@ CASE = "tests.parity.accumulate_cases:error"
 EXACT = 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", [SLOW("zero1"), SLOW("zero2"), "zero3", SLOW("zero2_offload"), SLOW("zero3_offload")]
 )

@@ -94,6 +94,7 @@ def definition(one: Workers) -> Any:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tower", "stage"), GRID)
 def test_no_rank_waits_where_images_are_uneven(
     name: str, tower: str, stage: int, brisk: Workers, definition: Any

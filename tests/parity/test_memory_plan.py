@@ -30,6 +30,7 @@ def cases() -> list[Any]:
 TRAINED = {"full": {}, "lora": LORA, "qlora": {"model": {"lora": {"rank": 4}, "quantize": "nf4"}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "precision", "accumulate", "trained", "size"),
     [*cases(), SLOW("zero2", "fp32", 1, "qlora", 2), ("zero3", "bf16", 1, "qlora", 2),
@@ -71,6 +72,7 @@ OTHER_STATES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SLOW(name) if name in ("muon", "dora") else name for name in OTHER_STATES])
 def test_the_states_of_other_runs_are_predicted(one: Workers, name: str) -> None:
     kind, precision, changes = OTHER_STATES[name]

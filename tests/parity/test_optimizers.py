@@ -56,6 +56,7 @@ def definition(one: Workers) -> Any:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset"), RUNS)
 def test_steps_are_the_same_at_every_stage(name: str, preset: str, definition: Any, two: Workers) -> None:
     wanted = definition(name)

@@ -78,6 +78,7 @@ def test_a_step_with_sharded_codes_is_one_with_whole_codes(two: Workers, case: s
     assert off <= 1e-6 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "config"), [("fp32", ODD), ("bf16", family("qwen2")), SLOW("fp32", family("llama"))]
 )

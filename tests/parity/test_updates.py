@@ -19,6 +19,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["one", "two"])
 @pytest.mark.parametrize(("preset", "precision", "optimizer", "micro_batches"), CASES)
 def test_an_update_is_that_of_deepspeed(

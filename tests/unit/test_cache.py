@@ -239,6 +239,7 @@ def is_quick(kind: Any, damage: Any) -> bool:
     return kind is tokens or damage is flip_bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [

@@ -23,6 +23,7 @@ def test_a_launch(lacks):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lacks", "code", "said"),
     [

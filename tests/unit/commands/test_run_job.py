@@ -67,6 +67,7 @@ def test_the_logs_of_a_failure_are_kept_and_named(work: str, tmp_path: Path, cap
     assert (tmp_path / "place/logs/rank-00000.log").is_file()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     work = f"Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"
     main = f"""

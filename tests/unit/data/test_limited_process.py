@@ -51,6 +51,7 @@ def run(script: str, *words: str) -> str:
     return told.stdout.strip()
 
 
+@pytest.mark.slow
 def test_an_ignored_sigchld_loses_no_answer() -> None:
     script = """
         import time

@@ -189,6 +189,7 @@ prepare.prepare(open_source(sys.argv[1]), slow, {}, policy)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_processes_end_with_their_parent(sign: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(written(tmp_path))]

@@ -114,6 +114,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tmp_path):
     login_script.write_text(f"{script}\n")
@@ -337,6 +338,7 @@ def test_ranks_end_where_the_launching_process_is_silent(ranks):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_the_exit_code(launch, tmp_path, capfd):
     code = "import os, sys, time; time.sleep(60) if os.environ['RANK'] == '0' else sys.exit('no luck')"
     ready = replace(launch("here slots=2\n"), argv=[sys.executable, "-c", code])

@@ -159,6 +159,7 @@ def test_a_failed_rank_is_1_and_named_with_its_error_or_after_the_end_of_its_log
         assert said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 ended with code 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_an_unexpected_error_is_one_line_and_its_traceback_in_the_log(
@@ -279,6 +280,7 @@ def test_the_same_signal_twice_in_a_moment_is_one(run):
     assert started.end()[0] == 75
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(run):
     started = run("work(); tell('asked'); time.sleep(60)")
     started.pids()

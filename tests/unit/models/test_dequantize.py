@@ -133,6 +133,7 @@ SCALES = "model.layers.0.mlp.experts.gate_up_proj_scales"
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "spoil", "wanted"),
     [

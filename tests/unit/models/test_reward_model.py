@@ -113,6 +113,7 @@ def test_the_weights_of_a_model_that_writes_are_all_there(name: str, tmp_path: P
     assert not torch.equal(made.score.weight, other.score.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_saved_is_a_base_model_and_a_head(name: str, tmp_path: Path) -> None:
     made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of(name), 3)

@@ -145,6 +145,7 @@ def test_passes_without_gradients_have_tiles_and_short_ones_none() -> None:
     assert sizes == [14, 14, 12, TILE], "equal tiles, and a short pass in one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lora"), [*product(FAMILIES, [False]), ("llama", True), ("gemma2", True)])
 def test_short_and_long_passes_have_their_gradients_in_the_same_order(name: str, lora: bool) -> None:
     """ZeRO adds what the processes have at the same place of a bucket; only one of them may have a long pass."""
@@ -211,6 +212,7 @@ COMPOSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [False, True])
 # lora and packed have the same graph.
 @pytest.mark.parametrize("name", mark_slow(COMPOSED, ["dora", "half of the layers"]))

@@ -150,6 +150,7 @@ print(weights_fingerprint(ModelConfig(path="org/name"), 0))
 """
 
 
+@pytest.mark.slow
 def test_a_hub_name_stands_for_its_revision_in_the_cache(tmp_path: Path) -> None:
     repository = tmp_path / "hub/models--org--name"
     (repository / "refs").mkdir(parents=True)

@@ -245,6 +245,7 @@ def test_a_recipe_for_gpus_leaves_the_preset_and_the_micro_batch_to_auto(task: s
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
 
 
+@pytest.mark.slow
 def test_the_nearest_fix_counts_the_images_that_were_asked_for() -> None:
     sets = ("data.max_length=16384", "data.train=t.jsonl", "batch={total: 8}", "ds_config=auto", "model.lora={rank: 8}")
     words = [word for one in sets for word in ("--set", one)]

@@ -168,6 +168,7 @@ def test_a_disabled_tracker_writes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_under_its_id_and_rows_written_again_are_not_dropped(
     tmp_path: Path, server: Server
 ) -> None:
@@ -282,6 +283,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "GRACE_SECONDS", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_service_that_hangs_is_killed_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = WandbSink(OFFLINE, tmp_path / "run", RECIPE)
@@ -292,6 +294,7 @@ def test_a_service_that_hangs_is_killed_at_the_end(tmp_path: Path, caplog: pytes
     assert "does not end, so its processes are killed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_service_that_hangs_at_the_start_does_not_hold_up_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -309,6 +312,7 @@ def test_a_service_that_hangs_at_the_start_does_not_hold_up_the_run(
     assert "does not end, so its processes are killed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_service_that_hangs_after_the_last_row_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`finish` may return, or give up, before the service ends: `wandb.teardown` waits for its process."""

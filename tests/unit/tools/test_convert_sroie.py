@@ -62,6 +62,7 @@ def open_questions(file: Path, **options: Any) -> DocumentSource:
     return DocumentSource(open_source(file), DocumentOptions(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--pdf"], ["--pages", "2"], ["--pdf", "--pages", "2"]])
 def test_every_form_gives_readable_questions_about_receipts_of_one_split(
     converter: ModuleType, receipts: Path, tmp_path: Path, arguments: list[str]

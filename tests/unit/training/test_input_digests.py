@@ -181,6 +181,7 @@ def test_data_of_other_content_is_refused_by_name(key: str, tmp_path: Path) -> N
         assert [(change.event_name, change.event_fields["key"]) for change in told] == [("changed", f"data.{key}")]
 
 
+@pytest.mark.slow
 def test_a_structure_that_changed_at_the_same_size_is_refused(tmp_path: Path) -> None:
     file = file_of(begun(tmp_path, "protein")) / "000.pdb"
     file.write_text(file.read_text().replace("1.00", "0.90"))

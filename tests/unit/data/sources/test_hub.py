@@ -108,6 +108,7 @@ def said(hub: Hub, home: Path) -> dict[str, dict[str, Any]]:
     return {str(what): one for what, one in zip(wanted, found, strict=True)}
 
 
+@pytest.mark.slow
 def test_rows_come_from_the_endpoint_that_is_named(said: dict[str, Any], hub: Hub) -> None:
     assert said["org/pairs"]["rows"] == rows(9)
     assert said["org/pairs:test"]["rows"] == rows(4)
@@ -193,6 +194,7 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
     assert found["digest"] != said["org/pairs"]["digest"]
 
 
+@pytest.mark.slow
 def test_a_check_of_a_hub_dataset_ends_with_2_where_it_cannot_be_had(tmp_path: Path) -> None:
     told = environment(tmp_path, "http://127.0.0.1:9")
     command = [sys.executable, "-m", "dstrain", "data", "check", "org/pairs", "--task", "rm"]

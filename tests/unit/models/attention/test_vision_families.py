@@ -50,6 +50,7 @@ def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, i
     assert expected.std() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("checkpointing", [SLOW(False), True])

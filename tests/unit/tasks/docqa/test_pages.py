@@ -116,6 +116,7 @@ def test_a_page_has_a_bounded_number_of_pixels_whatever_its_size_and_dpi() -> No
         assert pages.page_scale(width, height, 144) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

@@ -273,6 +273,7 @@ def test_a_model_online_may_pad_with_another_token(tmp_path: Path) -> None:
     assert found == pytest.approx([kept[index]["harmless_chosen"] for index in IDS], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["cached", "online"])
 def test_a_reward_model_that_sees_scores_with_the_images(scoring: str, tmp_path: Path) -> None:
     folder = export_reward_model(tmp_path, name="rm, with images")

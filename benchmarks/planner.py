@@ -109,7 +109,11 @@ def lines_of_peer(case: dict[str, Any], plan: MemoryPlan) -> tuple[MemoryLine, .
         add("weights: head", 2 * shape.hidden * shape.vocab, "w H V", "state", ALWAYS)
     if case.get("compiled"):
         saved, layers = tokens * (4 * shape.hidden + 2 * shape.intermediate), shape.layers
-        by_line = {"activations of the layers": saved * layers, "one recomputed layer": saved}
+        by_line = {"one recomputed layer": saved}
+        names = ("activations of the layers", "activations of the last layers")
+        kept = [line for line in lines if line.name in names]
+        for line in kept:
+            by_line[line.name] = round(saved * layers * line.num_bytes / sum(part.num_bytes for part in kept))
         lines = [replace(line, num_bytes=max(0, line.num_bytes - by_line.get(line.name, 0))) for line in lines]
     if case.get("evaluation_logit_bytes"):
         size = case["evaluation_logit_bytes"] * tokens * shape.vocab

@@ -388,6 +388,27 @@ class PlanInputs:
         """Whether each layer is recomputed."""
         return choose_layers(len(self.layers), self.workload.checkpointed)
 
+    @cached_property
+    def layers_at_reduction(self) -> int:
+        """Layers whose backward pass is not over when the first bucket of gradients is full.
+
+        The backward pass begins with the last layer. At stage 0 and 3 all layers count.
+        """
+        numels = [0] * len(self.layers)
+        for tensor in self.shape.tensors:
+            index = layer_index(tensor.name)
+            if tensor.is_trainable and index is not None and part_of(tensor.name) == "layers":
+                numels[index] += tensor.numel
+        # A head of its own comes first. A tied one comes last, with the embedding.
+        left = self.bucket - (0 if self.shape.tied else self.head_numel)
+        if self.stage not in (1, 2) or left < 0:
+            return len(numels)
+        remaining = len(numels)
+        while remaining > 0 and numels[remaining - 1] <= left:
+            left -= numels[remaining - 1]
+            remaining -= 1
+        return remaining
+
     def has_tiles(self, is_recomputed: bool) -> bool:
         """Return True where norms and dense MLPs run in tiles: in recomputed layers, and in others if the recipe says so."""
         workload = self.workload
@@ -475,7 +496,7 @@ class Row(NamedTuple):
 
 
 KEPT: Span = ("scores", "reduction")
-"""Of what autograd keeps. At the first reduction a part of it is free, which is not counted off."""
+"""Of what autograd keeps until the first reduction."""
 HEAD: Span = ("scores", "head")
 LAYER: Span = ("layer", "reduction")
 BACKWARD: Span = ("layer", "embedding")
@@ -1027,6 +1048,12 @@ def _checkpointed_inputs(run: PlanInputs) -> int:
     return sum((graph.input_needs_grad or graph.is_recorded) and is_on for graph, is_on in pairs)
 
 
+def _kept_by_layers(run: PlanInputs, layers: slice) -> float:
+    """Return the bytes of activations that those of these layers keep that are not recomputed."""
+    pairs = zip(run.layer_sizes[layers], run.recomputed[layers], strict=True)
+    return sum(size.kept for size, is_recomputed in pairs if not is_recomputed) * run.workload.tokens
+
+
 def _sizes(run: PlanInputs, recomputed: bool) -> list[LayerBytes]:
     return [size for size, is_on in zip(run.layer_sizes, run.recomputed, strict=True) if is_on is recomputed]
 
@@ -1095,7 +1122,9 @@ LAYER_ROWS = (
     Row("one recomputed layer", "gpu", "activation", LAYER,
         lambda run: max((one.kept for one in _sizes(run, True)), default=0) * run.workload.tokens, _layer_formula, _layer_source),
     Row("activations of the layers", "gpu", "activation", KEPT,
-        lambda run: sum(one.kept for one in _sizes(run, False)) * run.workload.tokens, _layer_formula, _layer_source),
+        lambda run: _kept_by_layers(run, slice(None, run.layers_at_reduction)), _layer_formula, _layer_source),
+    Row("activations of the last layers", "gpu", "activation", ("scores", "layer"),
+        lambda run: _kept_by_layers(run, slice(run.layers_at_reduction, None)), _layer_formula, _layer_source),
     Row("embedding and last norm", "gpu", "activation", ("scores", "last norm"), _outside_bytes,
         lambda run: "T (8 + w H)" if run.has_fused_kernels or run.has_tiles(any(run.recomputed)) else "T (8 + 4 H + w H)",
         "transformers models/llama/modeling_llama.py"),
@@ -1294,7 +1323,13 @@ CPU_RESERVE_ROWS = (
 # fmt: on
 
 
-SAVED_ROWS = ("inputs of the layers", "one recomputed layer", "activations of the layers", "embedding and last norm")
+SAVED_ROWS = (
+    "inputs of the layers",
+    "one recomputed layer",
+    "activations of the layers",
+    "activations of the last layers",
+    "embedding and last norm",
+)
 """Rows of LAYER_ROWS with what autograd keeps of the decoder between the forward and the backward pass."""
 
 

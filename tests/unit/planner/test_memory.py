@@ -252,9 +252,20 @@ def test_reward_models_that_score_in_each_step_are_counted(
 
 
 def layer(plan: MemoryPlan) -> int:
-    return sum(
-        line.num_bytes for line in plan.lines if line.name in ("one recomputed layer", "activations of the layers")
-    )
+    names = ("one recomputed layer", "activations of the layers", "activations of the last layers")
+    return sum(line.num_bytes for line in plan.lines if line.name in names)
+
+
+def test_layers_whose_gradients_fill_the_first_bucket_are_free_at_the_first_reduction() -> None:
+    """24 layers of 14.9 M values, a bucket of 50 M: three layers, of which the head is tied to the embedding."""
+    config = made_config(shape="qwen2.5-0.5b", model={"gradient_checkpointing": False})
+    plan = made_plan("zero2", config, gpus=1)
+    last, others = plan.find("activations of the last layers"), plan.find("activations of the layers")
+    assert last is not None
+    assert others is not None
+    assert others.num_bytes == 7 * last.num_bytes
+    assert (last.last, others.last) == ("layer", "reduction")
+    assert made_plan("zero3", config, gpus=1).find("activations of the last layers") is None
 
 
 def test_dropout_gives_each_adapter_an_input_of_its_own() -> None:

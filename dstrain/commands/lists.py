@@ -126,8 +126,8 @@ def list_tasks(name: str | None) -> str:
     full, adapters = (default_learning_rate(task, use_lora) for use_lora in (False, True))
     lines = [f"{name}: {_summarize_task(name)}", ""]
     lines.append(f"optim.lr: {full:g} by default, {adapters:g} with model.lora")
-    if (lora := task.default_lora) is not None:
-        lines.append(f"model.lora: {format_lora(lora)} by default; null trains all weights")
+    if task.default_lora is not None:
+        lines.append(f"model.lora: {format_lora(task.default_lora)} by default; null trains all weights")
     return "\n".join([*lines, "", "options:", *_describe_options(task_options(task), "  ")])
 
 

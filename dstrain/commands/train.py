@@ -81,8 +81,9 @@ def check_training(request: TrainRequest, launch_options: Mapping[str, Any], dry
         launch = plan_slurm_launch(options, arguments, os.environ, recipe.config.launch, run_dir)
     else:
         launch = plan_launch(options, arguments, os.environ, recipe.config.launch)
-        if line := cpu_overload_warning(launch):
-            log_stderr(f"warning: {line}")
+        warning = cpu_overload_warning(launch)
+        if warning:
+            log_stderr(f"warning: {warning}")
     task = make_task(recipe.config)
     device = Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
     start = _decide_start(recipe.config, run_dir, resume, launch, device)

@@ -255,7 +255,8 @@ def parse_record(parse: Callable[[Any], ParsedT], record: Mapping[str, Any], is_
 def check_unused(record: Record, is_prompt: bool = False) -> None:
     """Raise BadRecord for a column that looks like a question, an answer, an image or a flag and was not read."""
     for name, value in find_unused(record).items():
-        if kind := _describe_unused(record, name, value, is_prompt):
+        kind = _describe_unused(record, name, value, is_prompt)
+        if kind:
             raise BadRecord(
                 f"'{name}' {kind}, and the task does not read it; {_fix(record, name)}, or {KEEP_OUT % name}"
             )
@@ -426,7 +427,8 @@ def describe_columns(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for file, report in reports.items():
         records = report["records"]
         parts = [f"{records} record{'s' * (records != 1)}", *report.get("content", ())]
-        if images := report.get("images"):
+        images = report.get("images")
+        if images:
             without = report["records_without_image"]
             parts.append(f"{images} image{'s' * (images != 1)}, {without} record{'s' * (without != 1)} without one")
         parts.append(f"read: {_list_columns(report['used'], records) or 'no column'}")

@@ -210,8 +210,8 @@ class _LinearScores(torch.autograd.Function):
     ) -> Any:
         _, _, needs_rows, *needs_parameters = ctx.needs_input_grad
         ctx.head, vocab_size = head, len(parameters[0])  # not as saved tensors: ZeRO-3 frees and gathers parameters
-        slice_rows, kept_rows = (_rows_per_share(rows, vocab_size, shares) for shares in (SLICE_SHARE, KEPT_SHARE))
-        keeps_errors = any(needs_parameters) and len(rows) <= kept_rows
+        slice_rows = _rows_per_share(rows, vocab_size, SLICE_SHARE)
+        keeps_errors = any(needs_parameters) and len(rows) <= _rows_per_share(rows, vocab_size, KEPT_SHARE)
         errors = rows.new_empty(len(rows) if keeps_errors else 0, vocab_size)
         scratch = rows.new_empty(0 if keeps_errors else min(len(rows), slice_rows), vocab_size)
         # The gradient of the rows up to a factor: without one for the weight, nothing is left to recompute.

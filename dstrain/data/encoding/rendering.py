@@ -286,14 +286,14 @@ def tokenize_with_offsets(tokenizer: Any, texts: Sequence[str]) -> Iterator[tupl
     """
     if not texts:
         return
-    found = tokenizer(
+    encoding = tokenizer(
         list(texts),
         add_special_tokens=False,
         return_attention_mask=False,
         return_offsets_mapping=True,
         verbose=False,
     )
-    for ids, offsets in zip(found["input_ids"], found["offset_mapping"], strict=True):
+    for ids, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
         starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
         # A token without characters of its own counts as part of the character after it.
         yield ids, starts, np.maximum(ends, starts + 1)
@@ -431,11 +431,11 @@ class TokenBudget:
 
     def _overflow_message(self, used_tokens: int, is_full_turn: bool) -> str:
         """Return why `used_tokens` of prompt and special tokens leave no room, and the fix."""
-        what = "its last user turn and the start of the answer take" if is_full_turn else "its prompt, cut, takes"
+        subject = "its last user turn and the start of the answer take" if is_full_turn else "its prompt, cut, takes"
         most = self.max_length - 1 - self.suffix_tokens
         less = f", data.max_prompt_length to {most} or less" + (" (then texts of the turn are cut)" * is_full_turn)
         return (
-            f"{what} {used_tokens} tokens, and data.max_length {self.max_length} leaves none for the answer; set "
+            f"{subject} {used_tokens} tokens, and data.max_length {self.max_length} leaves none for the answer; set "
             f"data.max_length to {used_tokens + 1} or more{less}, or remove the record"
         )
 
@@ -461,7 +461,8 @@ def find_last_turn(
         return 0
     last, render = users[-1], partial(render_conversation, tokenizer, tools=list(tools) or None)
     with suppress(BadRecord):  # of a template that requires a user's turn
-        if text.startswith(before := render(prompt[:last])):
+        before = render(prompt[:last])
+        if text.startswith(before):
             return len(before)
     # Some templates write the system text inside the first user turn.
     if prompt[last - 1]["role"] == "system":

@@ -35,7 +35,8 @@ def load_or_train_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     # Special tokens and the base alphabet are always in the vocabulary.
-    if vocab_size < (least := MIN_VOCAB_SIZE[alphabet]):
+    least = MIN_VOCAB_SIZE[alphabet]
+    if vocab_size < least:
         kind = "byte-level" if alphabet == "bytes" else "trained"
         raise DataError(f"a {kind} tokenizer has at least {least} entries, not {vocab_size}; raise vocab_size")
     key = {"data": source.digest, "texts": texts_name, "vocab_size": vocab_size, "alphabet": alphabet, "format": 2}
@@ -71,7 +72,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if all_bytes else [],
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if (size := tokenizer.get_vocab_size()) > vocab_size:
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
         raise DataError(
             f"the letters of the training texts and {unknown} take {size} entries, and vocab_size "
             f"is {vocab_size}; raise it"

@@ -536,13 +536,16 @@ class ImageEntry:
 
     def find_change(self) -> str | None:
         """Return what has changed, from the files' sizes and times, as a clause without the fix."""
-        if self.path and (state := size_and_mtime(Path(self.path))) != (self.bytes, self.mtime_ns):
-            if state is not None:
-                return f"{self.name} has changed"
-            if self.copy is None:  # with a copy, the original may be deleted
+        if self.path:
+            state = size_and_mtime(Path(self.path))
+            if state is None and self.copy is None:  # with a copy, the original may be deleted
                 return f"{self.name} is gone"
-        if self.copy and (state := size_and_mtime(Path(self.copy)) or (0, 0))[0] != self.copy_bytes:
-            return f"the copy of {self.name}, {self.copy}, is gone or damaged"
+            if state not in (None, (self.bytes, self.mtime_ns)):
+                return f"{self.name} has changed"
+        if self.copy:
+            copy_state = size_and_mtime(Path(self.copy))
+            if copy_state is None or copy_state[0] != self.copy_bytes:
+                return f"the copy of {self.name}, {self.copy}, is gone or damaged"
         return None
 
     def load(self, downscale: Callable[[Image], Image | None] | None = None) -> Image:
@@ -550,13 +553,17 @@ class ImageEntry:
 
         `downscale`: the function that made the copy. Raises DataError if neither holds the bytes that were prepared.
         """
-        if self.copy and (content := read_if_unchanged(Path(self.copy), self.copy_sha256, is_copy=True)) is not None:
-            return decode_image(content, self.name)
-        if self.path and (content := read_if_unchanged(Path(self.path), self.sha256)) is not None:
+        if self.copy:
+            content = read_if_unchanged(Path(self.copy), self.copy_sha256, is_copy=True)
+            if content is not None:
+                return decode_image(content, self.name)
+        content = read_if_unchanged(Path(self.path), self.sha256) if self.path else None
+        if content is not None:
             image = decode_image(content, self.name)
             if image.size == self.size:
                 return image
-            if downscale is not None and (smaller := downscale(image)) is not None and smaller.size == self.size:
+            smaller = downscale(image) if downscale is not None else None
+            if smaller is not None and smaller.size == self.size:
                 return smaller
         reason = self.find_change() or f"{self.copy or self.name} cannot be read, or is not what was prepared"
         raise DataError(f"{reason}; {RERUN_PREPARE}")
@@ -579,8 +586,8 @@ def read_if_unchanged(path: Path, sha256: str, *, is_copy: bool = False) -> byte
 
 def size_and_mtime(path: Path) -> tuple[int, int] | None:
     """Return the size and mtime of a file; None if it does not exist."""
-    found = stat_or_none(path)
-    return None if found is None else (found.st_size, found.st_mtime_ns)
+    status = stat_or_none(path)
+    return None if status is None else (status.st_size, status.st_mtime_ns)
 
 
 class ImageIndex:
@@ -705,10 +712,10 @@ class ImageIndexWriter:
         """Return the copy of an earlier preparation and its bytes; (None, b"") if there is none that is as written."""
         folder = self._cache_dir / sha256[:2]
         with self._lock:
-            if (names := self._copies.get(folder)) is None:
-                found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-                names = self._copies[folder] = {name.partition("-")[0]: name for name in found if name.endswith(".png")}
-        name = names.get(sha256[:32])
+            if folder not in self._copies:
+                copies = [path.name for path in folder.glob("*.png")]
+                self._copies[folder] = {copy.partition("-")[0]: copy for copy in copies}
+        name = self._copies[folder].get(sha256[:32])
         png = read_if_unchanged(folder / name, Path(name).stem.partition("-")[2], is_copy=True) if name else None
         return (None, b"") if png is None else (folder / str(name), png)
 
@@ -749,12 +756,14 @@ def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
 
     def record(name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        if name not in recorded and (pixels := _to_pixels(result)) is not None:
+        pixels = None if name in recorded else _to_pixels(result)
+        if pixels is not None:
             recorded[name] = pixels
         return result
 
     for name in _RESIZE_METHODS:
-        if callable(method := getattr(recording, name, None)):
+        method = getattr(recording, name, None)
+        if callable(method):
             setattr(recording, name, partial(record, name, method))
     expected = recording(image)
     # The smallest equivalent image saves most disk space and decoding time.

@@ -60,8 +60,10 @@ class TextChecks(Checks):
 
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
-        own = self.task.has_own_tokenizer or self.task.model_source.has_own_load
-        if faults := faults or ([] if own else self.model_faults()):
+        reads_model_files = not (self.task.has_own_tokenizer or self.task.model_source.has_own_load)
+        if not faults and reads_model_files:
+            faults = self.model_faults()
+        if faults:
             raise RecipeError(faults)
         self.reference()
 

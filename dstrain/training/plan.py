@@ -151,7 +151,9 @@ def make_plan(
     """Check the recipe and prepare the data, before a process group starts.
 
     `rendezvous` lets the ranks agree on the checkpoint and wait for each other; without one, this
-    process decides alone. `start_handed_on`: what the launching process has decided (`agree_on_start`). Raises UsageError, CheckpointError if no checkpoint of the run folder can
+    process decides alone. `start_handed_on`: what the launching process has decided (`agree_on_start`).
+
+    Raises UsageError, CheckpointError if no checkpoint of the run folder can
     be used, and PeerFailureError if another rank fails or stops responding.
     """
     check_run_dir_writable(run_dir)
@@ -160,11 +162,9 @@ def make_plan(
         world: Ranks = rendezvous or SingleProcessWorld()
         if world.size > 1:  # a rank that sees another folder would find every checkpoint damaged
             check_run_dir_shared(run_dir, world)
-        copy = (
-            None
-            if recipe.config.save.copy_to is None
-            else open_copy(recipe.config.save.copy_to, run_dir, resume, world)
-        )
+        copy = None
+        if recipe.config.save.copy_to is not None:
+            copy = open_copy(recipe.config.save.copy_to, run_dir, resume, world)
         kind = get_preset_device(device)
         cluster = make_cluster(worker.world_size, worker.local_world_size, kind)
         start = agree_on_start(recipe.config, run_dir, resume, worker.world_size, cluster, world, start_handed_on)

@@ -1,12 +1,12 @@
-"""Learning rate schedules, and intervals in steps."""
+"""Learning rate schedules, intervals in steps, and the end of a run whose metric gets no better."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from dstrain.errors import RecipeError, suggest_name
 
@@ -64,6 +64,48 @@ class StepSchedule:
             save=self.save_every.is_due(step) or done or stop,
             is_last=done or stop,
         )
+
+
+@dataclass(kw_only=True)
+class EarlyStopping:
+    """Count of evaluations in a row without a better metric. Each checkpoint records it in run.json."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    patience: int | None = None
+    """Evaluations in a row without a better metric after which the run ends; None: never."""
+    best: float | None = None
+    """The best value; None before the first finite one."""
+    best_step: int | None = None
+    counter: int = 0
+    """Evaluations since the best one."""
+
+    def add(self, step: int, value: float | None) -> None:
+        """Count an evaluation. A value that is missing or not finite is not better."""
+        sign = 1 if self.mode == "min" else -1
+        is_finite = value is not None and math.isfinite(value)
+        if value is not None and is_finite and (self.best is None or sign * value < sign * self.best):
+            self.best, self.best_step, self.counter = value, step, 0
+        else:
+            self.counter += 1
+
+    @property
+    def is_due(self) -> bool:
+        """True where the run is to end."""
+        return self.patience is not None and self.counter >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint records."""
+        return {name: value for name, value in asdict(self).items() if name != "patience"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the count of a checkpoint; one of another metric is not continued."""
+        if (state.get("metric"), state.get("mode")) == (self.metric, self.mode):
+            self.best, self.best_step, self.counter = state["best"], state["best_step"], state["counter"]
+
+    def __str__(self) -> str:
+        best = "no finite value" if self.best is None else f"the best is {self.best:.6g} of step {self.best_step}"
+        return f"{self.counter} evaluations in a row without a better {self.metric}; {best}"
 
 
 def _constant(step: int, decay_steps: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_cuts
 from dstrain.data.encoding.template_check import describe_template_counts
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
-from dstrain.data.process_pool import EncodedChunk, limit_processes, map_chunks
+from dstrain.data.process_pool import EncodedChunk, map_chunks
 from dstrain.data.records import (
     BadRow,
     ColumnReport,
@@ -72,6 +73,8 @@ CACHE_FORMAT = 9
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
+MIN_PARALLEL_RECORDS = 4000
+"""Number of records below which one process is as fast as several."""
 MAX_IMAGE_THREADS = 8
 """Threads that decode at once, each with one image in memory; Pillow releases the GIL while it decodes."""
 MAX_BAD_FRACTION = 0.01
@@ -257,7 +260,9 @@ def iter_encoded(
     report.read = len(source) + len(source.bad_rows)
     report.sizes, report.names = list(getattr(source, "sizes", ())), list_names(source)
     report.bad.extend(source.bad_rows)
-    count = limit_processes(processes, len(source))
+    # A daemon has no children.
+    can_fork = not multiprocessing.current_process().daemon
+    count = processes if can_fork and len(source) >= MIN_PARALLEL_RECORDS else 1
     size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
@@ -357,7 +362,9 @@ MAX_LISTED_RECORDS = 10
 
 def describe_examples(report: Mapping[str, Any]) -> list[str]:
     """Return lines on a dataset's report: columns, texts that were cut or dropped, notes, and the records that were skipped."""
-    lines = [*describe_columns(report.get("columns", {})), describe_cuts(report), *describe_template_counts(report)]
+    lines = [*describe_columns(report.get("columns", {})), describe_cuts(report)]
+    if report.get("cuts"):
+        lines += describe_template_counts(report)
     lines += report.get("notes", ())
     if skipped := report.get("skipped"):
         lines.append(f"{skipped} of {report['read']} records skipped:")

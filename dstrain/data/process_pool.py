@@ -19,8 +19,6 @@ from dstrain.data.token_store import to_stored
 from dstrain.errors import DstrainError, RunError, find_user_frame
 from dstrain.process_setup import set_parent_death_signal
 
-MIN_PARALLEL_RECORDS = 4000
-"""Number of records below which one process is as fast as several."""
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
@@ -37,12 +35,6 @@ class EncodedChunk:
 
 
 RecordRanges = Sequence[tuple[int, int]]
-
-
-def limit_processes(most: int, num_records: int) -> int:
-    """Return how many processes to use: one where there are few records, and in a daemon, which has no children."""
-    is_daemon = multiprocessing.current_process().daemon
-    return most if num_records >= MIN_PARALLEL_RECORDS and not is_daemon else 1
 
 
 def map_chunks(

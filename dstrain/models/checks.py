@@ -375,7 +375,8 @@ class ModelValidator:
 
         check_router_loss(meta_model, self._model.router_aux_loss_coef)
         check_positions(meta_model, config, self.recipe.data.max_length)
-        self._check_files(meta_model)
+        if self._model.path is not None:
+            self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
         lora, model = self._model.lora, meta_model

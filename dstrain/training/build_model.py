@@ -98,7 +98,8 @@ def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Mod
             )  # also of the adapters; their saved config keeps its lora_dropout
     # After the adapters, so that patterns can name them.
     freeze(model, wanted.freeze)
-    require_input_grads(unwrap_peft(model))
+    if wanted.gradient_checkpointing:
+        require_input_grads(unwrap_peft(model))
     return model
 
 

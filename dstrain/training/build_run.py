@@ -27,11 +27,12 @@ from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
 from dstrain.report.device_errors import explain_device_error
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
+from dstrain.schedule import EarlyStopping
 from dstrain.tasks.common.registry import copy_task_files
 from dstrain.training.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.training.checkpoints import CheckpointStore
 from dstrain.training.engine.deepspeed import DeepSpeedEngine
-from dstrain.training.evaluate import EarlyStopping, Evaluation
+from dstrain.training.evaluate import Evaluation
 from dstrain.training.fit_batch import build_fitting_engine
 from dstrain.training.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
@@ -196,6 +197,9 @@ def build_run(
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights, early_stopping)
     sinks, display = make_sinks(plan, run_log, world, start, terminal, is_finished)
+    profiler = None
+    if config.profile is not None:
+        profiler = StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, run_log.log_event)
     return Run(
         engine=engine,
         loader=build_loader(plan, world),
@@ -215,7 +219,7 @@ def build_run(
         sinks=sinks,
         display=display,
         meter=Meter(world, plan.task.finish_metrics),
-        profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, run_log.log_event),
+        profiler=profiler,
         trainability=TrainabilityCheck(engine, engine.train_module, run_log.log_event),
         nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], run_log.log_event),
         signal_handler=signal_handler or SignalHandler(),

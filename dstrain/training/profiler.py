@@ -38,26 +38,26 @@ class StepProfiler:
 
     def __init__(
         self,
-        config: ProfileConfig | None,
+        config: ProfileConfig,
         output_dir: Path,
         engine: Engine,
         total_steps: int,
         log_event: Callable[..., None],
     ) -> None:
-        """Write files to `output_dir`. Without `config` every method does nothing."""
+        """Write files to `output_dir`."""
         self._config, self._output_dir, self._engine, self._log_event = config, output_dir, engine, log_event
         self._first_step: int | None = None
         self._recorders: list[tuple[str, Recorder]] = []
         self._errors: list[str] = []
         self._step_range: Any = None
-        if config is not None and config.steps[1] > total_steps and engine.world.rank == 0:
+        if config.steps[1] > total_steps and engine.world.rank == 0:
             what = f"profile.steps is {list(config.steps)}, but the run ends with step {total_steps}"
             log.warning("%s: later steps are not profiled", what)
             log_event("warning", what=what)
 
     def begin_step(self, step: int) -> None:
         """Begin to record if the step, counted from 1 as in metrics.jsonl, is to be profiled."""
-        if self._config is None or not self._config.steps[0] <= step <= self._config.steps[1]:
+        if not self._config.steps[0] <= step <= self._config.steps[1]:
             return
         if self._first_step is None:
             self._first_step = step
@@ -70,7 +70,7 @@ class StepProfiler:
         if self._step_range is not None:
             self._step_range.__exit__(None, None, None)
             self._step_range = None
-        return self._config is not None and self._first_step is not None and (is_last or step >= self._config.steps[1])
+        return self._first_step is not None and (is_last or step >= self._config.steps[1])
 
     def write(self, step: int) -> None:
         """Write the files of the steps up to `step`, and report their folder. Collective."""
@@ -85,7 +85,7 @@ class StepProfiler:
                 files.append(path.name)
         # A rank without a file takes part too.
         results = world.gather((files, self._errors))
-        self._config, self._recorders = None, []
+        self._first_step, self._recorders = None, []
         for rank, (_, errors) in enumerate(results):
             for error in errors:
                 self._log_event("profile_failed", rank=rank, why=error)

@@ -14,9 +14,9 @@ from dstrain.report.meter import Meter
 from dstrain.report.observe import observing
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink, StepDisplay
-from dstrain.schedule import Due, StepSchedule
+from dstrain.schedule import Due, EarlyStopping, StepSchedule
 from dstrain.training.engine.base import Engine, seed_step
-from dstrain.training.evaluate import EarlyStopping, Evaluation
+from dstrain.training.evaluate import Evaluation
 from dstrain.training.health.signals import SAVE_SIGNAL, SignalHandler
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.training.memory import MemoryMonitor
@@ -44,7 +44,8 @@ class Run:
     sinks: Sequence[Sink]
     """Where rows are shown or sent, beside metrics.jsonl."""
     meter: Meter
-    profiler: StepProfiler
+    profiler: StepProfiler | None
+    """None: the recipe profiles no step."""
     trainability: TrainabilityCheck
     nonfinite: NonFiniteGuard
     signal_handler: SignalHandler
@@ -105,7 +106,8 @@ class Run:
         """Take one optimizer step; `weight` is that of all ranks' batches, None if it is not known. Collective."""
         # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
-        self.profiler.begin_step(progress.step + 1)
+        if self.profiler is not None:
+            self.profiler.begin_step(progress.step + 1)
         self.saver.grace.begin_step()
         lr = self.schedule.lr(progress.step)
         return self.engine.step(step.batches, lr, weight)
@@ -180,7 +182,7 @@ class Run:
 
         Raises NonFiniteError after the last step of a run that changed no weight. Collective.
         """
-        if self.profiler.end_step(progress.step, is_last):
+        if self.profiler is not None and self.profiler.end_step(progress.step, is_last):
             with self.meter.pause():  # writing a trace may take longer than a step
                 self.profiler.write(progress.step)
         # Before the last checkpoint, which would pass for a trained model.

@@ -21,10 +21,10 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.errors import CheckpointError
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
+from dstrain.schedule import EarlyStopping
 from dstrain.training.checkpoints import CheckpointStore, find_best, list_old_versions, remove_checkpoint
 from dstrain.training.copies import RunCopy
 from dstrain.training.engine.base import Engine
-from dstrain.training.evaluate import EarlyStopping
 from dstrain.training.health.signals import GracePeriod
 from dstrain.training.state.files import StateFile, write_state
 from dstrain.training.state.manifest import find_checkpoints, find_latest_complete, get_folder_size

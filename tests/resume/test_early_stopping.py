@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.config.read import read_recipe
 from dstrain.errors import RecipeError
-from dstrain.training.evaluate import EarlyStopping
+from dstrain.schedule import EarlyStopping
 from tests.tiny import tiny_recipe
 from tests.vocabulary import invoke, read_events, read_jsonl, write_recipe
 from tests.workers import Workers

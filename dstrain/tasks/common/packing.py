@@ -70,7 +70,6 @@ def model_unsupported_reason(
     `sequence`: processes that compute a micro-batch together.
     """
     from dstrain.models.attention.packed import packing_unsupported_reason
-    from dstrain.models.attention.sequence import sequence_unsupported_reason
 
     # Transformers' own config may belong to a model class that came with the weights.
     if model.trust_remote_code and getattr(config, "auto_map", None):
@@ -79,7 +78,11 @@ def model_unsupported_reason(
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation
     reason = packing_unsupported_reason(config, shares_prefixes)
-    return reason or sequence_unsupported_reason(config.get_text_config(), sequence)
+    if reason is None and sequence > 1:
+        from dstrain.models.attention.sequence import sequence_unsupported_reason
+
+        reason = sequence_unsupported_reason(config.get_text_config(), sequence)
+    return reason
 
 
 @dataclass(frozen=True, kw_only=True)

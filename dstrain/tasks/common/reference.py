@@ -100,8 +100,6 @@ def load_reference(task: Any, config: ModelConfig) -> torch.nn.Module:
 
 def reference_unsupported_reason(reference: Reference, shares_prefixes: bool, sequence: int) -> str | None:
     """Return why a reference of its own cannot take packed batches, or None."""
-    if reference.recipe_key is None:
-        return None
     try:
         config = read_config(reference.config)
     except RecipeError:

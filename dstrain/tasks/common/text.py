@@ -86,7 +86,8 @@ class TextChecks(Checks):
         from dstrain.models.tiles import check_tiles
 
         model, source = self.task.recipe.model, self.task.model_source
-        check_weight_files(model)
+        if model.path is not None:
+            check_weight_files(model)
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
         check_length_dependent(source.config, self.task.recipe, self.task.rows_per_sample)
         meta_model = source.build_meta_model()
@@ -318,7 +319,9 @@ class TextTask(RecordTask):
             return f"task {self.recipe.task} makes its model in its own way"
         model, sequence = self.recipe.model, self.recipe.parallel.sequence
         reason = model_unsupported_reason(model, self.model_source.config, shares_prefixes, sequence)
-        return reason or reference_unsupported_reason(self.reference, shares_prefixes, sequence)
+        if reason is None and self.reference.recipe_key is not None:
+            reason = reference_unsupported_reason(self.reference, shares_prefixes, sequence)
+        return reason
 
     def sequence_parallel_unsupported_reason(self, size: int) -> str | None:
         from dstrain.models.attention.sequence import sequence_unsupported_reason

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.data import prepare, process_pool
+from dstrain.data import prepare
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import UnpairedEncode, encode_preferences
 from dstrain.data.encoding.rendering import CUT_COLUMNS, EncodingConfig
@@ -36,7 +36,7 @@ COUNTED = ExampleSettings(counted=CUT_COLUMNS)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few records are shared by several processes."""
-    monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", 1)
+    monkeypatch.setattr(prepare, "MIN_PARALLEL_RECORDS", 1)
     monkeypatch.setattr(prepare, "PARALLEL_CHUNK_SIZE", 3)
     monkeypatch.setattr(prepare, "CHUNK_SIZE", 7)
 
@@ -169,7 +169,7 @@ def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: 
     mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
     assert {row["ids"][0] for row in encode_all(source, mine, 1)} == {os.getpid()}
     assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
-    monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", len(source) + 1)
+    monkeypatch.setattr(prepare, "MIN_PARALLEL_RECORDS", len(source) + 1)
     assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}
 
 
@@ -178,7 +178,7 @@ import sys, time
 from pathlib import Path
 from dstrain.data import prepare, process_pool
 from dstrain.data.sources.open import open_source
-process_pool.MIN_PARALLEL_RECORDS = 1
+prepare.MIN_PARALLEL_RECORDS = 1
 prepare.PARALLEL_CHUNK_SIZE = 3
 def slow(rows):
     with (Path(sys.argv[1]).parent / "began").open("a") as file:

@@ -179,7 +179,7 @@ def test_the_next_prompt_is_that_of_the_whole_file_however_it_is_read(
     wanted = stored(tmp_path, records)
     for folder in ("small", "tiny"):
         (tmp_path / folder).mkdir()
-    monkeypatch.setattr("dstrain.data.process_pool.MIN_PARALLEL_RECORDS", 1)
+    monkeypatch.setattr("dstrain.data.prepare.MIN_PARALLEL_RECORDS", 1)
     for size, folder in ((5, "small"), (1, "tiny")):
         monkeypatch.setattr(prepare_module, "CHUNK_SIZE", size)
         monkeypatch.setattr(prepare_module, "PARALLEL_CHUNK_SIZE", size)

@@ -11,7 +11,9 @@ DEMO_RUN := runs/demo-rm
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # Whole files, in their order: what a file prepares is prepared once, and no worker holds more processes than it needs.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Tests of whole launches and of killed processes, which wait more than they compute: `make smoke` runs them.
+LAUNCHED = tests/faults tests/launching tests/unit/launch
 # NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
@@ -23,10 +25,11 @@ demo: $(VENV)/.installed
 	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts and not cuda_emulated" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts and not cuda_emulated" $(addprefix --ignore=,$(LAUNCHED)) \
+		$(PARALLEL) $(PYTEST_ARGS)
 
 smoke: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/hosts -m "not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LAUNCHED) tests/hosts -m "not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -109,7 +112,7 @@ help:
 	@echo "make demo      install into $(VENV) and train a small reward model; $(DEMO_RUN) is overwritten"
 	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
-	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh, mpirun"
+	@echo "make smoke     launches with faults, on one host and on two made of network namespaces; needs root, sshd, pdsh, mpirun"
 	@echo "make test-cuda run the CUDA path on an emulated device; make cuda installs torch's CUDA build for it (6 GB)"
 	@echo "make gpu-hour  on a machine with a GPU: parity, speed and peaks of memory, then all GPU tests, in an hour"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -111,6 +112,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """No wait for the disk: 7,000 calls take a quarter of a minute. Tests of what reaches the disk count the calls."""
+    with mock.patch.object(os, "fsync", return_value=None):
+        yield
 
 
 @pytest.fixture

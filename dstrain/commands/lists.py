@@ -128,6 +128,7 @@ def list_tasks(name: str | None) -> str:
     lines.append(f"optim.lr: {full:g} by default, {adapters:g} with model.lora")
     if task.default_lora is not None:
         lines.append(f"model.lora: {format_lora(task.default_lora)} by default; null trains all weights")
+    lines.append(f"eval.metric: {', '.join(('loss', *task.metric_names))}")
     return "\n".join([*lines, "", "options:", *_describe_options(task_options(task), "  ")])
 
 

@@ -274,6 +274,8 @@ class _LazyEngine:
 
     def release(self) -> None:
         """Free the memory of the engine."""
+        if self._engine is None:
+            return
         self._engine = None
         gc.collect()  # DeepSpeed engines are part of reference cycles, with all their memory
         if torch.cuda.is_available():

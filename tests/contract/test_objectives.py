@@ -45,7 +45,7 @@ def recipe_of(folder: Path, **options: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("loss_type", ["bradley_terry", SLOW("mse"), "cross_entropy"])  # both of one function
+@pytest.mark.parametrize("loss_type", ["bradley_terry", SLOW("mse"), SLOW("cross_entropy")])  # both of one function
 def test_a_run_is_scored_and_exported_with_a_score_per_objective(
     loss_type: str, tmp_path: Path, two: Workers, one: Workers
 ) -> None:

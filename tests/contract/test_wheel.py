@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import SLOW
 from tests.workers import ROOT
 
 SHIPPED = ("dstrain", "ds_configs", "launchers", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore")
@@ -136,8 +137,8 @@ def test_a_fresh_environment_with_the_wheel_works_outside_the_checkout(wheel: Pa
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
-    [(["presets"], "zero3_nvme"), (["presets", "zero2"], "zero_optimization"), (["recipes", "demo-rm"], "task: rm"),
-     (["tasks", "rm"], "label_smoothing"), (["train", "demo-rm", "--dry-run"], "dstrain/recipes/demo-rm/train.jsonl"),
+    [(["presets"], "zero3_nvme"), SLOW(["presets", "zero2"], "zero_optimization"),
+     SLOW(["recipes", "demo-rm"], "task: rm"), SLOW(["tasks", "rm"], "label_smoothing"), (["train", "demo-rm", "--dry-run"], "dstrain/recipes/demo-rm/train.jsonl"),
      (["train", "demo-vlm", "--dry-run"], "dstrain/recipes/demo-vlm/train.jsonl")],
 )  # fmt: skip
 def test_the_wheel_works_in_an_empty_folder(arguments: list[str], wanted: str, installed: Path, tmp_path: Path) -> None:

@@ -113,7 +113,11 @@ def test_the_table_of_cards_is_what_the_planner_predicts(row: list[str]) -> None
         assert cell == plan(row[0], preset, gpus, "batch.micro=1", *sets), (preset, gpus, sets)
 
 
-@pytest.mark.parametrize("row", LARGEST, ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow if number > 1 else ()) for number, row in enumerate(LARGEST)],
+    ids=lambda row: row[0],
+)
 def test_the_largest_models_need_what_the_planner_predicts(row: list[str]) -> None:
     training, count, preset = re.fullmatch(r"(\w+), (\d) GPUs?, `(\w+)`", row[0]).groups()  # type: ignore[union-attr]
     sets = {"QLoRA": QLORA, "LoRA": LORA, "full": ()}[training]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
+from tests.cells import SLOW
 from tests.workers import WorkerError, Workers
 
 LOOK = "tests.parity.learning_cases:look"
@@ -33,8 +32,10 @@ def test_where_nothing_moves_the_run_ends(one: Workers) -> None:
 @pytest.mark.parametrize(
     ("kind", "unused_in"),
     [
-        *product(("zero1", "zero2", "zero3"), ("second", "later")),
-        ("zero1", "rank"), ("zero2", "rank"),  # at stage 3 DeepSpeed itself stops ranks that gather other weights
+        ("zero1", "second"), ("zero3", "later"), ("zero2", "rank"),
+        # Stages 1 and 2 are one class of DeepSpeed. At stage 3 it itself stops ranks that gather other weights.
+        SLOW("zero1", "later"), SLOW("zero2", "second"), SLOW("zero2", "later"), SLOW("zero3", "second"),
+        SLOW("zero1", "rank"),
     ],
 )  # fmt: skip
 def test_zero_refuses_micro_batches_without_the_gradient_of_a_weight(kind: str, unused_in: str, two: Workers) -> None:

@@ -33,7 +33,7 @@ STARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK = [
     ("dpo, files in bf16", 0),
     ("dpo, adapters", 2),
-    *((start, 2) for start in ("sft, drawn, tied", "rm, a new head", "sft, other weights to start from")),
+    ("rm, a new head", 2),
 ]
 """Cells that stand for the others; files in fp32 are read for `sft, other weights to start from`; DoRA: adapters; a
 vision-language model: files in bf16."""

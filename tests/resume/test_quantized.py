@@ -37,7 +37,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("task", "quantize", "preset"),
     # Stage 3: test_a_run_goes_on_in_shards_and_out_of_them, and a new head in parity/test_quantized.
-    [SLOW("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2"),
+    [SLOW("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), SLOW("sft", "int8", "zero0"), SLOW("sft", "nf4", "zero2"),
      SLOW("sft", "nf4", "zero3"), SLOW("dpo", "nf4", "zero3"), SLOW("rm", "nf4", "zero3"), SLOW("vlm", "nf4", "zero3")],
 )  # fmt: skip
 def test_a_quantized_run_learns_and_resuming_changes_nothing(

@@ -10,6 +10,7 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
@@ -489,6 +490,7 @@ def find_block(annotation: Any) -> Any:
     return next((one for one in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(one)), None)
 
 
+@cache  # the words of every guide are looked up in all tasks, and parsing their source takes a second
 def _field_docstrings(cls: type) -> dict[str, str]:
     """Return the string literal under each field, by the field's name."""
     try:

@@ -11,7 +11,7 @@ from os import terminal_size
 
 import pytest
 
-from dstrain.commands.lists import NEEDS, find_comment, format_table, run_command, terminal_width, wrap_note
+from dstrain.commands.lists import NEEDS, find_comment, format_table, list_tasks, run_command, terminal_width, wrap_note
 from dstrain.commands.recipe_args import find_recipe, list_builtin_recipes
 from dstrain.config import read_recipe
 from dstrain.preset import preset_names
@@ -57,6 +57,10 @@ def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # The list of recipes says what each needs and how to run it.
+
+
+def test_a_task_lists_the_metrics_that_a_recipe_may_name() -> None:
+    assert "eval.metric: loss, accuracy, margin" in list_tasks("rm")
 
 
 @pytest.mark.parametrize("name", list_builtin_recipes())

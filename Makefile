@@ -28,6 +28,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts and not cuda_emulated" $(addprefix --ignore=,$(LAUNCHED)) \
 		$(PARALLEL) $(PYTEST_ARGS)
 
+# DeepSpeed's kernels of the CPU, compiled once on a machine; without it `make test` does so while unit tests run.
+.PHONY: kernels
+kernels: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.kernels >/dev/null
+
 smoke: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(LAUNCHED) tests/hosts -m "not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from types import NoneType, UnionType
@@ -60,15 +62,22 @@ def read_yaml(path: Path, version: str = "1.2") -> SourceMap:
         raise RecipeError(f"{path}: is a script; {fix}")
     text = read_text(path)
     try:
-        values = _load_yaml(text, source, version)
+        values, locations = _parse_yaml(text, path.name, version)
     except (YAMLError, ValueError, RecursionError) as error:
         raise _explain_yaml_error(error, text, source, path) from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
-    source.values = values
+    source.values, source.locations = copy.deepcopy(values), dict(locations)
     return source
+
+
+@lru_cache(maxsize=64)  # a command reads the recipe of a run several times, and ruamel.yaml takes 10 ms for it
+def _parse_yaml(text: str, name: str, version: str) -> tuple[Any, dict[KeyPath, str]]:
+    """Return the value of a YAML text and the lines of its keys. The caller must not change them."""
+    source = SourceMap(name)
+    return _load_yaml(text, source, version), source.locations
 
 
 def read_text(path: Path) -> str:

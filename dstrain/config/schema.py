@@ -476,7 +476,7 @@ class SaveConfig(Section):
     prune_when_full: bool = False
     """If the disk has no space for another checkpoint, delete older ones first, but never the newest complete one."""
     copy_to: str | None = None
-    """Absolute path or URL (`s3://bucket/runs`, `sftp://host/runs`: fsspec) of a folder for a second copy of the run's checkpoints, `COPY_TO/NAME OF THE RUN FOLDER`. The copies are made in the background. A run folder without a checkpoint continues from there."""
+    """Absolute path or URL (`s3://bucket/runs`, `sftp://host/runs`: fsspec) of a folder for a second copy of the run's checkpoints, `COPY_TO/NAME OF THE RUN FOLDER`. The copies are made in the background. A run folder without a checkpoint continues from there. Copies of another run are left alone: exit code 2."""
 
     @field_validator("copy_to")
     @classmethod

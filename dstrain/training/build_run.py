@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -175,6 +176,9 @@ def build_run(
 ) -> Run:
     """Build the components of a run, and write its configuration to the run folder. Collective."""
     config, run_dir, checkpoints = plan.config, plan.run_dir, _open_checkpoints(plan, world)
+    run_id = find_run_id(plan)
+    if config.save.copy_to is not None:
+        _claim_copies(plan, world, run_id)
     run_log = RunLog(run_dir, world.rank, partial(check_lease, run_dir, plan.launch_id))
     weights = world.broadcast(plan.fingerprints)
     start = prepare_start(plan.start.point, checkpoints, run_log, config.save.prune_when_full)
@@ -195,7 +199,7 @@ def build_run(
         engine = build(plan)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
-    saver = _build_saver(plan, engine, checkpoints, run_log, weights, early_stopping)
+    saver = _build_saver(plan, engine, checkpoints, run_log, {"run_id": run_id, **weights}, early_stopping)
     sinks, display = make_sinks(plan, run_log, world, start, terminal, is_finished)
     profiler = None
     if config.profile is not None:
@@ -227,6 +231,29 @@ def build_run(
         memory=memory,
         seed=config.seed,
     )
+
+
+def find_run_id(plan: RunPlan) -> str:
+    """Return the id of the run: that of the checkpoint in its folder, else a new one. Rank 0's counts."""
+    checkpoint = plan.start.point.checkpoint
+    is_own = checkpoint is not None and get_run_dir(checkpoint).resolve() == plan.run_dir.resolve()
+    # The other run may go on elsewhere, with that id.
+    is_taken_over = plan.copy is not None and plan.copy.is_taken_over
+    run_id = checkpoint.run_info.get("run_id") if checkpoint is not None and is_own and not is_taken_over else None
+    return run_id if isinstance(run_id, str) else secrets.token_hex(8)
+
+
+def _claim_copies(plan: RunPlan, world: World, run_id: str) -> None:
+    """Record the run as the owner of its copies. Raises UsageError on every rank if another one was faster. Collective."""
+    fault = ""
+    if plan.copy is not None:  # on rank 0
+        try:
+            plan.copy.claim(run_id)
+        except UsageError as error:
+            fault = str(error)
+    fault = world.broadcast(fault)
+    if fault:
+        raise UsageError(fault)
 
 
 def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:

@@ -78,6 +78,13 @@ def find_best(folder: Path) -> CheckpointInfo | None:
     return None
 
 
+def read_run_id(folder: Path) -> str | None:
+    """Return the id of the run that wrote the newest complete checkpoint in a folder; None if there is none."""
+    newest = find_latest_complete(folder)
+    run_id = None if newest is None else newest.run_info.get("run_id")
+    return run_id if isinstance(run_id, str) else None
+
+
 def _rank_by_metric(folder: Path) -> list[str]:
     """Return the names of the checkpoints with a metric, the best first, the older of equals first.
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dstrain.errors import UsageError, mask_secrets, one_line
-from dstrain.training.checkpoints import BEST_NAME, clear_path, find_best
+from dstrain.errors import CheckpointError, UsageError, first_names, mask_secrets, one_line
+from dstrain.files import NOT_REGULAR
+from dstrain.report.run_log import format_current_time
+from dstrain.training.checkpoints import BEST_NAME, clear_path, find_best, read_run_id
 from dstrain.training.state.manifest import (
     CHECKPOINT_NAME_PATTERN,
     MANIFEST_FILE,
@@ -29,6 +36,28 @@ COPIED_NAMES = (
 """Files and folders of a run that are copied with each checkpoint: a copy is a run folder that commands can read."""
 RESTORED_NAMES = ("events.jsonl", "metrics.jsonl", "tokenizer")
 """Those that a start reads; it writes the others itself."""
+OWNER_FILE = "owner.json"
+PROBE_PREFIX = ".probe-"
+
+
+@dataclass(frozen=True)
+class CopyOwner:
+    """Content of owner.json in the folder of the copies: the run that writes and removes there."""
+
+    run_id: str
+    folder: str
+    """The run folder."""
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        return one_line(f"{self.folder} on {self.host}, since {self.since}")
+
+    def is_of(self, run_dir: Path) -> bool:
+        """Return True if this is the run folder, by its path or by a link to it."""
+        if os.path.abspath(self.folder) == os.path.abspath(run_dir):
+            return True
+        return os.path.realpath(self.folder) == os.path.realpath(run_dir)
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -48,6 +77,9 @@ class RunCopy:
     It is a run folder, except that `checkpoints/best` is a file with a name. A checkpoint's manifest is copied last and
     removed first: a checkpoint with a manifest is whole, on object stores too, which cannot rename a folder.
     Only rank 0 has one. Its thread copies the newest checkpoint that was asked for.
+
+    `owner.json` names the run that the copies are of. It is written before anything else, and read before each copy:
+    nothing is written or removed in a folder of another run.
     """
 
     def __init__(self, url: str, run_dir: Path) -> None:
@@ -59,26 +91,112 @@ class RunCopy:
         """The folder of the copies, for messages."""
         self.seconds = 0.0
         """Duration of the last copy."""
+        self.is_taken_over = False
+        """True if the copies are those of another run, which --allow-change hands over to this one."""
+        self._owner: CopyOwner | None = None
+        self._previous_record: bytes | None = None
         self._lock = threading.Lock()
         self._wanted: str | None = None
         self._copying: str | None = None
         self._outcomes: list[tuple[str, dict[str, Any]]] = []
 
+    def check_owner(self, run_id: str | None, may_take_over: bool) -> None:
+        """Raise UsageError if the folder of the copies is not this run's. Nothing is written.
+
+        `run_id`: of the checkpoints in the run folder; None if there is none. The copies are those of this run if they
+        record its id, and no other folder has the run now; or if this run folder, which they record, has lost its
+        checkpoints. `may_take_over`: --allow-change save.copy_to.
+        """
+        if self._is_run_dir():
+            raise UsageError(f"{KEY}: {self.place} is the run folder itself; give another place for the copies")
+        try:
+            record, names = self._read(OWNER_FILE), self._list(self._root)
+        except Exception as error:  # each file system has errors of its own
+            raise self._access_error("read", error) from error
+        names = [name for name in names if not name.startswith(PROBE_PREFIX)]  # left by a start that was killed
+        if record is None and names:
+            raise UsageError(
+                f"{KEY}: {self.place} has files that are no copies of a run ({first_names(names)}), and {self._run_dir} "
+                "would be copied over them; give another place"
+            )
+        self._previous_record = record
+        if record is None:
+            return
+        owner = parse_owner(record)
+        if owner is not None and self._is_own(owner, run_id):
+            return
+        self.is_taken_over = True
+        if not may_take_over:
+            raise self._owner_error(owner)
+
+    def _is_own(self, owner: CopyOwner, run_id: str | None) -> bool:
+        if run_id is None:
+            return owner.is_of(self._run_dir)
+        if owner.run_id != run_id:
+            return False
+        if owner.is_of(self._run_dir):
+            return True
+        # A run folder that was moved is the same run. One that was copied with `cp -a` is not: the recorded one is.
+        try:
+            return read_run_id(Path(owner.folder) / "checkpoints") != run_id
+        except UsageError:  # it exists, and this user may not read it
+            return False
+
+    def _owner_error(self, owner: CopyOwner | None) -> UsageError:
+        whose = f"are those of the run {owner}" if owner else f"have an {OWNER_FILE} that cannot be read"
+        return UsageError(
+            f"{KEY}: the copies in {self.place} {whose}, and this run is {self._run_dir}; give this run another place, or "
+            f"let it go on from these copies and replace them with --allow-change {KEY}"
+        )
+
     def check_writable(self) -> None:
-        """Raise UsageError if the folder of the copies cannot be written, or is the run folder itself."""
-        name = f".probe-{secrets.token_hex(8)}"
+        """Raise UsageError if the folder of the copies cannot be written."""
+        path = f"{self._root}/{PROBE_PREFIX}{secrets.token_hex(8)}"
         try:
             self._filesystem.makedirs(self._root, exist_ok=True)
-            self._filesystem.pipe_file(f"{self._root}/{name}", b"")
-            is_run_dir = (self._run_dir / name).exists()
-            self._filesystem.rm_file(f"{self._root}/{name}")
-        except Exception as error:  # each file system has errors of its own
-            raise UsageError(
-                f"{KEY}: {self.place} cannot be written ({describe_error(error)}); check the address, the permissions and "
-                "the credentials of its file system, or remove the key"
-            ) from error
-        if is_run_dir:
-            raise UsageError(f"{KEY}: {self.place} is the run folder itself; give another place for the copies")
+            self._filesystem.pipe_file(path, b"")
+            self._filesystem.rm_file(path)
+        except Exception as error:
+            raise self._access_error("written", error) from error
+
+    def claim(self, run_id: str) -> None:
+        """Record that the copies are this run's, from here on. Call it once the start is not refused any more.
+
+        Raises UsageError if another run has done so since `check_owner`.
+        """
+        self._owner = CopyOwner(run_id, os.path.abspath(self._run_dir), socket.gethostname(), format_current_time())
+        try:
+            self._keep_claim()
+        except UsageError:
+            raise
+        except Exception as error:
+            raise self._access_error("written", error) from error
+
+    def _keep_claim(self) -> None:
+        """Raise UsageError if the copies are another run's now; write owner.json if it is not this run's yet."""
+        assert self._owner is not None, "claim() comes first"
+        for may_write in (True, False):
+            record = self._read(OWNER_FILE)
+            owner = None if record is None else parse_owner(record)
+            if owner is not None and (owner.run_id, owner.folder) == (self._owner.run_id, self._owner.folder):
+                return
+            if not may_write or record not in (None, self._previous_record):
+                raise self._owner_error(owner)
+            self._filesystem.makedirs(self._root, exist_ok=True)
+            self._filesystem.pipe_file(f"{self._root}/{OWNER_FILE}", json.dumps(asdict(self._owner), indent=1).encode())
+            self._previous_record = None
+
+    def _access_error(self, action: str, error: Exception) -> UsageError:
+        return UsageError(
+            f"{KEY}: {self.place} cannot be {action} ({describe_error(error)}); check the address, the permissions and the "
+            "credentials of its file system, or remove the key"
+        )
+
+    def _is_run_dir(self) -> bool:
+        from fsspec.implementations.local import LocalFileSystem
+
+        is_local = isinstance(self._filesystem, LocalFileSystem)
+        return is_local and os.path.realpath(self._root) == os.path.realpath(self._run_dir)
 
     def request(self, name: str) -> None:
         """Copy this checkpoint in the background, after the one that is being copied; an older request is dropped."""
@@ -123,21 +241,23 @@ class RunCopy:
 
         Returns the bytes of the checkpoint.
         """
+        self._keep_claim()
         source, target = self._checkpoints / name, f"{self._root}/checkpoints/{name}"
         entries = read_file_entries(source)
-        if not self._is_same(source / MANIFEST_FILE, f"{target}/{MANIFEST_FILE}"):
+        if self._read(f"checkpoints/{name}/{MANIFEST_FILE}") != (source / MANIFEST_FILE).read_bytes():
             self._remove(target)
             self._put({source / file: f"{target}/{file}" for file in entries})
             self._put(
                 {path: f"{self._root}/{path.relative_to(self._run_dir).as_posix()}" for path in self._run_files()}
             )
             self._put({source / MANIFEST_FILE: f"{target}/{MANIFEST_FILE}"})
-        kept = list_checkpoint_names(self._checkpoints)
         best = find_best(self._checkpoints)
         if best is not None:
             self._filesystem.pipe_file(f"{self._root}/checkpoints/{BEST_NAME}", best.path.name.encode())
+        kept = list_checkpoint_names(self._checkpoints)
+        self._keep_claim()  # a copy may take hours
         for other in self._list_names():
-            if other not in kept and other != name:
+            if name in kept and other not in kept:  # the run folder is there, and has removed it
                 self._remove(f"{self._root}/checkpoints/{other}")
         return sum(entry["size"] for entry in entries.values())
 
@@ -154,62 +274,92 @@ class RunCopy:
             self._filesystem.makedirs(folder, exist_ok=True)
         self._filesystem.put([str(path) for path in files], list(files.values()))
 
-    def _is_same(self, manifest: Path, copy: str) -> bool:
-        return self._filesystem.exists(copy) and self._filesystem.cat_file(copy) == manifest.read_bytes()
-
     def _remove(self, folder: str) -> None:
         self._filesystem.invalidate_cache()
-        if self._filesystem.exists(f"{folder}/{MANIFEST_FILE}"):
+        if self._exists(f"{folder}/{MANIFEST_FILE}"):
             self._filesystem.rm_file(f"{folder}/{MANIFEST_FILE}")
-        if self._filesystem.exists(folder):
+        if self._exists(folder):
             self._filesystem.rm(folder, recursive=True)
 
     def _list_names(self) -> list[str]:
         """Return the names of the copied checkpoints, newest first, whole or not."""
-        self._filesystem.invalidate_cache()
-        folder = f"{self._root}/checkpoints"
-        paths = self._filesystem.ls(folder, detail=False) if self._filesystem.exists(folder) else []
-        names = {PurePosixPath(path).name for path in paths}
+        names = self._list(f"{self._root}/checkpoints")
         return sorted(filter(CHECKPOINT_NAME_PATTERN.fullmatch, names), key=parse_step, reverse=True)
+
+    # fsspec's `exists` answers False for any error: a place that does not answer would look empty.
+
+    def _list(self, folder: str) -> list[str]:
+        """Return the names in a folder; none if it does not exist."""
+        self._filesystem.invalidate_cache()
+        try:
+            return sorted(PurePosixPath(path).name for path in self._filesystem.ls(folder, detail=False))
+        except FileNotFoundError:
+            return []
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._filesystem.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a file in the copies; None if it does not exist."""
+        self._filesystem.invalidate_cache()
+        path = f"{self._root}/{name}"
+        try:
+            if self._filesystem.info(path)["type"] != "file":
+                raise OSError(errno.EINVAL, NOT_REGULAR, path)  # a FIFO would never end
+            content: bytes = self._filesystem.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return content
 
     def restore(self) -> str:
         """Copy the newest whole checkpoint, the best one and what a start reads into a run folder without checkpoints.
 
-        Returns a line about it; empty if there is nothing to copy. Raises OSError, and errors of the file system.
+        Returns a line about it; empty if there is nothing to copy. Raises CheckpointError if there are copies and none is
+        whole; OSError, and errors of the file system.
         """
         if list_checkpoint_names(self._checkpoints):
             return ""
         names = [
-            n for n in self._list_names() if self._filesystem.exists(f"{self._root}/checkpoints/{n}/{MANIFEST_FILE}")
+            name for name in self._list_names() if self._exists(f"{self._root}/checkpoints/{name}/{MANIFEST_FILE}")
         ]
-        newest = next((name for name in names if self._fetch_checkpoint(name)), None)
+        newest, faults = None, list[str]()
+        for name in names:
+            fault = self._fetch_checkpoint(name)
+            if not fault:
+                newest = name
+                break
+            faults.append(f"{name} is {fault}")
+        if newest is None and faults:
+            raise CheckpointError(
+                f"{KEY}: none of the {len(faults)} copies in {self.place} can be used ({faults[0]}); put a whole one there, "
+                "or begin anew with --resume never"
+            )
         if newest is None:
             return ""
         for name in RESTORED_NAMES:
             self._fetch(name, self._run_dir / name)
         # The newest one first: where it exists, nothing is copied at the next start.
         self._partial(newest).rename(self._checkpoints / newest)
-        best = self._read_best_name()
-        if best in names and best != newest and self._fetch_checkpoint(best):
+        best = (self._read(f"checkpoints/{BEST_NAME}") or b"").decode(errors="replace").strip()
+        if best in names and best != newest and not self._fetch_checkpoint(best):
             self._partial(best).rename(self._checkpoints / best)
-        return f"{self._run_dir} has no checkpoint; {newest} was copied from {self.place}"
+        newer = "".join(f"; {fault}" for fault in faults)
+        return f"{self._run_dir} has no checkpoint; {newest} was copied from {self.place}{newer}"
 
-    def _read_best_name(self) -> str:
-        path = f"{self._root}/checkpoints/{BEST_NAME}"
-        if not self._filesystem.exists(path):
-            return ""
-        name: bytes = self._filesystem.cat_file(path)
-        return name.decode(errors="replace").strip()
-
-    def _fetch_checkpoint(self, name: str) -> bool:
-        """Copy a checkpoint to its partial folder; return False if files are missing or have other sizes."""
+    def _fetch_checkpoint(self, name: str) -> str:
+        """Copy a checkpoint to its partial folder, and compare every byte with its hashes; return why it is not whole."""
         partial = self._partial(name)
         clear_path(partial)
         self._fetch(f"checkpoints/{name}", partial)
-        if inspect_checkpoint(partial).is_complete:
-            return True
+        info = inspect_checkpoint(partial, check_hashes=True)
+        if info.is_complete:
+            return ""
         shutil.rmtree(partial, ignore_errors=True)
-        return False
+        return info.status
 
     def _partial(self, name: str) -> Path:
         return (self._checkpoints / name).with_suffix(".partial")
@@ -217,7 +367,7 @@ class RunCopy:
     def _fetch(self, name: str, target: Path) -> None:
         """Copy a file, or the files of a folder, from the copies; nothing where it does not exist."""
         source = f"{self._root}/{name}"
-        if not self._filesystem.exists(source):
+        if not self._exists(source):
             return
         if self._filesystem.isfile(source):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -232,6 +382,15 @@ class RunCopy:
         for folder in {path.parent for path in files.values()}:
             folder.mkdir(parents=True, exist_ok=True)
         self._filesystem.get(list(files), [str(path) for path in files.values()])
+
+
+def parse_owner(record: bytes) -> CopyOwner | None:
+    """Return the owner in an owner.json; None if it cannot be read."""
+    try:
+        owner = CopyOwner(**json.loads(record))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return owner if all(isinstance(value, str) for value in asdict(owner).values()) else None
 
 
 def describe_error(error: Exception) -> str:

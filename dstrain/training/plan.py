@@ -39,6 +39,8 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.judge import check_generation_data
 from dstrain.tasks.common.task import check_sequence_parallel, load_split
 from dstrain.training.build_model import check_attention_compiler, get_training_dtype, resolve_model_dtype
+from dstrain.training.checkpoints import read_run_id
+from dstrain.training.copies import KEY as COPY_KEY
 from dstrain.training.copies import RunCopy, describe_error
 from dstrain.training.input_digests import (
     check_fingerprints,
@@ -51,7 +53,7 @@ from dstrain.training.memory import MemoryMonitor
 from dstrain.training.rendezvous import Rendezvous
 from dstrain.training.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.training.sink_classes import check_sinks
-from dstrain.training.start import ResumeOptions, Start, agree_on_start
+from dstrain.training.start import ResumeOptions, Start, agree_on_start, is_change_allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,17 +200,21 @@ def make_plan(
 def open_copy(place: str, run_dir: Path, resume: ResumeOptions, world: Ranks) -> RunCopy | None:
     """Return the copy of the run on rank 0, None on others; copy its newest checkpoint into an empty run folder.
 
-    Raises UsageError if it cannot be written, CheckpointError if it cannot be read. Collective.
+    Raises UsageError if it is another run's, or cannot be written; CheckpointError if it cannot be read. Collective.
     """
     copy = RunCopy(place, run_dir)
     if world.rank > 0:
         world.gather(None)
         return None
+    run_id = read_run_id(run_dir / "checkpoints") if resume.source == "auto" else None
+    copy.check_owner(run_id, is_change_allowed(COPY_KEY, resume.allowed_keys))
     copy.check_writable()
     if resume.source == "auto":
         try:
             with log_if_slow(f"looking for a checkpoint in {copy.place}"):
                 line = copy.restore()
+        except CheckpointError:
+            raise
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(
                 f"save.copy_to: {copy.place} cannot be read ({describe_error(error)}); fix the cause, or begin anew with "

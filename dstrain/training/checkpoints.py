@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError
-from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, sync_folder
+from dstrain.files import list_folder, sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.source_map import lookup
 from dstrain.training.state.manifest import (
@@ -33,10 +32,12 @@ from dstrain.training.state.manifest import (
     find_latest_complete,
     gather_or_raise,
     inspect_checkpoint,
+    is_of_other_version,
     iter_checkpoints,
     list_checkpoint_names,
     make_damaged_info,
     parse_step,
+    read_run_info,
 )
 
 BEST_NAME = "best"
@@ -58,7 +59,7 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
         ranking = _rank_by_metric(folder)
         best = inspect_checkpoint(folder / ranking[0]) if ranking else complete[0]
         if best.fault:  # the second best is not what was asked for
-            raise UsageError(f"--step best: {best.path} is damaged ({best.fault}); give another step, or last")
+            raise UsageError(f"--step best: {best.path} is {best.status}; give another step, or last")
         return best
     if not re.fullmatch(r"[0-9]{1,15}", selector):
         raise UsageError(f"--step {selector}: must be a step number, best or last")
@@ -98,22 +99,13 @@ def _rank_by_metric(folder: Path) -> list[str]:
     sign = -1 if mode == "max" else 1
     ranking = []
     for name in list_checkpoint_names(folder):
-        info = _read_run_info(folder / name)
+        info = read_run_info(folder / name)
         metric, recorded_name = info.get("metric"), lookup(info, ("recipe", "eval", "metric"))
         if not isinstance(metric, int | float) or not math.isfinite(metric):
             continue
         if metric_name is None or recorded_name in (None, metric_name):
             ranking.append((sign * metric, parse_step(name), name))
     return [name for _, _, name in sorted(ranking)]
-
-
-def _read_run_info(checkpoint: Path) -> dict[str, Any]:
-    """Return run.json without a look at the other files; empty where it cannot be read."""
-    try:
-        info = json.loads(read_limited(checkpoint / "run.json", MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return info if isinstance(info, dict) else {}
 
 
 def link_best(folder: Path) -> CheckpointInfo | None:
@@ -343,12 +335,18 @@ def _commit(partial: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: one that is half removed must not look like a checkpoint."""
+def remove_checkpoint(path: Path) -> bool:
+    """Remove a checkpoint; return False for one of another version of dstrain, which stays.
+
+    It is renamed first: one that is half removed must not look like a checkpoint.
+    """
+    if is_of_other_version(path):
+        return False
     partial = path.with_suffix(".partial")
     clear_path(partial)
     rename_folder(path, partial)
     shutil.rmtree(partial, ignore_errors=True)  # remove_incomplete removes files that a reader holds open on NFS
+    return True
 
 
 def _remove_incomplete(folder: Path) -> list[str]:

@@ -111,8 +111,8 @@ def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
     for path in [*list_old_versions(folder), *(info.path for info in older)]:
         if has_room(folder, needed_bytes):
             break
-        remove_checkpoint(path)
-        removed.append(path.name)
+        if remove_checkpoint(path):
+            removed.append(path.name)
     return removed
 
 

@@ -225,9 +225,15 @@ def find_resume_point(checkpoints: CheckpointStore, options: ResumeOptions) -> R
     if options.names_folder:
         info = checkpoints.verify(_find_requested(checkpoints, options.source))
         if info.fault:
-            raise CheckpointError(f"--resume {options.source}: {info.path} is damaged ({info.fault}); choose another")
+            raise CheckpointError(f"--resume {options.source}: {info.path} is {info.status}; choose another")
         return ResumePoint(checkpoint=info)
     newest, skipped = checkpoints.find_latest_valid()
+    other = next((info for info in skipped if info.is_of_other_version), None)
+    if newest is None and other is not None:
+        raise CheckpointError(
+            f"{checkpoints.folder}: {other.path.name} is {other.status}: install that version, or give a new --run-dir to "
+            "start a new run"
+        )
     if newest is None and skipped:
         raise CheckpointError(
             f"{checkpoints.folder}: all of its {len(skipped)} checkpoints are damaged, {skipped[0].path.name} is "
@@ -245,7 +251,7 @@ def find_checkpoint_at(folder: str) -> CheckpointInfo:
     if (path / MANIFEST_FILE).is_file():
         info = inspect_checkpoint(path)
         if info.fault:
-            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({info.fault}); choose another one")
+            raise ResumeError(f"--resume {folder}: the checkpoint is {info.status}; choose another one")
         return info
     newest = find_latest_complete(path / "checkpoints")
     if newest is None:

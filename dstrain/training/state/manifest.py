@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from dstrain.batch import Progress
 from dstrain.distributed.world import Ranks
-from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
+from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError, one_line
 from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, stat_or_none, sync_folder
 from dstrain.report.run_log import replace_nonfinite
 
@@ -182,8 +182,8 @@ _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
 
 COMPLETE_STATUS = "whole"
 """What `dstrain checkpoints` prints for a checkpoint without a fault."""
-LATER_VERSION = "of a later version of dstrain"
-"""Beginning of the fault of a checkpoint that may be complete."""
+EARLIER_VERSION, LATER_VERSION = "of an earlier version of dstrain", "of a later version of dstrain"
+"""Beginnings of the faults of checkpoints that may be complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +206,16 @@ class CheckpointInfo:
         return not self.fault
 
     @property
+    def is_of_other_version(self) -> bool:
+        """True if another version of dstrain wrote it: it is not damaged, and this version never removes it."""
+        return self.fault.startswith((EARLIER_VERSION, LATER_VERSION))
+
+    @property
     def status(self) -> str:
-        """`whole`, `damaged: REASON`, or the later version of dstrain that wrote it, as `dstrain checkpoints` prints it."""
+        """`whole`, `damaged: REASON`, or the version of dstrain that wrote it, as `dstrain checkpoints` prints it."""
         if self.is_complete:
             return COMPLETE_STATUS
-        return self.fault if self.fault.startswith(LATER_VERSION) else f"damaged: {self.fault}"
+        return self.fault if self.is_of_other_version else f"damaged: {self.fault}"
 
     @property
     def progress(self) -> Progress:
@@ -264,7 +269,7 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     """
     try:
         manifest = _read_manifest(path)
-        fault = _find_version_fault(manifest) or _find_content_fault(path, manifest, check_hashes, share)
+        fault = _find_version_fault(path, manifest) or _find_content_fault(path, manifest, check_hashes, share)
     except FileNotFoundError:
         fault = f"{MANIFEST_FILE} is missing"
     except CheckpointError as error:
@@ -290,11 +295,37 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return json.loads(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
 
 
-def _find_version_fault(manifest: Mapping[str, Any]) -> str:
+def _find_version_fault(path: Path, manifest: Mapping[str, Any]) -> str:
     number = manifest.get("format")
-    if isinstance(number, int) and number > MANIFEST_FORMAT:
-        return f"{LATER_VERSION} (format {number}), which this one does not read"
-    return "" if number == MANIFEST_FORMAT else f"{MANIFEST_FILE} has the format {number!r}"
+    if number == MANIFEST_FORMAT:
+        return ""
+    # The first format had no number.
+    is_first = number is None and isinstance(manifest.get("files"), dict) and isinstance(manifest.get("step"), int)
+    if not is_first and not isinstance(number, int):
+        return f"{MANIFEST_FILE} has the format {number!r}"
+    which = LATER_VERSION if isinstance(number, int) and number > MANIFEST_FORMAT else EARLIER_VERSION
+    wrote = read_run_info(path).get("versions")
+    version = wrote.get("dstrain") if isinstance(wrote, dict) else None
+    reader = f"dstrain {one_line(version)[:40]}, which wrote it, does" if isinstance(version, str) else "that one does"
+    return f"{which} (format {number or 'without a number'}), which this one does not read; {reader}"
+
+
+def is_of_other_version(path: Path) -> bool:
+    """Return True if another version of dstrain wrote the checkpoint in this folder. Raises OSError."""
+    try:
+        fault = _find_version_fault(path, _read_manifest(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError, RecursionError):  # no manifest at all
+        return False
+    return fault.startswith((EARLIER_VERSION, LATER_VERSION))
+
+
+def read_run_info(path: Path) -> dict[str, Any]:
+    """Return run.json without a look at the other files; empty where it cannot be read."""
+    try:
+        info = json.loads(read_limited(path / "run.json", MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return info if isinstance(info, dict) else {}
 
 
 def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool, share: tuple[int, int]) -> str | None:

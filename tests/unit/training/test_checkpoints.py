@@ -500,20 +500,44 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-def test_another_version_is_no_damage(tmp_path: Path) -> None:
-    save(solo(tmp_path), 1, 2, 3)
+def set_version(folder: Path, number: int | None) -> None:
+    """Let another version of dstrain have written the checkpoint."""
+    rewrite(folder, lambda manifest: manifest.update(format=number) if number else manifest.pop("format"))
 
-    rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format=MANIFEST_FORMAT + 1))
-    rewrite(tmp_path / "step-00000002", lambda manifest: manifest.pop("format"))
-    states = [info.status for info in find_checkpoints(tmp_path)]
-    assert states == [
-        f"of a later version of dstrain (format {MANIFEST_FORMAT + 1}), which this one does not read",
-        "damaged: MANIFEST.json has the format None",
+
+def test_another_version_is_no_damage(tmp_path: Path) -> None:
+    save(solo(tmp_path, keep=9), 1, 2, 3, 4)
+    set_version(tmp_path / "step-00000004", MANIFEST_FORMAT + 1)
+    set_version(tmp_path / "step-00000003", 1)
+    (tmp_path / "step-00000003/run.json").write_text('{"versions": {"dstrain": "0.0.7"}}')
+    set_version(tmp_path / "step-00000002", None)
+    found = find_checkpoints(tmp_path)
+    assert [info.status for info in found] == [
+        f"of a later version of dstrain (format {MANIFEST_FORMAT + 1}), which this one does not read; that one does",
+        "of an earlier version of dstrain (format 1), which this one does not read; dstrain 0.0.7, which wrote it, does",
+        "of an earlier version of dstrain (format without a number), which this one does not read; that one does",
         "whole",
     ]
+    assert [info.is_of_other_version for info in found] == [True, True, True, False]
     assert solo(tmp_path).find_latest_valid()[0].step == 1  # type: ignore[union-attr]
     rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format="new", files={}))
-    assert find_checkpoints(tmp_path)[0].status == "damaged: MANIFEST.json has the format 'new'"
+    assert find_checkpoints(tmp_path)[1].status == "damaged: MANIFEST.json has the format 'new'"
+    (tmp_path / "step-00000003/MANIFEST.json").write_text("{}")
+    assert find_checkpoints(tmp_path)[1].status == "damaged: MANIFEST.json has the format None"
+
+
+@pytest.mark.parametrize("number", [None, 1, MANIFEST_FORMAT + 1])
+def test_another_versions_checkpoints_are_never_removed(number: int | None, tmp_path: Path) -> None:
+    kept = solo(tmp_path, keep=1)
+    save(kept, 1, 2)
+    save(kept, 3)
+    set_version(tmp_path / "step-00000003", number)
+    save(kept, 4, 5)
+    assert steps(tmp_path) == [5]
+    kept.supersede_newer(replace(find_checkpoints(tmp_path)[0], step=2))
+    save(kept, 3, 4, 5)
+    assert superseded(tmp_path) == ["00000003"]
+    assert steps(tmp_path) == [5]
 
 
 def test_a_damaged_checkpoint_has_its_size(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused_on_every_rank(tmp_path: P
     flip_byte(path := save(tmp_path, 1))
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
-        assert f"--resume {path}: {path} is damaged (state is not what was written" in str(error)
+        assert f"--resume {path}: {path} is damaged: state is not what was written" in str(error)
 
 
 def test_a_named_folder_without_a_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
     monkeypatch.setattr("dstrain.training.checkpoints.inspect_checkpoint", inspect)
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
-        assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)
+        assert "is damaged: MANIFEST.json is missing (rank 1)" in str(error)
 
 
 def test_a_named_checkpoint_that_was_replaced_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ from dstrain.training.state.manifest import (
     MANIFEST_FIELDS,
     CheckpointInfo,
     FileEntry,
+    PassingError,
     finalize_checkpoint,
     find_checkpoints,
     find_latest_complete,
@@ -144,7 +145,7 @@ def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, A
 
 # In the folder `checkpoints` of a run:
 #
-#     step-00000200.partial/   being written, or left by a killed run; never read
+#     step-00000200.partial/   being written, or left by a killed run; never read; .retry.partial by a second try
 #     step-00000100/           complete: MANIFEST.json was written last
 #     step-00000100.old/       replaced by step-00000100; exists between two renames
 #     superseded-TIME-step-00000200/   newer than the checkpoint that the run continued from; removed once step 200
@@ -155,6 +156,10 @@ def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, A
 
 
 T = TypeVar("T")
+PARTIAL_SUFFIXES = (".partial", ".retry.partial")
+"""Of the first and the second try of a save: a network file system may not remove what the first one has left."""
+RETRY_SECONDS = 5.0
+"""Pause before the second try."""
 
 
 @dataclass(kw_only=True)
@@ -174,6 +179,7 @@ class CheckpointStore:
     """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
     in_use: Callable[[], Collection[str]] = tuple
     """Names of checkpoints that are not pruned yet, since they are being copied."""
+    _events: list[tuple[str, dict[str, Any]]] = field(default_factory=list, init=False)
 
     def save(
         self,
@@ -184,13 +190,53 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and rename it to its final name; return that folder. Collective.
 
-        Every rank calls `write(folder)`, which writes the rank's files and returns their sizes and hashes. On failure
-        every rank raises CheckpointError, and older checkpoints are unchanged.
+        Every rank calls `write(folder)`, which writes the rank's files and returns their sizes and hashes; it is called
+        again, with another folder, after an error that may pass. On failure every rank raises CheckpointError, and older
+        checkpoints are unchanged. Once the checkpoint has its name, nothing raises: see `pop_events`.
         """
         final = self.folder / f"step-{progress.step:08d}"
-        partial = final.with_suffix(".partial")
         fields = (progress.step, progress.samples, metric, self.world.size, run_info.get("zero_stage"))
         run_info = {"time": format_current_time(), **run_info, **dict(zip(MANIFEST_FIELDS, fields, strict=True))}
+        self.try_twice(
+            lambda attempt: self._write_and_rename(final, final.with_suffix(PARTIAL_SUFFIXES[attempt]), write, run_info)
+        )
+        fault = self.run_on_rank_zero("pruning", lambda: self._clean_up(progress.step))
+        if fault:
+            self._add_event("cleanup_failed", checkpoint=final.name, why=fault)
+        return final
+
+    def try_twice(self, action: Callable[[int], T]) -> T:
+        """Return `action(0)`; after an error that may pass, and a pause, `action(1)`. Collective.
+
+        `action` raises PassingError on all ranks or on none: all try again. Raises CheckpointError after the second.
+        """
+        try:
+            return action(0)
+        except PassingError as error:
+            self._add_event("save_retried", why=str(error).rpartition("; ")[0])  # without the hint
+        time.sleep(RETRY_SECONDS)
+        try:
+            return action(1)
+        except PassingError as error:
+            raise CheckpointError(f"in two tries: {error}") from error
+
+    def _add_event(self, name: str, **fields: Any) -> None:
+        if self.world.rank == 0:
+            self._events.append((name, fields))
+
+    def pop_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return what saves since the last call have met on rank 0: events, which are warnings, and their fields."""
+        events, self._events = self._events, []
+        return events
+
+    def _write_and_rename(
+        self,
+        final: Path,
+        partial: Path,
+        write: Callable[[Path], Mapping[str, FileEntry]],
+        run_info: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint under the partial name, and rename it. Collective."""
         try:
             self.run_on_rank_zero(f"making {partial}", lambda: self._create_partial(partial))
             written = self._run_on_all_ranks(f"writing {final.name}", lambda: write(partial))
@@ -204,9 +250,6 @@ class CheckpointStore:
             if self.world.rank == 0:  # all ranks have returned, so none writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        # After the rename: an error from here on leaves a complete checkpoint.
-        self.run_on_rank_zero("pruning", lambda: self._prune(progress.step, link_best(self.folder)))
-        return final
 
     def _create_partial(self, partial: Path) -> None:
         self.check_owner()
@@ -262,6 +305,20 @@ class CheckpointStore:
             self.run_on_rank_zero("choosing the best", lambda: link_best(self.folder))
         return superseded
 
+    def _clean_up(self, current_step: int) -> str:
+        """Link the best checkpoint and remove what is not kept, also what earlier saves could not remove.
+
+        Returns why that failed: the checkpoint that was just written is whole, whatever happens here.
+        """
+        try:
+            # Before anything is removed: the new name must outlive a power failure.
+            sync_folder(self.folder)
+            _remove_incomplete(self.folder)
+            self._prune(current_step, link_best(self.folder))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def _prune(self, current_step: int, best: CheckpointInfo | None) -> None:
         """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
         if self.keep is None:
@@ -279,11 +336,14 @@ class CheckpointStore:
             if parse_step(path.name) <= current_step:  # the run has reached this step again
                 remove_checkpoint(path)
 
-    def run_on_rank_zero(self, action: str, function: Callable[[], T]) -> T:
-        """Call the function on rank 0 and return its result; raise on all ranks if it failed. Collective."""
-        return cast(T, self._run_on_all_ranks(action, lambda: function() if self.world.rank == 0 else None)[0])
+    def run_on_rank_zero(self, action: str, function: Callable[[], T], hint: str = "") -> T:
+        """Call the function on rank 0 and return its result; raise on all ranks if it failed. Collective.
 
-    def _run_on_all_ranks(self, action: str, function: Callable[[], T]) -> list[T]:
+        `hint`: what is left of the checkpoints then, where the older ones are not unchanged.
+        """
+        return cast(T, self._run_on_all_ranks(action, lambda: function() if self.world.rank == 0 else None, hint)[0])
+
+    def _run_on_all_ranks(self, action: str, function: Callable[[], T], hint: str = "") -> list[T]:
         """Call the function on every rank and return all results, by rank; raise on all if one failed. Collective."""
         error, value = None, None
         try:
@@ -292,9 +352,8 @@ class CheckpointStore:
             error = caught
 
         def summarize(faults: list[str]) -> str:
-            return (
-                f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {self._unchanged_hint()}"
-            )
+            left = hint or self._unchanged_hint()
+            return f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {left}"
 
         with self._peer_errors(action):
             return cast("list[T]", gather_or_raise(self.world, value, error, summarize))
@@ -319,20 +378,25 @@ def list_old_versions(folder: Path) -> list[Path]:
     return [folder / name for name in names if REMOVABLE_NAME_PATTERN.fullmatch(name)]
 
 
-REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
+REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old|\.retry)?")
 """Folder names that a run may remove; all others are the user's."""
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Rename a written checkpoint to its final name. The one that it replaces can be found as `.old` until then."""
+    """Rename a written checkpoint to its final name. The one that it replaces is `.old` until the cleanup."""
     old = final.with_suffix(".old")
-    if final.exists():
+    replaces = final.exists()
+    if replaces:
         # Two renames, as no file system replaces a folder with content; `.old` is found between them.
         clear_path(old)
         rename_folder(final, old)
-    rename_folder(partial, final)
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        rename_folder(partial, final)
+    except OSError:
+        if replaces:
+            with contextlib.suppress(OSError):  # the next start finds `.old`
+                rename_folder(old, final)
+        raise
 
 
 def remove_checkpoint(path: Path) -> bool:
@@ -396,10 +460,10 @@ def remove_folder(path: Path) -> bool:
 
 
 def rename_folder(path: Path, target: Path) -> None:
-    """Rename a folder to a free name. An NFS client that repeats a request gets an error that `path` is missing."""
+    """Rename a folder to a free name. A network file system may report an error of a rename that it has done."""
     try:
         os.rename(path, target)
-    except FileNotFoundError:
+    except OSError:
         # Both the other way round: the first request did the rename, and its answer was lost.
-        if path.exists() or not target.exists():
+        if os.path.lexists(path) or not target.exists():
             raise

@@ -27,7 +27,7 @@ from dstrain.training.copies import RunCopy
 from dstrain.training.engine.base import Engine
 from dstrain.training.health.signals import GracePeriod
 from dstrain.training.state.files import StateFile, write_state
-from dstrain.training.state.manifest import find_checkpoints, find_latest_complete, get_folder_size
+from dstrain.training.state.manifest import FileEntry, find_checkpoints, find_latest_complete, get_folder_size
 from dstrain.units import format_bytes
 
 SIZE_MARGIN = 1.02
@@ -79,19 +79,28 @@ def ensure_disk_space(
 
     Only with `prune_when_full` older checkpoints are removed for it, and never the newest complete one.
     """
-    for name in checkpoints.run_on_rank_zero(
-        "making room", lambda: _ensure_disk_space(checkpoints.folder, num_bytes, prune_when_full)
-    ):
-        log_event("checkpoint_removed", checkpoint=name, why="the disk is full, and save.prune_when_full is set")
+    removed: list[str] = []
+    hint = f"the newest complete checkpoint in {checkpoints.folder} is unchanged: fix the cause and start again"
+    try:
+        checkpoints.try_twice(
+            lambda _: checkpoints.run_on_rank_zero(
+                "making room",
+                lambda: _ensure_disk_space(checkpoints.folder, num_bytes, prune_when_full, removed),
+                hint if prune_when_full else "",
+            )
+        )
+    finally:
+        for name in removed:
+            log_event("checkpoint_removed", checkpoint=name, why="the disk is full, and save.prune_when_full is set")
 
 
-def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool) -> list[str]:
+def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool, removed: list[str]) -> None:
+    """`removed` gets the names of the checkpoints that are removed."""
     newest = find_latest_complete(folder)
     # The size of a real checkpoint is better than the estimate.
     needed = int((newest.size if newest else num_bytes) * SIZE_MARGIN)
-    removed: list[str] = []
     if prune_when_full and not has_room(folder, needed):
-        removed = _prune_until_free(folder, needed)
+        _prune_until_free(folder, needed, removed)
     if not has_room(folder, needed):
         free = get_free_bytes(folder) or 0
         fix = "free some" if prune_when_full else "free some, lower save.keep or set save.prune_when_full"
@@ -100,12 +109,11 @@ def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool) -> l
             errno.ENOSPC,
             f"a checkpoint takes {format_bytes(needed)}, and {folder} has {format_bytes(free)} free: {fix}",
         )
-    return removed
 
 
-def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
-    """Remove superseded, then older checkpoints, the best last, until enough is free; return their names."""
-    complete, removed = [info for info in find_checkpoints(folder) if info.is_complete], []
+def _prune_until_free(folder: Path, needed_bytes: int, removed: list[str]) -> None:
+    """Remove superseded, then older checkpoints, the best last, until enough is free; add their names to `removed`."""
+    complete = [info for info in find_checkpoints(folder) if info.is_complete]
     best = find_best(folder)
     older = sorted(complete[1:], key=lambda info: (best is not None and info.path == best.path, info.step))
     for path in [*list_old_versions(folder), *(info.path for info in older)]:
@@ -113,7 +121,6 @@ def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
             break
         if remove_checkpoint(path):
             removed.append(path.name)
-    return removed
 
 
 def get_free_bytes(folder: Path) -> int | None:
@@ -133,6 +140,11 @@ def has_room(folder: Path, num_bytes: int) -> bool:
 
 
 COPY_POLL_SECONDS = 0.2
+_WARNINGS = {
+    "save_retried": "a save failed, and was tried again: {why}",
+    "cleanup_failed": "{checkpoint} is saved, but older checkpoints could not all be removed, or `best` not be set "
+    "({why}); the next save tries again",
+}
 HOST_MEMORY_FRACTION = 0.9
 """Fraction of free host memory that copies may take."""
 
@@ -181,9 +193,12 @@ class CheckpointSaver:
         if self.early_stopping is not None:
             run_info["early_stopping"] = self.early_stopping.state_dict()
         if not self._can_save_async(is_last):
-            state_files = _with_progress(self.engine.state_files(), self.engine.world.log)
-            write = partial(write_state, state_files=state_files, metadata=about)
-            folder = self.checkpoints.save(write, progress, run_info, metric)
+
+            def write_from_engine(folder: Path) -> dict[str, FileEntry]:
+                state_files = _with_progress(self.engine.state_files(), self.engine.world.log)
+                return write_state(folder, state_files, about)
+
+            folder = self.checkpoints.save(write_from_engine, progress, run_info, metric)
             seconds = time.perf_counter() - start
             self._log_saved(progress, folder, seconds, seconds)
             return
@@ -248,6 +263,9 @@ class CheckpointSaver:
 
     def _log_saved(self, progress: Progress, folder: Path, blocked_seconds: float, total_seconds: float) -> None:
         self.saved_step = progress.step
+        for event, fields in self.checkpoints.pop_events():
+            self.log_event(event, **fields)
+            log_stdout(f"warning: {_WARNINGS[event].format(**fields)}")
         for name, value in (("save_stall_seconds", blocked_seconds), ("save_seconds", total_seconds)):
             self._timings[name] = self._timings.get(name, 0.0) + value
         self.grace.record_save(total_seconds + (self.copy.seconds if self.copy else 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -440,8 +441,12 @@ def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Ma
         ("run.json", run_info),
     ):
         files[name] = write_hashed_file(partial / name, _to_json(held))
-    if fault := _find_size_mismatch(partial, files):
-        raise CheckpointError(f"{partial}: {fault}, though a process wrote it; is the folder shared by all hosts?")
+    fault = _find_size_mismatch(partial, files)
+    if fault:
+        # An NFS client may see a file of another host late: a second try finds it.
+        raise CheckpointError(
+            f"{partial}: {fault}, though a process wrote it; is the folder shared by all hosts?"
+        ) from FileNotFoundError(errno.ENOENT, fault)
     per_rank = _count_files_per_rank(files, run_info["world_size"])
     manifest = (
         {"format": MANIFEST_FORMAT} | {name: run_info[name] for name in MANIFEST_FIELDS} | {"files_per_rank": per_rank}
@@ -457,6 +462,22 @@ def _to_json(value: Any) -> bytes:
     return (json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n").encode()
 
 
+PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EAGAIN, errno.ETIMEDOUT)
+"""Errors of disks and network file systems that may be gone some seconds later."""
+
+
+class PassingError(CheckpointError):
+    """Each rank that failed met an error that may pass (PASSING_ERRNOS)."""
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno in PASSING_ERRNOS
+        error = error.__cause__ or error.__context__
+    return False
+
+
 T = TypeVar("T")
 
 
@@ -466,18 +487,20 @@ def gather_or_raise(
     """Return every rank's value, by rank; or raise on all ranks if one has an error, which they would wait for. Collective.
 
     Raises RunFolderLockedError if that is the error of any rank, else CheckpointError with `summarize(faults)`, of
-    faults such as `rank 3: OSError: ...`.
+    faults such as `rank 3: OSError: ...`: a PassingError if all of them may pass.
     """
     kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     fault = None if error is None else f"{kind}{error}"
     taken = str(error) if isinstance(error, RunFolderLockedError) else ""
-    outcomes = world.gather((value, fault, taken))
-    if taken := next((text for _, _, text in outcomes if text), ""):
-        raise RunFolderLockedError(taken) from error
-    faults = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text is not None]
+    outcomes = world.gather((value, fault, taken, error is None or _may_pass(error)))
+    conflicts = [outcome[2] for outcome in outcomes if outcome[2]]
+    if conflicts:
+        raise RunFolderLockedError(conflicts[0]) from error
+    faults = [f"rank {rank}: {outcome[1]}" for rank, outcome in enumerate(outcomes) if outcome[1] is not None]
     if faults:
-        raise CheckpointError(summarize(faults)) from error
-    return [value for value, _, _ in outcomes]
+        error_class = PassingError if all(outcome[3] for outcome in outcomes) else CheckpointError
+        raise error_class(summarize(faults)) from error
+    return [outcome[0] for outcome in outcomes]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import pytest
 import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError
+from dstrain.training import checkpoints as checkpoints_module
 from dstrain.training.checkpoints import CheckpointStore, find_best
 from dstrain.training.state import manifest
 from dstrain.training.state.manifest import (
@@ -356,6 +357,118 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert steps(tmp_path) == [1]
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dstrain.training.checkpoints.RETRY_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOENT, errno.EAGAIN, errno.ETIMEDOUT])
+def test_an_error_that_may_pass_is_tried_again_by_all_ranks_in_another_folder(number: int, tmp_path: Path) -> None:
+    def act(world: ThreadWorld) -> Any:
+        folders: list[str] = []
+
+        def write_late(folder: Path) -> dict[str, FileEntry]:
+            folders.append(folder.name)
+            if world.rank == 1 and len(folders) == 1:
+                raise OSError(number, os.strerror(number))
+            return write_shard(world)(folder)
+
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
+        save(checkpoints, 1, by=write_late)
+        return folders, checkpoints.pop_events()
+
+    told = on_ranks(3, act)
+    assert [folders for folders, _ in told] == [["step-00000001.partial", "step-00000001.retry.partial"]] * 3
+    ((event, fields),) = told[0][1]
+    assert (event, told[1][1], told[2][1]) == ("save_retried", [], [])
+    assert fields["why"].startswith("writing step-00000001 failed on 1 of 3 ranks (rank 1: ")
+    assert fields["why"].endswith(f"{os.strerror(number)})")
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_an_error_in_both_tries_ends_all_ranks_and_leaves_the_older_ones(tmp_path: Path) -> None:
+    def stale(folder: Path) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    save(solo(tmp_path), 1)
+    with pytest.raises(
+        CheckpointError, match=r"^in two tries: writing step-00000002 failed on 1 of 1 ranks .*unchanged"
+    ):
+        save(solo(tmp_path), 2, by=stale)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_what_a_first_try_leaves_is_removed_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, remove = solo(tmp_path), shutil.rmtree
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            remove(path)
+
+    def fail_once(folder: Path) -> dict[str, FileEntry]:
+        if folder.suffixes == [".partial"]:
+            (folder / "half").touch()
+            monkeypatch.setattr(shutil, "rmtree", refuse)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return write(folder)
+
+    save(kept, 1, by=fail_once)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    save(kept, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_replaced_checkpoint_has_its_name_again_where_its_successor_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(solo(tmp_path), 1, metric=1.0)
+    rename = os.rename
+
+    def fail(path: Path, target: Path) -> None:
+        if Path(path).suffix == ".partial":
+            raise OSError(errno.EACCES, "Permission denied")
+        rename(path, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CheckpointError, match="committing step-00000001 failed"):
+        save(solo(tmp_path), 1, metric=2.0)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step-00000001"]
+    assert find_checkpoints(tmp_path)[0].metric == 1.0
+
+
+@pytest.mark.parametrize("name", ["sync_folder", "link_best", "list_folder", "remove_checkpoint", "_remove_incomplete"])
+def test_an_error_behind_the_rename_ends_nothing_and_the_next_save_removes_what_was_left(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = solo(tmp_path, keep=1)
+    save(kept, 1, metric=0.5)
+    commit = checkpoints_module._commit
+
+    def commit_and_fail(partial: Path, final: Path) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        commit(partial, final)
+        monkeypatch.setattr(checkpoints_module, name, fail)
+
+    monkeypatch.setattr(checkpoints_module, "_commit", commit_and_fail)
+    save(kept, 2, metric=0.4)
+    monkeypatch.undo()
+    assert kept.pop_events() == [
+        ("cleanup_failed", {"checkpoint": "step-00000002", "why": "OSError: [Errno 116] Stale file handle"})
+    ]
+    assert steps(tmp_path) == [2, 1]
+    save(kept, 3, metric=0.3)
+    assert steps(tmp_path) == [3]
+    assert best(tmp_path) == "step-00000003"
+    assert kept.pop_events() == []
 
 
 class Killed(BaseException):

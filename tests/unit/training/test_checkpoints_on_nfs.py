@@ -120,6 +120,7 @@ def test_a_rename_that_was_done_and_reported_as_a_fault_is_done(
 def test_a_rename_of_what_is_not_there_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(solo(tmp_path), 1)
     monkeypatch.setattr(os, "rename", refuse(errno.ENOENT))
+    monkeypatch.setattr("dstrain.training.checkpoints.RETRY_SECONDS", 0)
     with pytest.raises(CheckpointError, match="committing step-00000002 failed"):
         save(solo(tmp_path), 2)
     assert steps(tmp_path) == [1]

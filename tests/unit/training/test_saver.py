@@ -113,6 +113,28 @@ def test_a_failure_is_raised_where_training_asks_for_it(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_a_second_try_writes_the_whole_state_again(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, tries, told = files.write_state_file, [], list[Any]()
+
+    def fail_once(folder: Path, shard: StateFile) -> Any:
+        tries.append(write(folder, shard))
+        if len(tries) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return tries[-1]
+
+    monkeypatch.setattr("dstrain.training.checkpoints.RETRY_SECONDS", 0)
+    monkeypatch.setattr(files, "write_state_file", fail_once)
+    kept = saving(tmp_path, Weights(), told, background=background)
+    kept.save(Progress(1, 1), None)
+    kept.wait()
+    assert [event for event, _ in told] == ["save_retried", "saved"]
+    assert "warning: a save failed, and was tried again: writing step-00000001 failed on" in capsys.readouterr().out
+    assert CheckpointReader(tmp_path / "step-00000001").read_tensor("w").tolist() == [0.0] * 1000
+
+
 @pytest.mark.parametrize("why", ["disk", "memory"])
 def test_where_a_copy_cannot_be_made_training_waits_and_it_is_said_once(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
@@ -33,8 +33,6 @@ from dstrain.training.state.manifest import (
     find_latest_complete,
     gather_or_raise,
     inspect_checkpoint,
-    is_of_other_version,
-    iter_checkpoints,
     list_checkpoint_names,
     make_damaged_info,
     parse_step,
@@ -57,8 +55,8 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
     if selector == "last":
         return complete[0]
     if selector == "best":
-        ranking = _rank_by_metric(folder)
-        best = inspect_checkpoint(folder / ranking[0]) if ranking else complete[0]
+        ranked = _rank_by_metric(folder, list_checkpoint_names(folder)).ranked
+        best = inspect_checkpoint(folder / ranked[0]) if ranked else complete[0]
         if best.fault:  # the second best is not what was asked for
             raise UsageError(f"--step best: {best.path} is {best.status}; give another step, or last")
         return best
@@ -73,7 +71,7 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
 
 def find_best(folder: Path) -> CheckpointInfo | None:
     """Return the complete checkpoint with the best metric; None where none has a metric."""
-    for name in _rank_by_metric(folder):
+    for name in _rank_by_metric(folder, list_checkpoint_names(folder)).ranked:
         checkpoint = inspect_checkpoint(folder / name)
         if checkpoint.is_complete:
             return checkpoint
@@ -87,47 +85,58 @@ def read_run_id(folder: Path) -> str | None:
     return run_id if isinstance(run_id, str) else None
 
 
-def _rank_by_metric(folder: Path) -> list[str]:
-    """Return the names of the checkpoints with a metric, the best first, the older of equals first.
+class _Ranking(NamedTuple):
+    """Names of checkpoints by their metrics."""
+
+    ranked: list[str]
+    """Those with a metric, the best first, the older of equals first."""
+    unread: set[str]
+    """Those whose metric cannot be read now."""
+
+
+def _rank_by_metric(folder: Path, names: Sequence[str]) -> _Ranking:
+    """Compare the metrics of checkpoints; `names`: the newest first.
 
     `eval.metric` and `eval.best` are those of the newest complete checkpoint: a run may have gone on with another
     metric, and checkpoints with the old one are not compared.
     """
-    newest = find_latest_complete(folder)
+    checkpoints = (inspect_checkpoint(folder / name) for name in names)
+    newest = next((info for info in checkpoints if info.is_complete), None)
     if newest is None:
-        return []
+        return _Ranking([], set(names))
     metric_name, mode = (lookup(newest.run_info, ("recipe", "eval", key)) for key in ("metric", "best"))
     sign = -1 if mode == "max" else 1
-    ranking = []
-    for name in list_checkpoint_names(folder):
+    ranking, unread = [], set()
+    for name in names:
         info = read_run_info(folder / name)
+        if info is None:
+            unread.add(name)
+            continue
         metric, recorded_name = info.get("metric"), lookup(info, ("recipe", "eval", "metric"))
         if not isinstance(metric, int | float) or not math.isfinite(metric):
             continue
         if metric_name is None or recorded_name in (None, metric_name):
             ranking.append((sign * metric, parse_step(name), name))
-    return [name for _, _, name in sorted(ranking)]
+    return _Ranking([name for _, _, name in sorted(ranking)], unread)
 
 
-def link_best(folder: Path) -> CheckpointInfo | None:
-    """Return the best checkpoint, and let the link `best` point to it where the file system has links.
+def link_best(folder: Path, best: str | None) -> None:
+    """Let the link `best` point to the best checkpoint, where there is one, and the file system has links.
 
     A file or folder of this name is the user's, such as the copy that `cp -rL` makes of a link.
     """
     link, new_link = folder / BEST_NAME, folder / "best.new"
-    best = find_best(folder)
     if not link.is_symlink() and link.exists():
-        return best
+        return
     if best is None:
         link.unlink(missing_ok=True)
-        return None
-    if link.is_symlink() and os.readlink(link) == best.path.name:
-        return best
+        return
+    if link.is_symlink() and os.readlink(link) == best:
+        return
     new_link.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # exFAT and SMB have no links; the error number differs
-        new_link.symlink_to(best.path.name)
+        new_link.symlink_to(best)
         os.replace(new_link, link)  # so that it exists at every moment
-    return best
 
 
 def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, Any]]:
@@ -200,7 +209,7 @@ class CheckpointStore:
         self.try_twice(
             lambda attempt: self._write_and_rename(final, final.with_suffix(PARTIAL_SUFFIXES[attempt]), write, run_info)
         )
-        fault = self.run_on_rank_zero("pruning", lambda: self._clean_up(progress.step))
+        fault = self.run_on_rank_zero("pruning", lambda: self._clean_up(final.name))
         if fault:
             self._add_event("cleanup_failed", checkpoint=final.name, why=fault)
         return final
@@ -271,6 +280,9 @@ class CheckpointStore:
         passed_over: list[CheckpointInfo] = []
         for name in names:
             info = self.verify(self.folder / name)
+            if info.may_pass:  # or the run would go back to an older one
+                time.sleep(RETRY_SECONDS)
+                info = self.verify(self.folder / name)
             if info.is_complete:
                 return info, passed_over
             passed_over.append(info)
@@ -283,10 +295,10 @@ class CheckpointStore:
         """
         info = inspect_checkpoint(path, check_hashes=True, share=(self.world.rank, self.world.size))
         with self._peer_errors(f"verifying {path}"):
-            faults = self.world.gather(info.fault)
-        for rank, fault in enumerate(faults):
+            faults = self.world.gather((info.fault, info.may_pass))
+        for rank, (fault, may_pass) in enumerate(faults):
             if fault:
-                return make_damaged_info(path, f"{fault} (rank {rank})")
+                return make_damaged_info(path, f"{fault} (rank {rank})", may_pass)
         return info
 
     def remove_incomplete(self) -> list[str]:
@@ -302,10 +314,14 @@ class CheckpointStore:
             "superseding newer checkpoints", lambda: _replace_newer(self.folder, checkpoint)
         )
         if superseded:
-            self.run_on_rank_zero("choosing the best", lambda: link_best(self.folder))
+            self.run_on_rank_zero("choosing the best", self._link_best)
         return superseded
 
-    def _clean_up(self, current_step: int) -> str:
+    def _link_best(self) -> None:
+        best = find_best(self.folder)
+        link_best(self.folder, None if best is None else best.path.name)
+
+    def _clean_up(self, current: str) -> str:
         """Link the best checkpoint and remove what is not kept, also what earlier saves could not remove.
 
         Returns why that failed: the checkpoint that was just written is whole, whatever happens here.
@@ -314,23 +330,34 @@ class CheckpointStore:
             # Before anything is removed: the new name must outlive a power failure.
             sync_folder(self.folder)
             _remove_incomplete(self.folder)
-            self._prune(current_step, link_best(self.folder))
+            names = list_checkpoint_names(self.folder)
+            if current not in names:
+                return f"the listing of {self.folder} does not have it yet"
+            ranking = _rank_by_metric(self.folder, names)
+            # One that cannot be read now may be the best.
+            kept = {current, *self.in_use(), *ranking.unread}
+            best = None
+            for name in ranking.ranked:
+                kept.add(name)
+                if inspect_checkpoint(self.folder / name).is_complete:
+                    best = name
+                    break
+            link_best(self.folder, best)
+            if self.keep is not None:
+                self._prune(names, self.keep, kept, parse_step(current))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _prune(self, current_step: int, best: CheckpointInfo | None) -> None:
-        """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
-        if self.keep is None:
-            return
-        complete = (info.step for info in iter_checkpoints(self.folder) if info.is_complete)
+    def _prune(self, names: Sequence[str], keep: int, kept: Collection[str], current_step: int) -> None:
+        """Remove checkpoints older than the newest `keep` complete ones, except multiples and those in `kept`."""
+        complete = (parse_step(name) for name in names if inspect_checkpoint(self.folder / name).is_complete)
         # Damaged ones do not count, or they would push out checkpoints that can be loaded.
-        oldest = min(itertools.islice(complete, self.keep), default=0)
-        kept = {*self.in_use(), *([] if best is None else [best.path.name])}
-        for name in list_checkpoint_names(self.folder):
+        oldest = min(itertools.islice(complete, keep), default=0)
+        for name in names:
             step = parse_step(name)
-            multiple = self.keep_every is not None and step % self.keep_every == 0
-            if step < oldest and not multiple and name not in kept and step != current_step:
+            is_multiple = self.keep_every is not None and step % self.keep_every == 0
+            if step < oldest and not is_multiple and name not in kept:
                 remove_checkpoint(self.folder / name)
         for path in list_old_versions(self.folder):
             if parse_step(path.name) <= current_step:  # the run has reached this step again
@@ -400,16 +427,17 @@ def _commit(partial: Path, final: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Remove a checkpoint; return False for one of another version of dstrain, which stays.
+    """Remove a checkpoint if it is complete; return False for any other folder, which stays.
 
-    It is renamed first: one that is half removed must not look like a checkpoint.
+    The manifest and the hash of run.json prove that it is one, and of this version of dstrain. It is renamed first: one
+    that is half removed must not look like a checkpoint.
     """
-    if is_of_other_version(path):
+    if not inspect_checkpoint(path).is_complete:
         return False
     partial = path.with_suffix(".partial")
     clear_path(partial)
     rename_folder(path, partial)
-    shutil.rmtree(partial, ignore_errors=True)  # remove_incomplete removes files that a reader holds open on NFS
+    shutil.rmtree(partial, ignore_errors=True)  # the next cleanup removes files that a reader holds open on NFS
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,22 @@ def full_disks(faults: Faults, root: Path) -> Iterator[Row]:
         yield row
 
 
+PASSING: tuple[tuple[int, int, str], ...] = (
+    (errno.ESTALE, 1, f"open {NEW}.partial/{SHARDS[1]}"),
+    (errno.EIO, 0, f"fsync {NEW}.partial/{SHARDS[0]}"),
+    (errno.ETIMEDOUT, 0, f"open {NEW}.partial/MANIFEST.json"),
+    (errno.EAGAIN, 0, f"rename {NEW}.partial"),
+)
+"""(error, rank, point)."""
+
+
+def passing_errors(faults: Faults) -> Iterator[Row]:
+    """Of one call each."""
+    points = faults.points()
+    for number, rank, point in PASSING:
+        yield lambda number=number, rank=rank, point=point: faults.pass_by(number, rank, points[rank], point)
+
+
 def damages(faults: Faults) -> Iterator[Row]:
     """Of a file of each kind in each way, and some of folders and links."""
     for name in KINDS:
@@ -84,4 +101,4 @@ def damages(faults: Faults) -> Iterator[Row]:
         yield lambda what=what, harm=harm, found=found, why=why: faults.damage(what, harm, found, why)
 
 
-__all__ = ["FEW", "LAST", "damages", "full_disks", "kills", "replacing", "some_kills"]
+__all__ = ["FEW", "LAST", "damages", "full_disks", "kills", "passing_errors", "replacing", "some_kills"]

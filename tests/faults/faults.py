@@ -7,6 +7,7 @@ nothing half done behind. `Faults.judge` holds that; here is only what may go wr
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from dstrain.training.state.manifest import MANIFEST_FORMAT, find_checkpoints
 from tests.faults.fork_server import Ended, ForkServer
 from tests.faults.save_steps import BEFORE, SAMPLES, Saved, Started
+from tests.vocabulary import read_jsonl
 
 SCENE = "tests.faults.save_steps:"
 WARM = ("torch._dynamo", "tests.faults.save_steps")
@@ -116,6 +118,16 @@ class Faults:
         where = "before the save" if point is None else point
         said = error.removeprefix("CheckpointError: ").replace(str(disk / "checkpoints"), "checkpoints")
         return Outcome(f"{_disk(act)}: {where}", f"rank {rank}", BEFORE, said.split(";")[0], 1, _since(begin))
+
+    def pass_by(self, number: int, rank: int, points: list[str], point: str) -> Outcome:
+        """A call of one rank fails once, by an error that may pass. Both ranks write the checkpoint again."""
+        begin, folder = time.monotonic(), self.copy()
+        ended = self._save(folder, at=(rank, points.index(point)), act=f"raise {number}")
+        assert [one.answer.error for one in ended] == [None, None]
+        assert any(row["event"] == "save_retried" for row in read_jsonl(folder / "events.jsonl"))
+        started = self.judge(folder, BEFORE + 1)
+        assert (started.passed_over, started.removed) == ({}, [])
+        return Outcome(f"{errno.errorcode[number]}: {point}", f"rank {rank}", BEFORE + 1, "nothing", 0, _since(begin))
 
     def damage(self, what: str, harm: Callable[[Path], None], found: int, passed_over: str | None = None) -> Outcome:
         """A whole checkpoint is damaged. `passed_over`: how the reason begins; None where none is passed over."""

@@ -58,6 +58,10 @@ class ForkServer:
                 raise AssertionError(f"rank {rank} of {function}:\n{one.answer.traceback}")
         return ended
 
+    def start(self) -> None:
+        """Start the process now, with the present environment."""
+        self._process.start()
+
     def close(self) -> None:
         self._process.close()
 

@@ -24,7 +24,7 @@ from torch import nn
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
-from dstrain.distributed.world import TorchWorld
+from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
 from dstrain.ds_config import resolve_ds_config
 from dstrain.errors import DstrainError
 from dstrain.models.params import build_param_groups, zero3_init
@@ -32,6 +32,7 @@ from dstrain.preset import Device, read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
+from dstrain.training import checkpoints
 from dstrain.training.build_model import build_train_module
 from dstrain.training.build_run import prepare_start
 from dstrain.training.checkpoints import CheckpointStore
@@ -52,6 +53,7 @@ BEFORE = 3
 KEEP = 2
 TIMEOUT = timedelta(seconds=20)
 """Of the process group."""
+checkpoints.RETRY_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +111,10 @@ class Scene:
 
     def __init__(self, store: str, rank: int, size: int, folder: Path, engine: str = "torch") -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
-        self.world = TorchWorld(torch.device("cpu"), TIMEOUT)
+        self.world: World = SingleProcessWorld()  # without threads, so that the process may be forked
+        if size > 1:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+            self.world = TorchWorld(torch.device("cpu"), TIMEOUT)
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
         self.journal = RunLog(folder, rank)
@@ -228,9 +232,10 @@ def save_on(store: str, rank: int, size: int, folder: str, delay: float, engine:
 
 
 def _actor(act: str, folder: Path) -> Callable[[], None]:
-    """`kill`; `fill N`: fill the disk of the folder but for N bytes; `limit N`: let no file of this process grow over N."""
+    """`kill`; `raise N`: let the call fail with this errno; `fill N`: fill the disk of the folder but for N bytes;
+    `limit N`: let no file of this process grow over N."""
     name, _, size = act.partition(" ")
-    acts = {"fill": partial(fill, folder), "limit": limit}
+    acts = {"fill": partial(fill, folder), "limit": limit, "raise": fail}
     return partial(acts[name], int(size)) if size else partial(os.kill, os.getpid(), signal.SIGKILL)
 
 
@@ -238,6 +243,10 @@ def limit(size: int) -> None:
     """A disk that is full for this process alone: a file that grows over so many bytes fails."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def fill(folder: Path, left: int) -> None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.all_faults import damages, full_disks, kills, replacing
+from tests.faults.all_faults import damages, full_disks, kills, passing_errors, replacing
 from tests.faults.faults import WARM, Faults, Outcome
 from tests.faults.fork_server import ForkServer
 
@@ -27,7 +27,7 @@ def rows(faults: Faults, root: Path) -> Iterator[Outcome]:
             yield row()
     except PermissionError as error:
         print(f"left out: {error}")
-    for row in damages(faults):
+    for row in (*passing_errors(faults), *damages(faults)):
         yield row()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tests.faults.all_faults import FEW, damages, full_disks, kills, replacing, some_kills
+from tests.faults.all_faults import FEW, damages, full_disks, kills, passing_errors, replacing, some_kills
 from tests.faults.faults import WARM, Faults, Outcome, small_disk
 from tests.faults.fork_server import ForkServer
 
@@ -46,6 +47,10 @@ def test_a_damaged_file_of_any_kind_is_passed_over(faults: Faults) -> None:
 def test_a_disk_that_is_full_for_one_rank_stops_both(faults: Faults, tmp_path: Path) -> None:
     outcome = faults.full_disk(tmp_path / "run", "limit 1000", 1, None)
     assert "writing step-00000004 failed on 1 of 2 ranks (rank 1: OSError" in outcome.said
+
+
+def test_an_error_that_passes_on_one_rank_ends_neither(faults: Faults) -> None:
+    assert {outcome.lost for outcome in outcomes(islice(passing_errors(faults), 1))} == {0}
 
 
 @pytest.mark.slow  # kills at points that stand for others: above

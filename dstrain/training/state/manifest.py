@@ -201,6 +201,8 @@ class CheckpointInfo:
     world_size: int | None = None
     zero_stage: int | None = None
     metric: float | None = None
+    may_pass: bool = False
+    """True if the fault is an error of the file system that may be gone some seconds later."""
 
     @property
     def is_complete(self) -> bool:
@@ -252,14 +254,11 @@ def find_checkpoints(folder: Path, check_hashes: bool = False) -> list[Checkpoin
     return [found[name] for name in _sort_names(found)]
 
 
-def iter_checkpoints(folder: Path) -> Iterator[CheckpointInfo]:
-    """Yield the checkpoints one by one: a folder may have thousands, and most callers need the newest."""
-    return (inspect_checkpoint(folder / name) for name in list_checkpoint_names(folder))
-
-
 def find_latest_complete(folder: Path) -> CheckpointInfo | None:
     """Return the newest complete checkpoint in a folder, checked by sizes, not hashes."""
-    return next((info for info in iter_checkpoints(folder) if info.is_complete), None)
+    # One by one: a folder may have thousands.
+    checkpoints = (inspect_checkpoint(folder / name) for name in list_checkpoint_names(folder))
+    return next((info for info in checkpoints if info.is_complete), None)
 
 
 def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int, int] = (0, 1)) -> CheckpointInfo:
@@ -268,6 +267,7 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     Every file must exist with its size; `check_hashes` compares contents too, with `share` = (k, n) of every n-th block
     from block k on. Files that the manifest does not name are ignored.
     """
+    may_pass = False
     try:
         manifest = _read_manifest(path)
         fault = _find_version_fault(path, manifest) or _find_content_fault(path, manifest, check_hashes, share)
@@ -275,21 +275,24 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
         fault = f"{MANIFEST_FILE} is missing"
     except CheckpointError as error:
         fault = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
+        may_pass = _may_pass(error)
     except OSError as error:
         fault = f"it cannot be read: {error}"
+        may_pass = _may_pass(error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fault = f"{MANIFEST_FILE} is not readable"
     if fault:
-        return make_damaged_info(path, fault)
+        return make_damaged_info(path, fault, may_pass)
     size = sum(entry["size"] for entry in manifest["files"].values())
     if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
         size += file.st_size
     return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 
-def make_damaged_info(path: Path, fault: str) -> CheckpointInfo:
+def make_damaged_info(path: Path, fault: str, may_pass: bool = False) -> CheckpointInfo:
     """Return the info of a checkpoint that cannot be read."""
-    return CheckpointInfo(step=_step_from_path(path) or 0, path=path, fault=fault, size=get_folder_size(path))
+    step, size = _step_from_path(path) or 0, get_folder_size(path)
+    return CheckpointInfo(step=step, path=path, fault=fault, size=size, may_pass=may_pass)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -305,26 +308,19 @@ def _find_version_fault(path: Path, manifest: Mapping[str, Any]) -> str:
     if not is_first and not isinstance(number, int):
         return f"{MANIFEST_FILE} has the format {number!r}"
     which = LATER_VERSION if isinstance(number, int) and number > MANIFEST_FORMAT else EARLIER_VERSION
-    wrote = read_run_info(path).get("versions")
+    wrote = (read_run_info(path) or {}).get("versions")
     version = wrote.get("dstrain") if isinstance(wrote, dict) else None
     reader = f"dstrain {one_line(version)[:40]}, which wrote it, does" if isinstance(version, str) else "that one does"
     return f"{which} (format {number or 'without a number'}), which this one does not read; {reader}"
 
 
-def is_of_other_version(path: Path) -> bool:
-    """Return True if another version of dstrain wrote the checkpoint in this folder. Raises OSError."""
-    try:
-        fault = _find_version_fault(path, _read_manifest(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError, RecursionError):  # no manifest at all
-        return False
-    return fault.startswith((EARLIER_VERSION, LATER_VERSION))
-
-
-def read_run_info(path: Path) -> dict[str, Any]:
-    """Return run.json without a look at the other files; empty where it cannot be read."""
+def read_run_info(path: Path) -> dict[str, Any] | None:
+    """Return run.json without a look at the other files; empty if it is damaged, None if it cannot be read."""
     try:
         info = json.loads(read_limited(path / "run.json", MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except OSError:
+        return None
+    except (ValueError, RecursionError):
         return {}
     return info if isinstance(info, dict) else {}
 

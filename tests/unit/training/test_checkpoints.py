@@ -32,6 +32,7 @@ from dstrain.training.state.manifest import (
     find_checkpoints,
     find_latest_complete,
     inspect_checkpoint,
+    make_damaged_info,
     read_file_entries,
     write_hashed_file,
 )
@@ -253,6 +254,67 @@ def test_damaged_checkpoints_do_not_push_whole_ones_out(tmp_path: Path) -> None:
     _truncate(tmp_path / "step-00000002")
     save(checkpoints, 3)
     assert steps(tmp_path) == [3, 1]
+
+
+def test_only_what_is_proven_to_be_a_whole_checkpoint_is_removed(tmp_path: Path) -> None:
+    """A damaged one may be of use, and a folder with such a name may be of another program."""
+    save(solo(tmp_path, keep=9), 2, 3, 4, 5)
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001/model.safetensors").touch()
+    (tmp_path / "step-00000002/run.json").unlink()
+    _truncate(tmp_path / "step-00000003")
+    save(solo(tmp_path, keep=1), 6)
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (1, 2, 3, 6)]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES])
+def test_the_best_stays_where_it_cannot_be_read_for_a_moment(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, read, failed = solo(tmp_path, keep=1), manifest.read_limited, []
+    save(kept, 1, metric=0.1)
+    save(kept, 2, metric=0.2)
+
+    def fail_once(path: Path, limit: int) -> bytes:
+        if path == tmp_path / "step-00000001/run.json" and not failed:
+            failed.append(path)
+            raise OSError(number, os.strerror(number))
+        return read(path, limit)
+
+    monkeypatch.setattr(manifest, "read_limited", fail_once)
+    save(kept, 3, metric=0.3)
+    assert failed
+    assert 1 in steps(tmp_path)
+    save(kept, 4, metric=0.4)
+    assert (steps(tmp_path), best(tmp_path)) == ([4, 1], "step-00000001")
+
+
+def test_the_best_stays_where_the_listing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = solo(tmp_path, keep=1)
+    save(kept, 1, metric=0.1)
+    save(kept, 2, metric=0.2)
+    monkeypatch.setattr(checkpoints_module, "list_checkpoint_names", lambda folder: [])
+    save(kept, 3, metric=0.3)
+    assert "does not have it yet" in kept.pop_events()[0][1]["why"]
+    monkeypatch.undo()
+    assert (steps(tmp_path), best(tmp_path)) == ([3, 2, 1], "step-00000001")
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_checkpoint_counts_as_damaged_only_at_a_second_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(solo(tmp_path), 1, 2)
+    look, looked = checkpoints_module.inspect_checkpoint, []
+
+    def look_late(path: Path, *arguments: Any, **options: Any) -> Any:
+        looked.append(path.name)
+        if len(looked) > 1:
+            return look(path, *arguments, **options)
+        return make_damaged_info(path, "it cannot be read: [Errno 5] Input/output error", True)
+
+    monkeypatch.setattr(checkpoints_module, "inspect_checkpoint", look_late)
+    info, passed_over = solo(tmp_path).find_latest_valid()
+    assert info is not None
+    assert (info.step, passed_over, looked) == (2, [], ["step-00000002"] * 2)
 
 
 def test_the_checkpoint_just_written_is_kept_beside_newer_ones(tmp_path: Path) -> None:

@@ -140,6 +140,20 @@ def _check_dir_options(request: TrainRequest) -> None:
         raise UsageError(f"--run-dir: {problem}; give one, such as --run-dir runs/first")
 
 
+REPLACED_NAMES = (
+    *("recipe.yaml", "metrics.jsonl", "ds_config.json", "report.html", "task.py"),
+    *("tokenizer", "model", "profile"),
+)
+"""Files and folders that a run replaces in its folder; environment.json is the first."""
+
+
+def _has_content(path: Path) -> bool:
+    """Return True for a file or folder that is not empty: a killed start leaves empty ones."""
+    if path.is_dir():
+        return any(path.iterdir())
+    return path_exists(path) and path.stat().st_size > 0
+
+
 def check_run_dir(request: TrainRequest, name: str) -> None:
     """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a run's."""
     folder = get_run_dir(request, name)
@@ -159,10 +173,9 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
     elif folder in (Path.cwd(), *Path.cwd().parents):
         problem = "is the working directory or above it, but a run has a folder of its own"
     else:
-        files = [folder / name for name in ("recipe.yaml", "metrics.jsonl")]
-        # A killed start leaves empty ones.
-        if found := next((file for file in files if path_exists(file) and file.stat().st_size > 0), None):
-            problem = f"contains a {found.name} that is not a run's, and a run would overwrite it"
+        taken = [name for name in REPLACED_NAMES if _has_content(folder / name)]
+        if taken:
+            problem = f"contains a {taken[0]} that is not a run's, and a run would overwrite it"
     if problem:
         raise UsageError(f"--run-dir {request.run_dir}: {problem}; choose another, such as --run-dir runs/first")
 

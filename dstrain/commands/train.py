@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,7 +31,7 @@ from dstrain.preset import Device, resolve_precision
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
-from dstrain.training.run_dir import check_run_dir_writable
+from dstrain.training.run_dir import check_run_dir_writable, discard_run_dir
 from dstrain.training.start import START_ENV, ResumeOptions, Start, decide_start, find_point_by_sizes
 from dstrain.training.state.manifest import find_latest_complete, list_checkpoint_names
 
@@ -192,7 +191,7 @@ def hold_run_folder(
 
     def discard() -> None:
         if is_new and not has_progress(run_dir):
-            shutil.rmtree(run_dir, ignore_errors=True)
+            discard_run_dir(run_dir)
 
     with Lease(run_dir) as lease:
         if acquires:

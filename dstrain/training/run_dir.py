@@ -17,8 +17,9 @@ from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
-from dstrain.files import atomic_write, remove_stale_partials
+from dstrain.files import atomic_write, remove_path, remove_stale_partials
 from dstrain.launch.probe import read_installed_versions
+from dstrain.launch.slurm import SCRIPT_FILE
 from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
 from dstrain.models.weights import find_cached_config
@@ -173,6 +174,14 @@ _RUN_FILE_NAMES = (
 )
 # fmt: on
 """Files of a run in its folder. Logs belong to the launch, and any other file to the user."""
+
+
+def discard_run_dir(run_dir: Path) -> None:
+    """Remove what a refused start has written into a new run folder, and the folder if nothing else is in it."""
+    for name in (*_RUN_FILE_NAMES, ".workers", "logs", SCRIPT_FILE):
+        remove_path(run_dir / name)
+    with contextlib.suppress(OSError):  # somebody has put a file there meanwhile
+        run_dir.rmdir()
 
 
 def collect_environment() -> dict[str, Any]:

@@ -96,6 +96,12 @@ def unreadable(folder: Path) -> list[str]:
     return ["bad.yaml"]
 
 
+def beside_tokenizer(folder: Path) -> list[str]:
+    (folder / "mine/tokenizer").mkdir(parents=True)
+    (folder / "mine/tokenizer/vocab.json").write_text("{}")
+    return [RECIPE, "--run-dir", "mine"]
+
+
 def beside_recipe(folder: Path) -> list[str]:
     (folder / "mine").mkdir()
     (folder / "mine" / RECIPE).write_text((folder / RECIPE).read_text())
@@ -303,6 +309,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working directory or above it"]),
     "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working directory or above it"]),
     "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: contains a recipe.yaml that is not a run's"]),
+    "a run folder with a tokenizer of one's own": (beside_tokenizer, ["--run-dir mine: contains a tokenizer that is not a run's"]),
     "a run folder whose name is no text": (lambda folder: [RECIPE, "--run-dir", "r\udcff"], ["error: r\\xff: is not valid UTF-8", "rename the file or folder"]),
     "a run folder below a file, looked at only": (lambda folder: [RECIPE, "--dry-run", "--run-dir", f"{RECIPE}/run"], ["cannot be written (", "is not a folder); choose another folder"]),
     "a run folder that is a file": (lambda folder: [RECIPE, "--run-dir", RECIPE], ["--run-dir", "cannot be written", "choose another folder"]),

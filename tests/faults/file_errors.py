@@ -29,12 +29,12 @@ ONCE, FROM_HERE_ON, DONE_BUT_REPORTED, SHORT = range(4)
 """The modes of file_errors.c."""
 PASSING = ("ESTALE", "EIO", "ENOENT", "EAGAIN", "ETIMEDOUT")
 ERRORS = (
-    *((name, ONCE) for name in PASSING),
-    *(("EIO", DONE_BUT_REPORTED), ("EINTR", ONCE), ("EACCES", ONCE)),
-    *((name, FROM_HERE_ON) for name in ("ENOSPC", "EDQUOT", "EROFS", "EMFILE", "EIO")),
-    ("short", SHORT),
+    *((name, ONCE) for name in (*PASSING, "EACCES")),
+    *((name, FROM_HERE_ON) for name in ("ENOSPC", "EDQUOT", "EROFS", "EMFILE")),
 )
-"""(error, mode) of each sweep; `short`: a read or write of half of the bytes, without an error."""
+"""(error, mode) of each sweep."""
+MORE_ERRORS = (("EIO", DONE_BUT_REPORTED), ("EINTR", ONCE), ("EIO", FROM_HERE_ON), ("short", SHORT))
+"""`short`: a read or write of half of the bytes, without an error."""
 WORDS = ("once", "from here on", "once, but done", "once")
 LIMIT = 30.0
 """Seconds for one trial."""
@@ -258,20 +258,24 @@ def sweep_all(every: int, errors: tuple[tuple[str, int], ...] = ERRORS, sign: in
     return calls, sweeps
 
 
+PARTS = (
+    ("The best checkpoint is the first one.", 1, 1, ERRORS),
+    ("The same with other faults, of every fifth call.", 1, 5, MORE_ERRORS),
+    ("Each checkpoint is the best; every fifth call.", -1, 5, ERRORS),
+)
+"""(title, sign, every, errors)."""
+
+
 def main() -> None:
-    every = int(sys.argv[1]) if sys.argv[1:] else 1
+    stride = int(sys.argv[1]) if sys.argv[1:] else 1
     kinds, trials, faults = (UNHARMED, SECOND_TRY, CLEANUP_LATER, ENDED), 0, list[str]()
-    for sign, stride, title in (
-        (1, every, "the best checkpoint is the first one"),
-        (-1, 3 * every, "each is the best"),
-    ):
-        calls, sweeps = sweep_all(stride, ERRORS, sign)
-        print(f"{calls} file calls, every {stride}. fails; {title}:\n", flush=True)
-        print(f"| error | trials | {' | '.join(kinds)} | faults |\n|{'---|' * (len(kinds) + 3)}")
-        for sweep in sweeps:
+    for title, sign, every, errors in PARTS:
+        print(f"{title}\n\n| error | calls | trials | {' | '.join(kinds)} | faults |\n|{'---|' * (len(kinds) + 4)}")
+        for error in errors:
+            calls, (sweep,) = sweep_all(every * stride, (error,), sign)
             total = sum(sweep.outcomes.values())
-            cells = (sweep.name, total, *(sweep.outcomes[kind] for kind in kinds), len(sweep.faults))
-            print(f"| {' | '.join(map(str, cells))} |")
+            cells = (sweep.name, calls, total, *(sweep.outcomes[kind] for kind in kinds), len(sweep.faults))
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
             trials += total
             faults += sweep.faults
         print()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
+import secrets
 import shutil
 import zlib
 from abc import ABC, abstractmethod
@@ -168,14 +168,19 @@ def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     own = copy.deepcopy(dict(ds_config))
     block = own.get("zero_optimization", {}).get("offload_param", {})
     if block.get("device") == "nvme":
-        block["nvme_path"] = str(Path(block["nvme_path"]) / f"forward-{os.getpid()}")
+        # Not the process id alone: another host may use the same one, on a shared disk.
+        path = Path(block["nvme_path"]) / f"forward-{os.getpid()}-{secrets.token_hex(4)}"
+        _private_nvme_paths.add(str(path))
+        block["nvme_path"] = str(path)
     return own
 
 
+_private_nvme_paths: set[str] = set()
+"""Folders that this process has named."""
+
+
 def remove_private_nvme_path(ds_config: Mapping[str, Any]) -> None:
-    """Remove the folder of `with_private_nvme_path`."""
+    """Remove the folder of `with_private_nvme_path`; the folder of the preset stays."""
     path = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("nvme_path")
-    if path is not None and Path(path).name == f"forward-{os.getpid()}":
+    if path in _private_nvme_paths:
         shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # in use by others, or never created
-            Path(path).parent.rmdir()

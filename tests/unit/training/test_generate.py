@@ -150,7 +150,6 @@ def test_weights_on_a_disk_have_a_folder_of_their_own(tmp_path: Path) -> None:
     assert place.parent == tmp_path / "nvme"
     (place / "zero_stage_3").mkdir(parents=True)
     remove_private_nvme_path(own)
-    assert not (tmp_path / "nvme").exists()
-    (tmp_path / "nvme").mkdir()
+    assert list((tmp_path / "nvme").iterdir()) == [], "the folder of the preset is the user's"
     remove_private_nvme_path(config)
     assert (tmp_path / "nvme").exists(), "a run's own is left alone"

@@ -13,7 +13,12 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
-from dstrain.training.run_dir import archive_previous_run, check_run_dir_shared, check_run_dir_writable
+from dstrain.training.run_dir import (
+    archive_previous_run,
+    check_run_dir_shared,
+    check_run_dir_writable,
+    discard_run_dir,
+)
 from dstrain.training.start import ResumeOptions, with_saved_batch_total
 from tests.unit.distributed.thread_world import on_ranks
 
@@ -21,6 +26,22 @@ from tests.unit.distributed.thread_world import on_ranks
 def test_a_shared_folder_passes_and_stays_clean(tmp_path: Path) -> None:
     assert on_ranks(3, lambda world: check_run_dir_shared(tmp_path, world)) == [None, None, None]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs/rank-00000.log").touch()
+        (tmp_path / name / "events.jsonl").touch()
+    (tmp_path / "second/notes.txt").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/data.jsonl").touch()
+    (tmp_path / "second/model").symlink_to(tmp_path / "elsewhere")
+    discard_run_dir(tmp_path / "first")
+    discard_run_dir(tmp_path / "second")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "elsewhere", "elsewhere/data.jsonl", "second", "second/notes.txt"
+    ]  # fmt: skip
 
 
 def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:

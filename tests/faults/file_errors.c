@@ -1,7 +1,7 @@
 // LD_PRELOAD: counts the file calls below a path, and lets the n-th of them fail.
 //
 // Python arms it by ctypes: file_errors_arm("/run/folder", 17, EIO, ONCE, "/tmp/log"). With `at` 0 nothing fails, and
-// each call is written to the log as "NUMBER CALL PATH".
+// each call is written to the log as "NUMBER CALL PATH". clock_jump(-3600) sets this process's clock back by an hour.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -17,7 +17,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <sys/uio.h>
+#include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { ONCE, FROM_HERE_ON, DONE_BUT_REPORTED, SHORT };  // the call itself is made with the last two
@@ -277,4 +278,27 @@ ssize_t sendfile64(int to, int from, off64_t *position, size_t size) {
     NEXT(ssize_t, sendfile64, int, int, off64_t *, size_t);
     CHOSEN_DESCRIPTOR("write", to);
     ANSWER((ssize_t)-1, next(to, from, position, size));
+}
+
+static _Atomic long clock_offset;  // seconds
+
+void clock_jump(long seconds) { atomic_store(&clock_offset, seconds); }
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    NEXT(int, clock_gettime, clockid_t, struct timespec *);
+    int result = next(clock, now);
+    if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += atomic_load(&clock_offset);
+    return result;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    NEXT(int, gettimeofday, struct timeval *, void *);
+    int result = next(now, zone);
+    if (!result) now->tv_sec += atomic_load(&clock_offset);
+    return result;
+}
+time_t time(time_t *now) {
+    struct timespec found;
+    clock_gettime(CLOCK_REALTIME, &found);
+    if (now) *now = found.tv_sec;
+    return found.tv_sec;
 }

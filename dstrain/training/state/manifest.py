@@ -458,8 +458,11 @@ def _to_json(value: Any) -> bytes:
     return (json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n").encode()
 
 
-PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EAGAIN, errno.ETIMEDOUT)
-"""Errors of disks and network file systems that may be gone some seconds later."""
+PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EEXIST, errno.EAGAIN, errno.ETIMEDOUT)
+"""Errors of disks and network file systems that may be gone some seconds later.
+
+EEXIST: of making a folder that exists, where a network file system says for a moment that it does not.
+"""
 
 
 class PassingError(CheckpointError):

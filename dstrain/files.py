@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import IO, BinaryIO, Self
 
-from dstrain.errors import RecipeError, UsageError
+from dstrain.errors import RecipeError, UsageError, one_line
 
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
@@ -190,6 +191,61 @@ def open_regular_file(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder that a run writes into, and its parents. Raises UsageError for a link or a file in its place."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        fault = find_entry_fault(folder, is_folder=True)
+        if fault:
+            raise UsageError(f"{folder}: {fault}") from None
+        # It exists, whichever error the system gives first: EEXIST, EROFS or EACCES.
+        if not folder.is_dir():
+            raise
+
+
+def open_for_writing(path: Path, append: bool = False) -> FileIO:
+    """Open a file that a run writes, unbuffered, and create it and its folder.
+
+    No link is followed, and no FIFO or device is opened or waited for: the run folder may come from somebody else.
+    Raises UsageError for these, OSError for others.
+    """
+    make_folder(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | (os.O_APPEND if append else 0), 0o666)
+    except OSError as error:
+        # ELOOP: a link. ENXIO: a FIFO that nobody reads, or a socket.
+        fault = find_entry_fault(path) if error.errno in (errno.ELOOP, errno.ENXIO) else ""
+        if not fault:
+            raise
+        raise UsageError(f"{path}: {fault}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path}: {find_entry_fault(path)}")
+    if not append:
+        os.ftruncate(descriptor, 0)  # not by O_TRUNC, before the kind of the file is known
+    return FileIO(descriptor, "ab" if append else "wb")
+
+
+def find_entry_fault(path: Path, is_folder: bool = False) -> str:
+    """Return why a run does not write to an entry of its folder, and the fix; empty for one that it writes to.
+
+    `is_folder`: it is to be a folder.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    fix = "remove it, or choose another run folder"
+    if stat.S_ISLNK(mode):
+        return f"is a link to {one_line(os.readlink(path))}, and a run follows no link inside its folder; {fix}"
+    if is_folder:
+        return "" if stat.S_ISDIR(mode) else f"is not a folder; {fix}"
+    # A folder in the place of a file is told by the system, where the file is opened.
+    return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else f"{NOT_REGULAR}; {fix}"
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:

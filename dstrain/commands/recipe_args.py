@@ -21,7 +21,7 @@ from dstrain.config.aliases import RECIPES_DIR
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, one_line, set_key_locations, suggest_name
-from dstrain.files import check_path_encoding, find_path, find_pattern, not_file_reason, path_exists
+from dstrain.files import check_path_encoding, find_path, find_pattern, not_file_reason, open_for_writing, path_exists
 from dstrain.models.weights import find_init_files
 from dstrain.process_setup import log_stderr
 from dstrain.tasks import TaskOptions, fill_defaults, find_task
@@ -273,8 +273,7 @@ def _export_run(key: str, run_dir: Path, step: str, is_init: bool) -> Path:
         # With its hash: after `--resume never` the run has another checkpoint of the same step.
         name = f"{found.path.name}-{file_digest(found.path / MANIFEST_FILE)[:12]}{'-merged' if merges else ''}"
         place = run_dir / "exports" / name
-        place.parent.mkdir(exist_ok=True)
-        with (place.parent / ".lock").open("w") as lock:
+        with open_for_writing(place.parent / ".lock", append=True) as lock:
             with contextlib.suppress(OSError):  # a file system without locks: the first to finish gives the name
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not place.is_dir():

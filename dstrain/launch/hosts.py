@@ -17,6 +17,7 @@ from typing import Any
 
 from dstrain import __version__
 from dstrain.errors import Fault, UsageError, one_line
+from dstrain.files import open_for_writing
 from dstrain.launch import host_worker
 from dstrain.launch.command import Launch, format_cpu_overload
 from dstrain.launch.hostfile import Host
@@ -77,7 +78,7 @@ class HostSession:
         """What `collect_host_info` has returned there; empty if the host has not answered."""
         self.listener: int | None = None
         """Descriptor there of the socket that was opened for rank 0."""
-        with self.log_path.open("wb") as log:
+        with open_for_writing(self.log_path) as log:
             # No preexec_fn: with it Python forks a copy of this process for each of many hosts.
             self._process = subprocess.Popen(
                 host_command(host, timeout),
@@ -280,7 +281,6 @@ def open_worker_group(launch: Launch, run_dir: Path) -> Iterator[WorkerGroup]:
         yield LocalWorkerGroup(launch, run_dir)
         return
     logs = log_path(run_dir, 0).parent
-    logs.mkdir(parents=True, exist_ok=True)
     with open_sessions(launch.hosts, logs, launch.heartbeat_timeout) as sessions:
         try:
             yield MultiHostWorkerGroup(check_hosts(launch, sessions, run_dir), sessions, run_dir)
@@ -317,8 +317,8 @@ class MultiHostWorkerGroup(WorkerGroup):
         self._has_started = True
         log = log_path(self.run_dir, 0)
         # From its present end: the output of earlier launches is not shown again.
-        with log.open("ab") as file:
-            start_log_copy(log, file.tell())
+        with open_for_writing(log, append=True) as file:
+            start_log_copy(log, os.fstat(file.fileno()).st_size)
         environment = {**self.launch.environment, **({"DS_ACCELERATOR": "cpu"} if self.use_cpu else {})}
         for session, ranks in self._ranks.items():
             devices = tuple(map(str, session.host.slots))

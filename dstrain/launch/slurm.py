@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dstrain.config.schema import LaunchConfig, SlurmConfig
 from dstrain.errors import UsageError, fix_for_os_error, one_line
-from dstrain.files import atomic_write
+from dstrain.files import atomic_write, make_folder
 from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.plan import resolve_env_entries
 from dstrain.launch.topology import is_cpu_requested
@@ -174,7 +174,7 @@ def submit(launch: SlurmLaunch) -> str:
         )
     try:
         # sbatch creates no folder for the output.
-        (launch.run_dir / OUTPUT_FILE).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((launch.run_dir / OUTPUT_FILE).parent)
         done = subprocess.run(
             ["sbatch", "--parsable"], input=launch.script, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS,
             check=False,

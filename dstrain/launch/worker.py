@@ -27,7 +27,7 @@ from dstrain.errors import (
     format_traceback,
     is_debug,
 )
-from dstrain.files import atomic_write, read_limited
+from dstrain.files import atomic_write, make_folder, open_for_writing, read_limited
 from dstrain.launch.processes import process_state
 from dstrain.launch.tee_log import END_OF_COPY
 from dstrain.process_setup import log_stderr, set_parent_death_signal
@@ -158,7 +158,7 @@ def end_terminal_output(rank: int) -> None:
 
 def _write_record(run_dir: Path, record: RankRecord) -> None:
     folder = get_workers_dir(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / _record_name(record.rank, os.environ.get(LAUNCH_ID_ENV, ""))
     atomic_write(path, json.dumps(asdict(record)))
 
@@ -271,16 +271,14 @@ def redirect_output(path: Path, copy_to_terminal: bool) -> None:
     The process writes to the file only. A child process copies the file to the terminal, so that neither a closed
     terminal nor the child's end affects this process.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    # Before the descriptors change: what is buffered belongs to the old ones.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if copy_to_terminal:
-        start_log_copy(path, os.fstat(log).st_size)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with open_for_writing(path, append=True) as log:
+        # Before the descriptors change: what is buffered belongs to the old ones.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if copy_to_terminal:
+            start_log_copy(path, os.fstat(log.fileno()).st_size)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError, fix_for_os_error
+from dstrain.files import open_for_writing
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 
@@ -85,7 +86,6 @@ class RunLog:
         self._events_so_far = list[dict[str, Any]]()
         self._listeners = list[Callable[[Row], object]]()
         if self._is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
             self._metrics = _JsonLinesFile(folder / "metrics.jsonl")
             self._events = _JsonLinesFile(folder / "events.jsonl")
 
@@ -148,10 +148,10 @@ class _JsonLinesFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.exists():  # a kill -9 or a power cut may have left an incomplete last line
-            self.truncate_after(lambda row: True)
         with _wrap_os_errors(path):
-            self._file = path.open("ab", buffering=0)
+            self._file = open_for_writing(path, append=True)
+        # A kill -9 or a power cut may have left an incomplete last line.
+        self.truncate_after(lambda row: True)
 
     def append(self, row: Row) -> None:
         text = json.dumps(replace_nonfinite(row), ensure_ascii=False, allow_nan=False)
@@ -171,7 +171,7 @@ class _JsonLinesFile:
             found = find_last_row(self._path, predicate)
         if found.later_lines:
             with _wrap_os_errors(self._path):
-                os.truncate(self._path, found.end)
+                os.ftruncate(self._file.fileno(), found.end)
         return found.later_lines
 
     def close(self) -> None:

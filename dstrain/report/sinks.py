@@ -19,6 +19,7 @@ import psutil
 
 from dstrain.config.schema import LogConfig, WandbConfig
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, Fault, UsageError, describe_unexpected, mask_secrets, one_line
+from dstrain.files import atomic_write, make_folder
 from dstrain.process_setup import log_stdout
 from dstrain.report.run_log import Row
 
@@ -126,8 +127,8 @@ def get_run_id(run_dir: Path) -> str:
     # resume="auto" of wandb stores an id too, but generates another than WANDB_RUN_ID's or that of older run folders.
     path = run_dir / "wandb" / "id"
     if not path.is_file() or not path.read_text().strip():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+        make_folder(path.parent)
+        atomic_write(path, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return path.read_text().strip()
 
 
@@ -313,8 +314,8 @@ class MLflowSink:
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
             self._run_id = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self._run_id)
+        make_folder(path.parent)
+        atomic_write(path, self._run_id)
         params = [Param(key, one_line(str(value))[:MAX_PARAM_LENGTH]) for key, value in _flatten(recipe).items()]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])

@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain.config.schema import ProfileConfig
+from dstrain.files import make_folder
 from dstrain.models.params import full_numel
 from dstrain.process_setup import log_stdout
 from dstrain.report.flops import FLOP_FORMULAS
@@ -80,7 +81,7 @@ class StepProfiler:
         for name, record in reversed(self._recorders):
             path = self._output_dir / name.format(rank=world.rank, first=first, last=step)
             with self._errors_as_warnings(path.name):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 record.write(path)
                 files.append(path.name)
         # A rank without a file takes part too.

@@ -17,7 +17,7 @@ from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
-from dstrain.files import atomic_write, remove_path, remove_stale_partials
+from dstrain.files import atomic_write, find_entry_fault, remove_path, remove_stale_partials
 from dstrain.launch.probe import read_installed_versions
 from dstrain.launch.slurm import SCRIPT_FILE
 from dstrain.models.folder import resolve_base_model
@@ -205,8 +205,28 @@ def collect_environment() -> dict[str, Any]:
     }
 
 
+_FOLDER_NAMES = (
+    "logs", "logs/stacks", ".workers", "tokenizer", "model", "profile", "wandb", "mlflow", "exports", "nvme", ".previous",
+)  # fmt: skip
+"""Folders that a run writes into. `checkpoints` is one too, and may be a link to a folder of another disk."""
+_WRITTEN_FILES = ("slurm.sbatch", "wandb/id", "mlflow/id", "model/*", "logs/*", "logs/stacks/*", ".workers/*", "profile/*")
+"""Patterns of the files that a run writes, besides _RUN_FILE_NAMES."""
+
+
+def check_entries(run_dir: Path) -> None:
+    """Raise UsageError for a link, a FIFO or a device at a name that a run writes, also for a file named as a folder."""
+    names = [name for name in _RUN_FILE_NAMES if name != "checkpoints" and name not in _FOLDER_NAMES]
+    files = [run_dir / name for name in names]
+    files += [path for pattern in _WRITTEN_FILES for path in run_dir.glob(pattern)]
+    folders = [run_dir / name for name in _FOLDER_NAMES]
+    for path in (*folders, *files):
+        fault = find_entry_fault(path, is_folder=path in folders)
+        if fault:
+            raise UsageError(f"--run-dir {run_dir}: {path} {fault}")
+
+
 def check_run_dir_writable(run_dir: Path) -> None:
-    """Raise UsageError if the run folder, or a file that a run appends to, cannot be created or written."""
+    """Raise UsageError if the run folder, or a file that a run writes, cannot be created or written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / f".probe-{secrets.token_hex(8)}"  # not the process id: two hosts may use the same one
@@ -215,6 +235,7 @@ def check_run_dir_writable(run_dir: Path) -> None:
     except OSError as error:
         fix = fix_for_os_error(error, "choose another folder")
         raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); {fix}") from None
+    check_entries(run_dir)
     appended = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
     for path in (*appended, *run_dir.glob("logs/rank-*.log")):
         if path.exists() and not os.access(path, os.W_OK):  # it belongs to another user of a shared folder

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dstrain import files
+from dstrain.errors import UsageError
 from dstrain.files import (
     NOT_REGULAR,
     WatchedFile,
@@ -22,6 +24,7 @@ from dstrain.files import (
     display_path,
     get_host_id,
     not_file_reason,
+    open_for_writing,
     open_regular_file,
     partial_path,
     remove_stale_partials,
@@ -173,6 +176,53 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
         open_regular_file(tmp_path)
     with pytest.raises(OSError, match=NOT_REGULAR):
         open_regular_file(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_a_file_that_a_run_writes_is_created_with_its_folder(append: bool, tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_for_writing(tmp_path / "logs/a.log", append) as file:
+            file.write(b"line\n")
+    assert (tmp_path / "logs/a.log").read_bytes() == b"line\n" * (2 if append else 1)
+
+
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path.symlink_to("notes.txt"), "is a link to notes.txt"),
+        (lambda path: path.symlink_to("nowhere"), "is a link to nowhere"),
+        (os.mkfifo, NOT_REGULAR),
+        (lambda path: os.mknod(path, stat.S_IFSOCK), NOT_REGULAR),
+    ],
+    ids=["link", "broken link", "FIFO", "socket"],
+)
+def test_a_run_writes_only_regular_files(
+    make: Callable[[Path], object], problem: str, append: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    path = tmp_path / "a.log"
+    make(path)
+    with pytest.raises(UsageError, match=rf"a\.log: {problem}.*; remove it, or choose another run folder"):
+        open_for_writing(path, append)
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_fifo_that_somebody_reads_is_not_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.log")
+    reader = os.open(tmp_path / "a.log", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        open_for_writing(tmp_path / "a.log")
+    os.close(reader)
+
+
+def test_a_run_writes_into_no_folder_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to("elsewhere")
+    with pytest.raises(UsageError, match=r"logs: is a link to elsewhere, and a run follows no link inside its folder"):
+        open_for_writing(tmp_path / "logs/a.log")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_file_that_is_replaced_before_it_is_opened_is_closed_again(

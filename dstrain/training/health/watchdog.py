@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import threading
 import traceback
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.store import find_connection_error
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
+from dstrain.files import open_for_writing
 from dstrain.launch.worker import leave_error_to_supervisor
 from dstrain.process_setup import log_stderr, log_stdout
 from dstrain.report.run_log import RunLog, format_current_time
@@ -122,10 +124,8 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
 
 def open_stacks_file(run_dir: Path, rank: int) -> IO[str] | None:
     """Open the file for stacks, before a failure could prevent it; None if that fails."""
-    path = stacks_path(run_dir, rank)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8")
+        return io.TextIOWrapper(io.BufferedWriter(open_for_writing(stacks_path(run_dir, rank), append=True)), "utf-8")
     except OSError:
         return None
 

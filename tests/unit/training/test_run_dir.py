@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,43 @@ def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wante
     found = with_saved_batch_total(BatchConfig(**batch), start, [])
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
+
+
+WRITTEN = (
+    "metrics.jsonl", "events.jsonl", "recipe.yaml", "report.html", "task.py", "model/config.json", "logs/rank-00000.log",
+    "logs/stacks/rank-00000.txt", "logs/host-a.log", ".workers/lease.json", ".workers/rank-00000.json", "wandb/id",
+    "profile/flops.txt", "logs", "logs/stacks", ".workers", "model", "tokenizer", "wandb", "profile", "exports", ".previous",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_a_link_or_a_fifo_at_a_name_that_a_run_writes_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    run, path = tmp_path / "run", tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is (a link to|not a)"):
+        check_run_dir_writable(run)
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(UsageError, match=r"logs is not a folder; remove it, or choose another run folder"):
+        check_run_dir_writable(tmp_path)
+
+
+def test_the_run_folder_and_its_checkpoints_may_be_links(tmp_path: Path) -> None:
+    (tmp_path / "disk/checkpoints").mkdir(parents=True)
+    (tmp_path / "bigger").mkdir()
+    (tmp_path / "disk/checkpoints").rmdir()
+    (tmp_path / "disk/checkpoints").symlink_to(tmp_path / "bigger")
+    (tmp_path / "disk/notes.txt").symlink_to("nowhere")  # of the user: a run does not write it
+    (tmp_path / "run").symlink_to("disk")
+    check_run_dir_writable(tmp_path / "run")
 
 
 def test_a_run_folder_without_inodes_is_refused_with_what_to_free(

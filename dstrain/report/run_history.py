@@ -15,12 +15,10 @@ from typing import Any, TypeGuard
 from dstrain.config.read import read_yaml
 from dstrain.errors import RecipeError, UsageError, mask_secrets
 from dstrain.files import open_regular_file
-from dstrain.report.run_log import parse_row
+from dstrain.report.run_log import MAX_LINE_BYTES, parse_row
 
 READ_BYTES = 1 << 20
 """Bytes of metrics.jsonl that are read and parsed at a time."""
-MAX_LINE_BYTES = 1 << 25
-"""A file with a longer line is not read on."""
 MAX_TEXT_BYTES = 1 << 20
 """Limit of a configuration file: a recipe of a gigabyte is none."""
 MAX_COLUMNS = 200

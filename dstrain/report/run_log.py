@@ -10,12 +10,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError, fix_for_os_error
-from dstrain.files import open_for_writing
+from dstrain.files import atomic_write, open_for_writing, open_regular_file
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 
@@ -25,6 +26,10 @@ Row = Mapping[str, Any]
 LEADING_COLUMNS = ("time", "step", "samples", "epoch", "split", "loss")
 READ_BYTES = 1 << 20
 """Bytes of a file that are read at a time."""
+MAX_LINE_BYTES = 1 << 25
+"""A longer line is no row."""
+BOM = b"\xef\xbb\xbf"
+"""UTF-8's byte order mark, which some editors write."""
 TRAILING_COLUMNS = (
     "lr",
     "grad_norm",
@@ -78,16 +83,28 @@ def _read_clock() -> float:
 class RunLog:
     """Writer of the two files. Only rank 0 writes; on other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, rank: int = 0, check_owner: Callable[[], None] | None = None) -> None:
-        """`check_owner`: raises if another launch has taken the folder; called before a row that follows a pause."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        check_owner: Callable[[], None] | None = None,
+        repairs: bool = True,
+    ) -> None:
+        """`check_owner`: raises if another launch has taken the folder; called before a row that follows a pause.
+
+        `repairs`: repair what an earlier launch left (`repair_file`); false where another process has the files open.
+        """
         self.folder = folder
         self._check_owner, self._checked_at = check_owner, _read_clock()
         self._is_writer = rank == 0
         self._events_so_far = list[dict[str, Any]]()
         self._listeners = list[Callable[[Row], object]]()
         if self._is_writer:
-            self._metrics = _JsonLinesFile(folder / "metrics.jsonl")
-            self._events = _JsonLinesFile(folder / "events.jsonl")
+            self._metrics = _JsonLinesFile(folder / "metrics.jsonl", repairs)
+            self._events = _JsonLinesFile(folder / "events.jsonl", repairs)
+            for file in (self._metrics, self._events):
+                if file.set_aside is not None:
+                    self.announce(f"warning: {file.set_aside}", "file_set_aside", **asdict(file.set_aside))
 
     def log_metrics(self, row: Row) -> None:
         """Append a row to metrics.jsonl. Raises RunError if it cannot be written."""
@@ -146,12 +163,17 @@ class RunLog:
 class _JsonLinesFile:
     """File of JSON lines, opened for appending."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, repairs: bool) -> None:
         self._path = path
+        self.set_aside: SetAside | None = None
+        """The file that had this name before, if it could not be appended to."""
         with _wrap_os_errors(path):
             self._file = open_for_writing(path, append=True)
-        # A kill -9 or a power cut may have left an incomplete last line.
-        self.truncate_after(lambda row: True)
+            if repairs:
+                self.set_aside = repair_file(path)
+            if self.set_aside is not None:
+                self._file.close()
+                self._file = open_for_writing(path, append=True)
 
     def append(self, row: Row) -> None:
         text = json.dumps(replace_nonfinite(row), ensure_ascii=False, allow_nan=False)
@@ -176,6 +198,75 @@ class _JsonLinesFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A file of a run that held more than rows, and was renamed."""
+
+    file: str
+    kept_as: str
+    rows: int
+    """Rows that were copied into the new file."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file} held lines that are not rows of this run, such as those of another program; it is kept as "
+            f"{self.kept_as}, and its {self.rows} rows were copied into a new {self.file}"
+        )
+
+
+def repair_file(path: Path) -> SetAside | None:
+    """Make a file end after a whole row, before rows are appended. Raises OSError.
+
+    A kill -9 or a power cut leaves an incomplete last line, or zeros: they are cut off. A whole row gets its line break.
+    A file with anything else is renamed and its rows are copied: nothing else of it is lost or changed.
+    """
+    end, last_line = 0, b""
+    with open_regular_file(path) as file:
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+            # Only the last line may lack its end.
+            if last_line or (line.endswith(b"\n") and not _is_row(line)):
+                return _set_aside(path)
+            if line.endswith(b"\n"):
+                end += len(line)
+            else:
+                last_line = line
+    row = last_line.rstrip(b"\0")
+    if row and not row.startswith(b"{"):
+        return _set_aside(path)
+    if not last_line:
+        return None
+    is_whole = parse_row(row) is not None
+    os.truncate(path, end + len(row) if is_whole else end)
+    if is_whole:
+        with open_for_writing(path, append=True) as repaired:
+            repaired.write(b"\n")
+    return None
+
+
+def _is_row(line: bytes) -> bool:
+    """Return True for a line that may stay: a row without a byte order mark, or a blank line."""
+    return line.isspace() or (not line.startswith(BOM) and parse_row(line) is not None)
+
+
+def _set_aside(path: Path) -> SetAside:
+    """Rename a file, and write a new one with its rows."""
+    kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
+    os.rename(path, kept)
+    count = 0
+
+    def write_rows(new_file: IO[bytes]) -> None:
+        nonlocal count
+        with open_regular_file(kept) as file:
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                row = line.removeprefix(BOM).strip()
+                if parse_row(row) is not None:
+                    new_file.write(row + b"\n")
+                    count += 1
+
+    atomic_write(path, write_rows)
+    return SetAside(path.name, kept.name, count)
 
 
 @contextlib.contextmanager
@@ -245,7 +336,7 @@ def _iter_lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row in a line; None if it is not a JSON object, or its step is not a number."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.removeprefix(BOM).decode())
     except (ValueError, RecursionError):
         return None
     step = row.get("step", 0) if isinstance(row, dict) else None

@@ -181,7 +181,7 @@ class MemoryMonitor:
         is_on_device = is_cuda == (failure.place == "gpu")
         text = f"{self._where()}: could not allocate {failure.describe()}"
         with contextlib.suppress(OSError):
-            journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
+            journal = RunLog(self.run_dir, rank=0, repairs=False)  # of rank 0 too, if this is another rank
             journal.log_event(
                 "out_of_memory", step=log.step, rank=self.world.rank, what=text, requested_bytes=failure.requested_bytes
             )

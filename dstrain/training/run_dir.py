@@ -145,7 +145,7 @@ def _archive_run(run_dir: Path, is_requested: bool) -> None:
     # Checkpoints first: without them an interrupted move is never resumed as a run.
     names = sorted(os.listdir(run_dir), key=lambda name: name != "checkpoints")
     for name in names:
-        if name in _RUN_FILE_NAMES or name.startswith("events.out.tfevents"):
+        if name in _RUN_FILE_NAMES or name.startswith("events.out.tfevents") or ".jsonl.damaged-" in name:
             _move(run_dir / name, archive / name)
     log_stdout(f"--resume never: the earlier run is in {_rename_to_number(archive)} now")
 

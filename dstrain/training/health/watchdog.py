@@ -106,7 +106,7 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError):
             log_stdout(f"stalled: {doing}: {diagnosis.error}; {ends}\n{diagnosis.table}")
         # Rank 0 writes events.jsonl otherwise; here it does not answer, or it is this rank.
-        journal = RunLog(self._run_dir, rank=0)
+        journal = RunLog(self._run_dir, rank=0, repairs=False)
         about = {
             "step": step,
             "doing": doing,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,60 @@ def test_a_line_torn_by_a_kill_is_cut_off_on_opening(tmp_path: Path, torn: bytes
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("end", [b"", b"\0\0\0"])
+def test_a_whole_last_row_without_its_line_break_stays(end: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}' + end)
+    RunLog(tmp_path).log_metrics({"step": 3})
+    assert [row["step"] for row in rows(path)] == [1, 2, 3]
+    assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def pretty(content: bytes) -> bytes:
+    return b"\n".join(json.dumps(json.loads(line), indent=2).encode() for line in content.splitlines()) + b"\n"
+
+
+WRITTEN_AGAIN: dict[str, tuple[Callable[[bytes], bytes], int]] = {
+    "by jq": (pretty, 0),
+    "gzip": (gzip.compress, 0),
+    "UTF-16": (lambda content: content.decode().encode("utf-16"), 0),
+    "UTF-16 BE without a mark": (lambda content: content.decode().encode("utf-16-be"), 0),
+    "a JSON array": (lambda content: b"[" + b",\n".join(content.splitlines()) + b"]\n", 0),
+    "a JSON array on one line": (lambda content: b"[" + b",".join(content.splitlines()) + b"]", 0),
+    "a note at the end": (lambda content: content + b"# best lr so far, keep!\n", 2),
+    "a note without a line break": (lambda content: content + b"# keep!", 2),
+    "a merge conflict": (lambda content: b"<<<<<<< HEAD\n" + content + b"=======\n" + content + b">>>>>>> x\n", 4),
+    "a byte order mark": (lambda content: b"\xef\xbb\xbf" + content, 2),
+    "a line that is too long": (lambda content: content + b'{"step": 2, "x": "' + b"x" * 200 + b'"}\n', 2),
+}
+"""What another program or person made of the file -> the rows in it that can be read."""
+
+
+@pytest.mark.parametrize("change", WRITTEN_AGAIN)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_file_that_is_not_rows_is_set_aside_and_its_rows_are_copied(
+    change: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_LINE_BYTES", 100)
+    write, count = WRITTEN_AGAIN[change]
+    content = write(b'{"step": 1, "event": "a"}\n{"step": 2, "event": "b"}\n')
+    (tmp_path / name).write_bytes(content)
+    journal = RunLog(tmp_path)
+    assert journal.truncate_after(2) == 0
+    [kept] = tmp_path.glob(f"{name}.damaged-*")
+    assert kept.read_bytes() == content
+    [event] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "file_set_aside"]
+    assert (event["file"], event["kept_as"], event["rows"]) == (name, kept.name, count)
+    assert len([row for row in rows(tmp_path / name) if "step" in row]) == count
+    assert f"it is kept as {kept.name}, and its {count} rows were copied" in capsys.readouterr().out
+
+
+def test_a_second_writer_of_the_events_repairs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b'{"event": "st')
+    RunLog(tmp_path, repairs=False).close()
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"event": "st'
+
+
 def test_a_file_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "st')
     RunLog(tmp_path).log_event("start")
@@ -112,10 +168,10 @@ def test_a_disk_that_fails_where_rows_are_cut_back_is_named_and_no_row_is_lost(
         journal.log_metrics({"step": step})
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
-    def fail(path: Path, size: int) -> None:
+    def fail(descriptor: int, size: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "truncate", fail)
+    monkeypatch.setattr(os, "ftruncate", fail)
     with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: Input/output error; the disk or network"):
         journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -124,7 +180,7 @@ def test_a_disk_that_fails_where_rows_are_cut_back_is_named_and_no_row_is_lost(
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a writable file"):
+    with pytest.raises(RunError, match=rf"cannot write .*/{name}: Is a directory; it must be a writable file"):
         RunLog(tmp_path)
 
 

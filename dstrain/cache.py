@@ -29,8 +29,9 @@ from dstrain.errors import DataError, one_line
 from dstrain.files import (
     atomic_folder,
     atomic_write,
-    open_regular_file,
+    parse_json,
     partial_path,
+    read_limited,
     remove_path,
     remove_stale_partials,
     sync_folder,
@@ -42,6 +43,8 @@ MANIFEST = "MANIFEST.json"
 RACY_WINDOW_NS = 2_000_000_000
 """A file that changed shortly before it was read may change again within one tick of its file
 system's clock, with the same mtime; results of such files are not cached."""
+MAX_CACHED_JSON_BYTES = 2 << 30
+"""Largest JSON file that is read; a list of a million images has a quarter."""
 _POLL_SECONDS, LOG_SECONDS = 0.05, 30.0
 _NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EACCES)
 """Errors of a file system without locks, and of a lock that another user made."""
@@ -67,7 +70,8 @@ def hash_key(key: Mapping[str, Any]) -> str:
     """Return the name of a cache entry: a hash of the key as canonical JSON. Raises ValueError for NaN."""
     # Canonical: the same key must give the same name in every process and version.
     # Sorted as it is read from a manifest: JSON has only texts as names.
-    text = json.dumps(json.loads(json.dumps(key)), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    values = json.loads(json.dumps(key))  # noqa: TID251  of this process
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -147,10 +151,14 @@ def _mark_checked(folder: Path) -> None:
         checked.add(str(folder))
 
 
+def read_cached_json(path: Path) -> Any:
+    """Return the value of a JSON file in the cache. Raises OSError or ValueError."""
+    return parse_json(read_limited(path, MAX_CACHED_JSON_BYTES), MAX_CACHED_JSON_BYTES)
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return {"key", "files": name -> {"size", "sha256"}} of an entry. Raises OSError or ValueError."""
-    with open_regular_file(folder / MANIFEST) as file:
-        manifest = json.loads(file.read())
+    manifest = read_cached_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{MANIFEST} does not list files")
     return manifest
@@ -316,7 +324,7 @@ def _is_same_file(path: str, descriptor: int) -> bool:
 
 def _describe_builder(descriptor: int) -> str:
     try:
-        process, host, began = json.loads(os.pread(descriptor, 4096, 0))
+        process, host, began = parse_json(os.pread(descriptor, 4096, 0))
         since = format_duration(time.time() - float(began))
         return f"which process {int(process)} on {one_line(str(host))} has been building for {since}"
     except (OSError, ValueError, TypeError):
@@ -348,8 +356,7 @@ def load_file_result(path: Path, result_name: Any) -> Any:
     """Return what `save_file_result` cached for a file; None if nothing, or if the file has changed."""
     try:
         key = _result_key(path, result_name)
-        with open_regular_file(_result_path(key)) as file:
-            entry = json.loads(file.read())
+        entry = read_cached_json(_result_path(key))
         is_written = entry.pop("hash") == hash_key(entry) and hash_key(entry["key"]) == hash_key(key)
         return entry["value"] if is_written and entry["state"] == file_state(path) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import IO, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from dstrain.errors import RecipeError, UsageError, one_line
 
@@ -255,6 +256,48 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
             limit = f"{max_bytes >> 20} MiB" if max_bytes >= 1 << 20 else f"{max_bytes >> 10} KiB"
             raise OSError(errno.EFBIG, f"is larger than {limit}", str(path))
         return file.read()
+
+
+MAX_JSON_DEPTH = 100
+"""Levels of a JSON text; a config has five."""
+
+
+def parse_json(content: bytes | bytearray | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the value of a JSON text that this process has not written. Raises ValueError, also above the limits.
+
+    json.loads raises RecursionError for a deep text, which is no ValueError, and so do most uses of a deep value.
+    """
+    if len(content) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    try:
+        value = json.loads(content)  # noqa: TID251
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if is_deep_json(value, content):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def is_deep_json(value: Any, content: bytes | bytearray | str) -> bool:
+    """Return True if the value of a JSON text has more levels than MAX_JSON_DEPTH."""
+    if isinstance(content, str):
+        num_brackets = content.count("[") + content.count("{")
+    else:
+        num_brackets = content.count(b"[") + content.count(b"{")
+    if num_brackets <= MAX_JSON_DEPTH:  # most texts: no need to look at their values
+        return False
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_JSON_DEPTH):
+        below: list[Any] = []
+        for holder in level:
+            below += holder.values() if isinstance(holder, dict) else holder
+        level = [item for item in below if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+_TOO_DEEP = f"it has more than {MAX_JSON_DEPTH} levels"
 
 
 def list_folder(folder: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -44,7 +43,7 @@ from dstrain.errors import (
     one_line,
     suggest_name,
 )
-from dstrain.files import read_limited
+from dstrain.files import parse_json, read_limited
 from dstrain.preset.check import read_json
 from dstrain.preset.rules import get_offload_device, get_zero_stage
 from dstrain.report.run_history import is_number
@@ -404,7 +403,7 @@ class _Converter(Conversion):
         if file is None:
             return None
         try:
-            info = json.loads(read_limited(file, MAX_RECIPE_BYTES))[name]
+            info = parse_json(read_limited(file, MAX_RECIPE_BYTES))[name]
             place = info.get("hf_hub_url") or str(file.parent / info["file_name"])
             columns = {f"info_{key}": column for key, column in (info.get("columns") or {}).items()}
             more = {key: info.get(key) for key in ("folder", "num_samples")}
@@ -417,7 +416,7 @@ class _Converter(Conversion):
                 **more,
                 "tags": tags,
             }
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
     def _find_bos(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from dstrain.commands.init_prompts import CHATML
 from dstrain.commands.init_scripts import SHELL_VALUE
 from dstrain.config.aliases import find_answer, find_names, find_value, read_table
 from dstrain.errors import Fault, RecipeError, one_line
+from dstrain.files import parse_json
 from dstrain.report.run_history import is_number
 from dstrain.source_map import KeyPath, SourceMap, dotted_name
 from dstrain.tasks import find_task
@@ -310,8 +310,8 @@ _CONDITIONS: Mapping[str, Callable[[Conversion, str, Any, Any], bool]] = {
 
 
 def _read_json(value: Any) -> Any:
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(value) if isinstance(value, str) else value
+    with contextlib.suppress(ValueError):
+        return parse_json(value) if isinstance(value, str) else value
     return value
 
 

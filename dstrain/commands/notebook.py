@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.config.read import dump_yaml
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
+from dstrain.files import parse_json
 from dstrain.launch.command import LaunchOptions, rank_command
 from dstrain.launch.topology import worker_from_env
 from dstrain.report.run_log import read_rows
@@ -168,7 +168,7 @@ def evaluate(
     words += [word for value in _to_sets(overrides) for word in ("--set", value)]
     code, fault, output = _run_command(words, False)
     _raise_for(code, fault, f"dstrain evaluate {folder} ended with exit code {code}")
-    found: dict[str, Any] = json.loads(output)
+    found: dict[str, Any] = parse_json(output)
     return found
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import RunConfig
 from dstrain.errors import OutOfMemoryError, UsageError
-from dstrain.files import get_host_id
+from dstrain.files import get_host_id, parse_json
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.plan import plan_launch
 from dstrain.launch.processes import is_process_alive, start_time
@@ -96,14 +96,14 @@ def remove_stale_scratch(folder: Path) -> None:
 
 def _is_stale(scratch_dir: Path) -> bool:
     """Return True for a folder of this user, made on this host, whose process is known to have ended."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = scratch_dir.lstat()
         # lstat: another user could place a link of that name in TMPDIR.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return False
         # No link is followed and no pipe waited for: TMPDIR is shared.
         with os.fdopen(os.open(scratch_dir / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            owner = json.loads(file.read(4096))
+            owner = parse_json(file.read(4096))
         return (
             bool(owner["machine"] == get_host_id())
             and is_process_alive(int(owner["pid"]), str(owner["started"])) is False
@@ -298,7 +298,7 @@ def _launch_workers(launch: Launch, scratch_dir: Path) -> JobResult:
         with redirect_stdout_to_stderr(), open_worker_group(launch, scratch_dir) as group:
             code = supervise(group, stop_state)
         if code == EXIT_DONE:
-            value = json.loads((scratch_dir / RESULT_FILE).read_text(encoding="utf-8"))
+            value = json.loads((scratch_dir / RESULT_FILE).read_text(encoding="utf-8"))  # noqa: TID251  of this user, and of any size
     finally:
         if code == EXIT_FAILED and not stop_state.killed:
             keep_scratch(scratch_dir)

@@ -19,6 +19,7 @@ from dstrain.commands.environment import EnvironmentLine
 from dstrain.commands.run_job import scratch_folder
 from dstrain.config.aliases import RECIPES_DIR
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
+from dstrain.files import parse_json
 from dstrain.launch.command import rank_command
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.preset import preset_names, read_preset
@@ -316,7 +317,7 @@ def run_check(name: str, preset: str, commands: Commands, reference_problem: str
 def check_evaluation(commands: Commands, run_dir: Path, export_dir: Path) -> str:
     """Evaluate the export: its loss must be the one that the run measured last."""
     words = ["evaluate", str(export_dir), "--data", str(commands.folder / "eval.jsonl"), "--json"]
-    loss = json.loads(commands.start(words, commands.second))["loss"]
+    loss = parse_json(commands.start(words, commands.second))["loss"]
     measured = [row["loss"] for row in read_rows(run_dir / "metrics.jsonl") if row["split"] == "eval"][-1]
     difference = abs(loss - measured) / abs(measured)
     if difference > TOLERANCE:

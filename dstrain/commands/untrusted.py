@@ -16,7 +16,7 @@ from dstrain.config.read import read_yaml
 from dstrain.config.schema import LaunchConfig
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, PresetError, RecipeError, UsageError
-from dstrain.files import MAX_JSON_BYTES, read_limited
+from dstrain.files import MAX_JSON_BYTES, parse_json, read_limited
 from dstrain.models.folder import find_hub_code, is_local_path, read_adapter, wrong_size_fault
 from dstrain.preset import Preset, check_ds_config
 from dstrain.process_setup import log_stderr
@@ -53,10 +53,10 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         if (problem := _find_file_fault(file)) is not None:
             raise UsageError(f"{file}: {problem}; copy the folder again")
-        value = json.loads(read_limited(file, MAX_JSON_BYTES))
+        value = parse_json(read_limited(file, MAX_JSON_BYTES))
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror}); copy the folder again") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{file}: not valid JSON ({error}); copy the folder again") from None
     if not isinstance(value, dict):
         raise UsageError(f"{file}: is not a JSON object; copy the folder again")

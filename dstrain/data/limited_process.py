@@ -82,7 +82,7 @@ def run_limited(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessRe
         return SubprocessResult("memory")
     if code in (0, None):
         with suppress(ValueError):  # it is incomplete
-            return SubprocessResult(*json.loads(sent))
+            return SubprocessResult(*json.loads(sent))  # noqa: TID251  of a fork of this process
     return SubprocessResult("lost")
 
 

@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dstrain.cache import get_or_build, read_manifest
+from dstrain.cache import get_or_build, read_cached_json, read_manifest
 from dstrain.data.dataset import SequenceLengths, SequenceLengthsFunction, count_selected
+from dstrain.data.npy import load_npy
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.images import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
@@ -178,7 +179,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         """Open a folder that `load_or_build_store` made. Raises ValueError, KeyError or OSError."""
-        manifest, meta = read_manifest(folder), json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+        manifest, meta = read_manifest(folder), read_cached_json(folder / META_FILE)
         self.folder = folder
         self._sizes = {name: int(file["size"]) for name, file in manifest["files"].items()}
         columns = {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".npy")}
@@ -315,8 +316,8 @@ def open_column(path: Path) -> np.ndarray:
     """Return the array of a .npy file, mapped into memory."""
     # Without the view, every slice of a memmap pays for building a memmap; an empty file cannot be mapped.
     if path.stat().st_size <= 128:
-        return np.load(path, allow_pickle=False)
-    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        return load_npy(path)
+    return load_npy(path, "r").view(np.ndarray)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import EXIT_FAILED
+from dstrain.files import parse_json
 from dstrain.launch.command import Launch, host_environment
 from dstrain.launch.spawn import LocalWorkerGroup, wait_readable
 from dstrain.launch.supervise import supervise
@@ -89,7 +90,7 @@ class MessagePipe:
         for line in lines:
             if line.startswith(MESSAGE_MARK):
                 with contextlib.suppress(ValueError):  # cut off by a session that ended
-                    self.received.append(json.loads(line[len(MESSAGE_MARK) :]))
+                    self.received.append(parse_json(line[len(MESSAGE_MARK) :]))
         # Only a message is kept from its beginning: output without a line break may be long.
         self._incomplete_line = rest if rest.startswith(MESSAGE_MARK) else rest[-len(MESSAGE_MARK) :]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from dstrain.errors import ResumeError, RunFolderLockedError, fix_for_os_error, one_line
-from dstrain.files import MAX_JSON_BYTES, atomic_write, get_host_id, read_limited
+from dstrain.files import MAX_JSON_BYTES, atomic_write, get_host_id, parse_json, read_limited
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 from dstrain.process_setup import log_stderr
@@ -80,8 +80,8 @@ def read_lease(run_dir: Path) -> bytes | None:
 def parse_holder(content: bytes | None) -> LeaseHolder | None:
     """Return the holder in a lease file; None if the content is not a lease, as while its launch writes it."""
     try:
-        holder = LeaseHolder(**json.loads(content or b""))
-    except (ValueError, TypeError, RecursionError):
+        holder = LeaseHolder(**parse_json(content or b""))
+    except (ValueError, TypeError):
         return None
     kinds = LeaseHolder.__dataclass_fields__.values()
     return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None

@@ -27,7 +27,7 @@ from dstrain.errors import (
     format_traceback,
     is_debug,
 )
-from dstrain.files import atomic_write, make_folder, open_for_writing, read_limited
+from dstrain.files import atomic_write, make_folder, open_for_writing, parse_json, read_limited
 from dstrain.launch.processes import process_state
 from dstrain.launch.tee_log import END_OF_COPY
 from dstrain.process_setup import log_stderr, set_parent_death_signal
@@ -186,7 +186,7 @@ def read_rank_record(run_dir: Path, rank: int, launch_id: str = "") -> RankRecor
 
 def _read_record(path: Path) -> RankRecord | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return RankRecord(**json.loads(read_limited(path, MAX_RECORD_BYTES)))
+        return RankRecord(**parse_json(read_limited(path, MAX_RECORD_BYTES)))
     return None
 
 

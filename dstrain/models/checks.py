@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names, suggest_name
+from dstrain.files import MAX_JSON_BYTES, parse_json, read_limited
 from dstrain.models.adapters import add_adapters, check_adapter
 from dstrain.models.attention.model_types import attends_both_ways, length_limit
 from dstrain.models.folder import (
@@ -102,17 +102,17 @@ def read_folder_config(name: str, key: str) -> dict[str, Any] | None:
         raise RecipeError(missing_folder_fault(name, key))
     file = folder / "config.json"
     try:
-        data = file.read_bytes()
+        data = read_limited(file, MAX_JSON_BYTES)
     except FileNotFoundError:
         raise RecipeError(_missing_config_fault(folder, name, key)) from None
     except OSError as error:
         fix = "correct its permissions, or give another folder"
-        raise RecipeError(Fault(key, f"{file} cannot be read ({error.strerror})", fix)) from error
+        raise RecipeError(Fault(key, f"{file} cannot be read ({error.strerror or error})", fix)) from error
     if data.startswith(LFS_POINTER):
         raise RecipeError(_lfs_pointer_fault(file, key))
     try:
-        values = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
+        values = parse_json(data)
+    except ValueError as error:
         problem = f"{file} is not valid JSON ({error})"
         raise RecipeError(Fault(key, problem, "correct it, or download it again")) from error
     if not isinstance(values, dict):

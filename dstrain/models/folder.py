@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os.path
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from dstrain.errors import Fault, RecipeError, one_line
+from dstrain.files import MAX_JSON_BYTES, parse_json, read_limited
 
 if TYPE_CHECKING:
     from dstrain.config.schema import ModelConfig
@@ -51,27 +52,62 @@ def revision_faults(model: ModelConfig) -> list[Fault]:
     return [Fault("model.revision", f"is '{model.revision}', but {what}", "remove it: only Hub ids have revisions")]
 
 
-SIZE_LIMITS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 10_000) | dict.fromkeys(
-    ("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "d_ff", "num_attention_heads", "n_head",
-     "num_heads", "num_key_value_heads", "head_dim", "vocab_size", "patch_size", "image_size"), 10**9,
-)  # fmt: skip
-"""Keys of a config -> the largest value that a model may have; each layer is listed."""
+POSITIVE_SIZES = frozenset({
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "hidden_size", "n_embd", "d_model",
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "num_attention_heads", "n_head", "num_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "patch_size", "image_size",
+})  # fmt: skip
+"""Keys of a config whose value is a whole number above 0, where there is one."""
+SIZE_KEY = re.compile(
+    r"(^|_)(ids?|index|sizes?|dims?|vocab|offset|floor|length|len|window|positions?|embeddings|ctx|embd|inner|model|ffn?"
+    r"|pixels|tokens?)(_|\d|$)"
+)
+"""Keys of dimensions, positions and ids. transformers makes lists of what other integers count, such as labels."""
+VALUE_KEY = re.compile("theta|base|seed")
+"""Keys of numbers that count nothing."""
+LAYER_KEY = re.compile("layer|depth|block")
+"""Keys that count layers: each is built."""
+MAX_LAYERS, MAX_COUNT, MAX_SIZE, MAX_VALUE = 10_000, 100_000, 10**9, 10**18
+MAX_ENTRIES, MAX_VALUES = 100_000, 1_000_000
+"""Limits for the entries of a list or map in a config, and for all its values."""
 
 
 def wrong_size_fault(values: Mapping[str, Any], key: str) -> Fault | None:
-    """Return the fault of a size that makes no model, also in a part such as text_config; None if there is none."""
-    parts = [values, *(part for part in values.values() if isinstance(part, Mapping))]
-    for part in parts:
-        for name, most in SIZE_LIMITS.items():
-            value = part.get(name)
-            if value is None or isinstance(value, (list, Mapping)):  # a size for each layer, or none
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                where = f"{key}.{name}" if key == "model.config" and part is values else key
-                what = f"is {one_line(repr(value))[:40]}"
-                problem = what if where != key else f"{name} {what} in its config"
-                return Fault(where, problem, f"correct it: a whole number from 1 to {most}")
+    """Return the fault of a number, list or map in a config that makes no model; None if there is none.
+
+    The file may come from elsewhere, and building a config or a model of it could take all memory.
+    """
+    waiting: list[tuple[str, Any, bool]] = [(str(name), value, True) for name, value in values.items()]
+    num_values = 0
+    while waiting:
+        name, value, is_top = waiting.pop()
+        num_values += 1
+        problem, fix = _find_size_problem(name, value)
+        if num_values > MAX_VALUES:
+            return Fault(key, "its config holds more than a million values", "name another model")
+        if problem and key == "model.config" and is_top:
+            return Fault(f"{key}.{name}", problem, fix)
+        if problem:
+            return Fault(key, f"{name} {problem} in its config", fix)
+        if isinstance(value, Mapping):
+            waiting += [(str(inner), below, False) for inner, below in value.items()]
+        elif isinstance(value, (list, tuple)):
+            waiting += [(name, below, False) for below in value]
     return None
+
+
+def _find_size_problem(name: str, value: Any) -> tuple[str, str]:
+    """Return problem and fix of one value of a config; empty where it is none."""
+    if isinstance(value, (list, tuple, Mapping)):
+        is_long = len(value) > MAX_ENTRIES
+        return (f"has {len(value)} entries", f"correct it: {MAX_ENTRIES} at most") if is_long else ("", "")
+    limits = ((SIZE_KEY, MAX_SIZE), (VALUE_KEY, MAX_VALUE), (LAYER_KEY, MAX_LAYERS))
+    most = next((limit for pattern, limit in limits if pattern.search(name)), MAX_COUNT)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    shown = f"is {one_line(repr(value))[:40]}"
+    if name in POSITIVE_SIZES and value is not None and not (is_integer and 1 <= value <= most):
+        return shown, f"correct it: a whole number from 1 to {most}"
+    return (shown, f"correct it: {most} at most") if is_integer and abs(value) > most else ("", "")
 
 
 TEMPORAL_TYPE = "dstrain_temporal"
@@ -154,7 +190,7 @@ def is_bidirectional(model_type: str, is_decoder: object) -> bool:
 def is_temporal_folder(name: str | None) -> bool:
     """Return True for a local folder with the config of a temporal model."""
     try:
-        values = json.loads((Path(name or "").expanduser() / "config.json").read_text(encoding="utf-8"))
+        values = parse_json(read_limited(Path(name or "").expanduser() / "config.json", MAX_JSON_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and values.get("model_type") == TEMPORAL_TYPE
@@ -296,8 +332,8 @@ def _peft_type(values: Mapping[str, Any]) -> str:
 def read_json_object(file: Path, key: str) -> dict[str, Any]:
     """Read a JSON object. Raises RecipeError for the recipe's `key`."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        values = parse_json(read_limited(file, MAX_JSON_BYTES))
+    except (ValueError, OSError) as error:
         raise RecipeError(Fault(key, f"{file} cannot be read ({error})", DOWNLOAD_FIX)) from None
     if not isinstance(values, dict):
         raise RecipeError(Fault(key, f"{file} holds no JSON object", DOWNLOAD_FIX))

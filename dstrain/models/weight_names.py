@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import first_names
-from dstrain.files import MAX_JSON_BYTES, read_limited
+from dstrain.files import MAX_JSON_BYTES, parse_json, read_limited
 from dstrain.models.folder import resolve_base_model
 from dstrain.models.weights import find_cached_config, open_tensors
 
@@ -39,7 +38,7 @@ def list_tensors(folder: Path) -> frozenset[str]:
     """Return the names of the tensors in the safetensors files of a model folder."""
     index, file = folder / INDEX_FILE, folder / "model.safetensors"
     if index.is_file():
-        return frozenset(json.loads(read_limited(index, MAX_JSON_BYTES))["weight_map"])
+        return frozenset(parse_json(read_limited(index, MAX_JSON_BYTES))["weight_map"])
     return frozenset(open_tensors([file])) if file.is_file() else frozenset()
 
 

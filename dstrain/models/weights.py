@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import CheckpointError, Fault, RecipeError, first_names
+from dstrain.files import MAX_JSON_BYTES, parse_json, read_limited
 from dstrain.models.folder import ADAPTER_CONFIG, read_adapter, resolve_base_model
 from dstrain.models.params import assign, full_shape
 
@@ -95,9 +96,9 @@ def read_shard_index(index: Path, key: str) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = {*json.loads(index.read_text())["weight_map"].values()}
+        names = {*parse_json(read_limited(index, MAX_JSON_BYTES))["weight_map"].values()}
         files = sorted(index.parent / name for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise RecipeError(Fault(key, f"{index} cannot be read ({error})", "download it again")) from None
     # An index from elsewhere may name any file of this host.
     outside = [name for name in sorted(names) if os.path.isabs(name) or ".." in Path(name).parts]
@@ -402,8 +403,10 @@ def find_cached_config(name: str, revision: str | None = None) -> Path | None:
 def _hash_config(file: Path) -> str:
     """Return a hash of a config without the path and the library version that it was written with."""
     try:
-        values = json.loads(file.read_bytes())
-    except ValueError:  # refused by its reader, which names the line
+        values = parse_json(read_limited(file, MAX_JSON_BYTES))
+    except (OSError, ValueError):  # refused by its reader, which names the line
+        return _hash_file(file)
+    if not isinstance(values, dict):
         return _hash_file(file)
     values = {name: value for name, value in values.items() if name not in _CONFIG_ORIGINS}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
+from dstrain.files import parse_json
 from dstrain.models.checks import read_folder_config
 from dstrain.models.folder import (
     find_quantization,
@@ -573,7 +573,7 @@ HUB_SUFFIXES = ("-Instruct", "-Chat", "-Base", "-it")
 @cache
 def _shipped() -> dict[str, Any]:
     """Return `shapes`: name -> its ids on the Hub and its config; `suggested`: kind of model -> names and ids, the largest first."""
-    values: dict[str, Any] = json.loads(SHAPES_FILE.read_text(encoding="utf-8"))
+    values: dict[str, Any] = parse_json(SHAPES_FILE.read_bytes())
     return values
 
 
@@ -681,6 +681,10 @@ def _find_hub_shape(name: str) -> dict[str, Any] | None:
     return next((named_config(shape) for shape in known), None)
 
 
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file that its library reads."""
+
+
 def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return name -> size of every tensor in a folder's safetensors files, by their headers; empty without such files."""
     sizes: dict[str, tuple[int, ...]] = {}
@@ -690,9 +694,11 @@ def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
         try:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
+                if length > os.fstat(opened.fileno()).st_size:
+                    raise ValueError(f"its header names {length} bytes")
+                header = parse_json(opened.read(length), MAX_HEADER_BYTES)
             sizes |= {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, MemoryError, OverflowError, AttributeError, TypeError, KeyError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
     return sizes
 
@@ -714,7 +720,7 @@ def _list_in_subprocess(config: RunConfig, *options: str) -> MetaParameters:
         problem = f"building the model on the meta device takes over {META_TIMEOUT_SECONDS} s"
         raise RecipeError(Fault("model", problem, "name a preset in ds_config")) from None
     try:
-        return [(str(name), [*size], bool(trained)) for name, size, trained in json.loads(done.stdout.splitlines()[-1])]
+        return [(str(name), [*size], bool(trained)) for name, size, trained in parse_json(done.stdout.splitlines()[-1])]
     except (LookupError, ValueError, TypeError):  # it failed, or a library ended the process with code 0
         reason = (done.stderr.strip().splitlines() or [f"no output, exit code {done.returncode}"])[-1]
         fix = "correct the recipe, or pass --model-shape NAME to plan"

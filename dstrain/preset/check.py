@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrain.errors import Fault, PresetError, suggest_name
-from dstrain.files import not_file_reason
+from dstrain.files import is_deep_json, not_file_reason
 from dstrain.preset import keys
 from dstrain.preset.keys import (
     KeyPath,
@@ -168,7 +168,8 @@ def read_json(path: Path) -> SourceMap:
     except (OSError, UnicodeDecodeError) as error:
         raise PresetError(Fault(str(path), f"the file cannot be read ({error})", "name a readable JSON file")) from None
     try:
-        values = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
+        values = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)  # noqa: TID251  its hooks
+        is_deep = is_deep_json(values, text)
     except json.JSONDecodeError as error:
         place = f"{path.name}:{error.lineno}:{error.colno}"
         fix = "JSON allows no comments and no trailing commas, and strings need double quotation marks"
@@ -176,7 +177,9 @@ def read_json(path: Path) -> SourceMap:
     except ValueError as error:
         raise PresetError(Fault(path.name, str(error), "write a finite number")) from None
     except RecursionError:
-        raise PresetError(Fault(path.name, "the JSON is nested too deeply", "a preset has few levels")) from None
+        is_deep = True
+    if is_deep:
+        raise PresetError(Fault(path.name, "the JSON is nested too deeply", "a preset has few levels"))
     if not isinstance(values, dict):
         raise PresetError(Fault(path.name, "a preset is a JSON object", 'begin it with { "zero_optimization": ...'))
     lines, repeated = _find_key_lines(text)
@@ -211,7 +214,7 @@ def _find_key_lines(text: str) -> tuple[dict[tuple[str, ...], int], list[tuple[i
             if child[:-1] == open_blocks[-1] and child[-1].isdecimal():  # the next element of a list
                 child = (*child[:-1], str(int(child[-1]) + 1))
         elif match[2]:
-            child = (*open_blocks[-1], json.loads(match[1]))
+            child = (*open_blocks[-1], json.loads(match[1]))  # noqa: TID251  of a text that was parsed
             # The json module has no positions of keys, so the text is scanned a second time.
             line = text.count("\n", 0, match.start()) + 1
             if child in lines:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.files import parse_json
+
 KeyPath = tuple[str, ...]
 KeySpec = dict[str, Any]
 """Properties of one key: type, null, values, min, above, max, below, default, deprecated, keys."""
@@ -34,7 +36,7 @@ _TYPE_NAMES = {
 @functools.cache
 def load_key_schema() -> dict[str, Any]:
     """Return `deepspeed` (version), `removed` (paths) and `keys` (name -> KeySpec)."""
-    return json.loads((Path(__file__).parents[1] / "ds_keys.json").read_text(encoding="utf-8"))
+    return parse_json((Path(__file__).parents[1] / "ds_keys.json").read_bytes())
 
 
 def find_key(path: KeyPath) -> KeySpec | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, TypeGuard
 
 from dstrain.config.read import read_yaml
 from dstrain.errors import RecipeError, UsageError, mask_secrets
-from dstrain.files import open_regular_file
+from dstrain.files import open_regular_file, parse_json
 from dstrain.report.run_log import MAX_LINE_BYTES, parse_row
 
 READ_BYTES = 1 << 20
@@ -78,8 +77,8 @@ class RunHistory:
     def parse_json(self, name: str) -> dict[str, Any]:
         """Return ds_config.json or environment.json as a mapping; empty if it cannot be read."""
         try:
-            found = json.loads(self.texts.get(name, ""))
-        except (ValueError, RecursionError):
+            found = parse_json(self.texts.get(name, ""))
+        except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from dstrain.errors import RunError, fix_for_os_error
-from dstrain.files import atomic_write, open_for_writing, open_regular_file
+from dstrain.files import atomic_write, open_for_writing, open_regular_file, parse_json
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 
@@ -336,8 +336,8 @@ def _iter_lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row in a line; None if it is not a JSON object, or its step is not a number."""
     try:
-        row = json.loads(line.removeprefix(BOM).decode())
-    except (ValueError, RecursionError):
+        row = parse_json(line.removeprefix(BOM).decode())
+    except ValueError:
         return None
     step = row.get("step", 0) if isinstance(row, dict) else None
     return row if type(step) is int or (isinstance(step, float) and math.isfinite(step)) else None

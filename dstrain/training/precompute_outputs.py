@@ -17,6 +17,7 @@ from dstrain.cache import check_once, load_entry, write_entry
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
+from dstrain.data.npy import load_npy
 from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore, open_column
 from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.errors import DataError, TaskError
@@ -292,10 +293,10 @@ def read_columns(folder: Path) -> OutputColumns:
     columns: OutputColumns = {}
     for name, path in files.items():
         if name + ENDS in files:
-            ends = np.load(files[name + ENDS], allow_pickle=False)
+            ends = load_npy(files[name + ENDS])
             columns[name] = make_column(np.split(open_column(path), ends[:-1]))
         elif not name.endswith(ENDS):
-            columns[name] = np.load(path, allow_pickle=False)
+            columns[name] = load_npy(path)
     return columns
 
 

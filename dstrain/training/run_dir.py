@@ -209,7 +209,16 @@ _FOLDER_NAMES = (
     "logs", "logs/stacks", ".workers", "tokenizer", "model", "profile", "wandb", "mlflow", "exports", "nvme", ".previous",
 )  # fmt: skip
 """Folders that a run writes into. `checkpoints` is one too, and may be a link to a folder of another disk."""
-_WRITTEN_FILES = ("slurm.sbatch", "wandb/id", "mlflow/id", "model/*", "logs/*", "logs/stacks/*", ".workers/*", "profile/*")
+_WRITTEN_FILES = (
+    "slurm.sbatch",
+    "wandb/id",
+    "mlflow/id",
+    "model/*",
+    "logs/*",
+    "logs/stacks/*",
+    ".workers/*",
+    "profile/*",
+)
 """Patterns of the files that a run writes, besides _RUN_FILE_NAMES."""
 
 

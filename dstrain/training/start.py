@@ -14,6 +14,7 @@ from dstrain.config import BatchPlan, RunConfig, check_learning_changes, resolve
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, Fault, PresetError, ResumeError
+from dstrain.files import parse_json
 from dstrain.planner.choose import AUTO, Budget, choose_preset
 from dstrain.planner.workload import GPU_MEMORY_ENV, Cluster, detect_gpu_bytes, host_bytes
 from dstrain.preset import Preset, read_preset
@@ -150,10 +151,10 @@ def agree_on_start(
     """
     point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
     if world.rank == 0:
-        decided = json.loads(handed_on or "{}")
+        decided = parse_json(handed_on or "{}")
         if (decided.get("run_dir"), decided.get("checkpoint")) != (str(run_dir), point.folder):
             handed_on = decide_start(config, options, world_size, cluster, point).to_json(run_dir)
-    decided = json.loads(world.gather(handed_on)[0])
+    decided = parse_json(world.gather(handed_on)[0])
     model = config.model.model_copy(update={"chat_template_time": decided["chat_template_time"]})
     batch = BatchConfig.model_validate(decided["batch"])
     config = config.model_copy(update={"ds_config": decided["ds_config"], "batch": batch, "model": model})

@@ -304,7 +304,7 @@ def tokenizer_fingerprint(tokenizer: Any, with_pad_token: bool = True) -> str:
     if backend is None:
         state: Any = sorted(tokenizer.get_vocab().items())
     else:
-        state = json.loads(backend.to_str())
+        state = json.loads(backend.to_str())  # noqa: TID251  of the tokenizers library
         # The last call that padded or truncated leaves these settings behind; ids do not depend on them.
         state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}

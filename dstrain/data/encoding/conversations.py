@@ -40,6 +40,7 @@ from dstrain.data.records import encode_valid, try_parse
 from dstrain.data.vision.images import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import BadRecord
+from dstrain.files import parse_json
 
 
 def encode_conversations(
@@ -82,7 +83,7 @@ def encode_answers(
 
 def read_answers(example: Mapping[str, Any]) -> list[str]:
     """Return the accepted answers of an example of `encode_answers`."""
-    answers: list[str] = json.loads(bytes(int(byte) for byte in example["answers"]))
+    answers: list[str] = parse_json(bytes(int(byte) for byte in example["answers"]))
     return answers
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from dstrain.errors import BadRecord
+from dstrain.files import parse_json
 
 ROLE_ALIASES = {
     "system": "system",
@@ -336,8 +336,8 @@ def has_images(record: Mapping[str, Any]) -> bool:
 def maybe_parse_json(value: Any) -> Any:
     """Return the value of JSON in a string; anything else unchanged."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 

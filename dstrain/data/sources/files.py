@@ -23,7 +23,7 @@ import psutil
 from dstrain.data.sources.base import BaseSource, Columns, Source
 from dstrain.data.sources.parquet import ParquetSource
 from dstrain.errors import DataError, describe_decode_error, one_line
-from dstrain.files import display_path
+from dstrain.files import MAX_JSON_DEPTH, display_path, is_deep_json
 from dstrain.units import format_bytes
 
 BOM = b"\xef\xbb\xbf"
@@ -74,8 +74,8 @@ def decode_record(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as fault:
         raise ValueError(f"not valid UTF-8 (byte {fault.start + 1} of the line); re-save the file as UTF-8") from fault
     try:
-        value = parse_json(text)
-    except (ValueError, RecursionError) as fault:
+        value = decode_json(text)
+    except ValueError as fault:
         raise ValueError(f"not valid JSON: {fault}; fix the line or remove it") from fault
     return check_record(value, has_surrogate_escape(text))
 
@@ -103,10 +103,17 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _decoder = json.JSONDecoder(object_pairs_hook=_build_object)
 
 
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; its objects with a duplicate key are `DuplicateKeyDict`s."""
+def decode_json(text: str) -> Any:
+    """Return the value of a JSON text; its objects with a duplicate key are `DuplicateKeyDict`s. Raises ValueError."""
     _parsed.has_duplicates = False
-    return _decoder.decode(text)
+    try:
+        value = _decoder.decode(text)
+        is_deep = is_deep_json(value, text)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"it has more than {MAX_JSON_DEPTH} levels")
+    return value
 
 
 def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
@@ -317,8 +324,8 @@ class JsonListSource(RowsSource):
     def _parse(self, content: bytes) -> tuple[list[Any], bool]:
         text = self._decode(content)
         try:
-            value = parse_json(text)
-        except (ValueError, RecursionError) as fault:
+            value = decode_json(text)
+        except ValueError as fault:
             fix = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "fix the file"
             raise DataError(f"{self.name} is not valid JSON: {fault}; {fix}") from fault
         rows = value.get("data") if isinstance(value, dict) else value

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
+from dstrain.cache import read_cached_json
 from dstrain.data.formats.messages import json_type_name
 from dstrain.errors import BadRecord, DataError
 from dstrain.files import (
@@ -598,7 +599,7 @@ class ImageIndex:
 
         Raises OSError, ValueError, KeyError or TypeError if it is incomplete.
         """
-        rows = json.loads((folder / IMAGE_INDEX_FILE).read_text(encoding="utf-8"))
+        rows = read_cached_json(folder / IMAGE_INDEX_FILE)
         self._entries = [ImageEntry(**row) for row in rows["images"]]
         self._rejected = [WatchedFile(**row) for row in rows["unused"]]
         self._watched = [WatchedFile(**row) for row in rows.get("watched", ())]

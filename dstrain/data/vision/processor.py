@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.batch import Batch, PackedGroup
-from dstrain.cache import get_or_build
+from dstrain.cache import get_or_build, read_cached_json
 from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
@@ -416,7 +416,7 @@ def compute_image_stats(source: Source, parse: ParseRecord, threads: int = 1) ->
         (folder / STATISTICS_FILE).write_text(json.dumps([mean.round(6).tolist(), std.round(6).tolist()]))
 
     def load(folder: Path) -> tuple[list[float], list[float]]:
-        mean, std = json.loads((folder / STATISTICS_FILE).read_text())
+        mean, std = read_cached_json(folder / STATISTICS_FILE)
         return mean, std
 
     return get_or_build("image_statistics", {"images": [*found], "most": MAX_IMAGES, "format": 2}, build, load)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from dstrain.data.formats.preferences import Response
 from dstrain.data.formats.unpaired import to_messages
 from dstrain.errors import BadRecord, DataError, Fault, RecipeError, UsageError
 from dstrain.models.checks import check_model
-from dstrain.models.folder import has_score_head
+from dstrain.models.folder import has_score_head, read_json_object
 from dstrain.tasks.common.generation import answer_text
 from dstrain.tasks.common.registry import make_task
 from dstrain.tasks.common.scoring import AnswerScores
@@ -73,7 +72,7 @@ class ExportedRewardModel(ABC):
             if faults := check_model(self.task.recipe):
                 raise RecipeError(faults)
             config = place / "config.json"  # `check_model` has read it; an adapter has none
-            values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+            values = read_json_object(config, self.key) if config.is_file() else {}
             if not has_score_head(self.folder, values.get("architectures")):
                 raise RecipeError(self._missing_head_fault())
 

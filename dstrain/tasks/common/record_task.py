@@ -87,7 +87,7 @@ class RecordTask(Task):
             from dstrain.data.encoding.chat_template import tokenizer_fingerprint
 
             found["tokenizer"] = tokenizer_fingerprint(tokenizer)
-        values: dict[str, Any] = json.loads(json.dumps(found, default=repr))
+        values: dict[str, Any] = json.loads(json.dumps(found, default=repr))  # noqa: TID251  of this process
         return values
 
     def split_group(self, record: dict[str, Any]) -> Any:

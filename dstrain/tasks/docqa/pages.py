@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache import get_or_build
+from dstrain.cache import get_or_build, read_cached_json
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.vision.images import decode_image, read_content
 from dstrain.files import atomic_write, display_path, open_regular_file
@@ -288,7 +288,7 @@ class DocumentCache:
     def load_json(self, name: str, read: Callable[[Path], Any]) -> Any:
         """Return what `read(document)` does, from a JSON file of the cache. Raises BadRecord."""
         file = self.get_file(name, lambda document, target: atomic_write(target, json.dumps(read(document))))
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_cached_json(file)
 
     def get_file(self, name: str, write: Write) -> Path:
         if (self.document, name) in _faults:

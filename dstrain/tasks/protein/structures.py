@@ -16,6 +16,7 @@ import numpy as np
 from dstrain.cache import get_or_build
 from dstrain.data.content import describe_range
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
+from dstrain.data.npy import load_npy
 from dstrain.data.sources.base import Columns
 from dstrain.data.sources.open import FolderSource, ends_with
 from dstrain.errors import one_line
@@ -388,7 +389,7 @@ def load_or_cluster(tokens_digest: str, sequences: Sequence[np.ndarray], identit
         np.save(folder / "clusters.npy", cluster_sequences(sequences, identity))
 
     def load(folder: Path) -> np.ndarray:
-        return np.asarray(np.load(folder / "clusters.npy", allow_pickle=False))
+        return load_npy(folder / "clusters.npy")
 
     key = {"tokens": tokens_digest, "identity": identity, "version": CLUSTER_VERSION}
     return get_or_build("clusters", key, build, load)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.store import sign, unknown_peer_message, verify
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, PeerFailureError, RunError, UsageError, escape_controls
+from dstrain.files import parse_json
 from dstrain.training.health.diagnosis import Failure, RankState, RankStatus, StatusReport, diagnose
 from dstrain.training.health.signals import StoppedBySignal
 
@@ -251,7 +252,7 @@ def decode(content: bytes, kind: type = object) -> Any:
     """Return the JSON value, of type `kind`, that a rank has signed. Raises RunError: the store has no authentication."""
     content = verify(content)
     with foreign_values():
-        value = json.loads(content)
+        value = parse_json(content)
         if not isinstance(value, kind):
             raise TypeError(type(value).__name__)
         return value
@@ -262,7 +263,7 @@ def foreign_values() -> Iterator[None]:
     """Raise PeerFailureError for a value that no rank can have written: without a key, everyone can sign."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as fault:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as fault:
         problem = "the rendezvous store holds a value that no rank wrote"
         raise PeerFailureError("preparing the data", problem, "see docs/launch.md, Trust") from fault
 

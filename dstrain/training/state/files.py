@@ -25,10 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dstrain.data.npy import read_npy_header
 from dstrain.errors import CheckpointError
+from dstrain.files import parse_json
 from dstrain.training.state.layout import WEIGHT_KEY, ParamRange, StateSlice
 from dstrain.training.state.manifest import (
     BLOCK_BYTES,
+    MAX_MANIFEST_BYTES,
     BlockCache,
     FileEntry,
     HashedFileReader,
@@ -207,7 +210,7 @@ class CheckpointReader:
         self._files = {name: HashedFileReader(checkpoint / name, entry, cache) for name, entry in entries.items()}
         try:
             self._read_index()
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(
                 f"{checkpoint / INDEX_FILE}: the index cannot be read ({why}); choose another checkpoint"
@@ -216,9 +219,12 @@ class CheckpointReader:
     def _read_index(self) -> None:
         """Read which tensor is where. Raises ValueError and others for an invalid index, even if its hash is right."""
         about = self._read_json(INDEX_FILE)
-        rows = np.load(io.BytesIO(self._files[INDEX_ROWS_FILE].read_all()), allow_pickle=False)
-        if rows.dtype != INDEX_ROW or rows.ndim != 1:
-            raise ValueError(f"rows of {rows.dtype}")
+        content = self._files[INDEX_ROWS_FILE].read_all()
+        stream = io.BytesIO(content)
+        dtype, shape = read_npy_header(stream, len(content))
+        if dtype != INDEX_ROW or len(shape) != 1:
+            raise ValueError(f"rows of {dtype}")
+        rows = np.frombuffer(content, dtype, offset=stream.tell())
         names, keys = list[str](about["names"]), list[str](about["keys"])
         self._tensor_files = list[str](about["files"])
         self._dtypes = [TORCH_DTYPES[name] for name in about["dtypes"]]
@@ -251,7 +257,7 @@ class CheckpointReader:
             self._state_keys.setdefault(name, set()).add(key)
 
     def _read_json(self, name: str) -> Any:
-        return json.loads(self._files[name].read_all())
+        return parse_json(self._files[name].read_all(), MAX_MANIFEST_BYTES)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -261,7 +267,7 @@ class CheckpointReader:
             found = self._read_json(METADATA_FILE)
             if not found["optimizer"] or any(int(size) < 0 for shape in found["shapes"].values() for size in shape):
                 raise ValueError("a size below 0, or no optimizer")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
         return found

@@ -184,6 +184,8 @@ class CheckpointStore:
     """Also keep every checkpoint whose step is a multiple of this."""
     check_usable: Callable[[Path], None] = lambda _: None
     """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
+    find_index_fault: Callable[[Path], str] = lambda _: ""
+    """Returns why the state in a checkpoint whose hashes are right cannot be read; called on rank 0 before a resume."""
     check_owner: Callable[[], None] = lambda: None
     """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
     in_use: Callable[[], Collection[str]] = tuple
@@ -294,8 +296,11 @@ class CheckpointStore:
         Every byte is read and hashed, a share by each rank.
         """
         info = inspect_checkpoint(path, check_hashes=True, share=(self.world.rank, self.world.size))
+        fault = info.fault
+        if not fault and self.world.rank == 0:
+            fault = self.find_index_fault(path)
         with self._peer_errors(f"verifying {path}"):
-            faults = self.world.gather((info.fault, info.may_pass))
+            faults = self.world.gather((fault, info.may_pass))
         for rank, (fault, may_pass) in enumerate(faults):
             if fault:
                 return make_damaged_info(path, f"{fault} (rank {rank})", may_pass)

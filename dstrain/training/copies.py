@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrain.errors import CheckpointError, UsageError, first_names, mask_secrets, one_line
-from dstrain.files import NOT_REGULAR
+from dstrain.files import NOT_REGULAR, parse_json
 from dstrain.report.run_log import format_current_time
 from dstrain.training.checkpoints import BEST_NAME, clear_path, find_best, read_run_id
 from dstrain.training.state.manifest import (
@@ -387,8 +387,8 @@ class RunCopy:
 def parse_owner(record: bytes) -> CopyOwner | None:
     """Return the owner in an owner.json; None if it cannot be read."""
     try:
-        owner = CopyOwner(**json.loads(record))
-    except (ValueError, TypeError, RecursionError):
+        owner = CopyOwner(**parse_json(record))
+    except (ValueError, TypeError):
         return None
     return owner if all(isinstance(value, str) for value in asdict(owner).values()) else None
 

@@ -149,7 +149,10 @@ def agree_on_start(
     `save.copy_to`. Other ranks may see old files on a network file system, or other free memory. Nothing on disk is
     changed. Raises as `decide_start` does, and CheckpointError if the checkpoint is damaged.
     """
-    point = find_resume_point(CheckpointStore(folder=run_dir / "checkpoints", world=world), options)
+    from dstrain.training.state.files import find_index_fault  # not at the top: it needs torch
+
+    checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=world, find_index_fault=find_index_fault)
+    point = find_resume_point(checkpoints, options)
     if world.rank == 0:
         decided = parse_json(handed_on or "{}")
         if (decided.get("run_dir"), decided.get("checkpoint")) != (str(run_dir), point.folder):

@@ -665,3 +665,17 @@ def test_numbers_as_names_in_a_key_give_the_entry_again() -> None:
     """JSON has only texts as names, and orders 9 and 10 otherwise."""
     assert get({"classes": {9: "a", 10: "b"}}) == get({"classes": {9: "a", 10: "b"}}, "built again")
     assert get({"classes": {9: "a", "b": "c"}}) == "content"
+
+
+def test_json_that_is_nested_deeply_is_damage(tmp_path: Path) -> None:
+    """json.loads raises RecursionError for it, which is no ValueError."""
+    write_entry("tokens", KEY, lambda folder: (folder / "a").write_text("a"))
+    (entry_path("tokens", KEY) / "MANIFEST.json").write_text("[" * 60_000)
+    assert load_entry("tokens", KEY, lambda folder: "loaded") is None
+    assert get_or_build("tokens", KEY, lambda folder: (folder / "a").write_text("a"), lambda folder: "built") == "built"
+    (tmp_path / "data.txt").write_text("text")
+    os.utime(tmp_path / "data.txt", (1, 1))
+    digest = file_digest(tmp_path / "data.txt")
+    for path in (cache_root() / "digests").rglob("*.json"):
+        path.write_text("[" * 60_000)
+    assert file_digest(tmp_path / "data.txt") == digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from dstrain import files
 from dstrain.errors import UsageError
 from dstrain.files import (
+    MAX_JSON_DEPTH,
     NOT_REGULAR,
     WatchedFile,
     atomic_folder,
@@ -26,6 +28,7 @@ from dstrain.files import (
     not_file_reason,
     open_for_writing,
     open_regular_file,
+    parse_json,
     partial_path,
     remove_stale_partials,
     stat_or_none,
@@ -256,3 +259,24 @@ def test_a_watched_file_tells_that_it_has_changed(tmp_path: Path) -> None:
     assert stat_or_none(tmp_path / "a\0b") is None
     (tmp_path / "a").write_text("x")
     assert watched.find_change() == f"{tmp_path / 'a'} has changed"
+
+
+@pytest.mark.parametrize("encode", [str, str.encode, lambda text: bytearray(text.encode())])
+def test_json_from_elsewhere_has_a_limit_of_depth(encode: Callable[[str], str | bytes | bytearray]) -> None:
+    for depth in (1, MAX_JSON_DEPTH):
+        assert parse_json(encode("[" * depth + "]" * depth)) is not None
+        assert parse_json(encode('{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))) is not None
+    for depth in (MAX_JSON_DEPTH + 1, 900, 100_000):
+        with pytest.raises(ValueError, match="more than 100 levels"):
+            parse_json(encode("[" * depth + "]" * depth))
+    wide = [[1]] * 1000
+    assert parse_json(encode(json.dumps(wide))) == wide
+    assert parse_json(encode(json.dumps("[{" * 1000))) == "[{" * 1000
+
+
+def test_json_from_elsewhere_has_a_limit_of_size() -> None:
+    assert parse_json(b"[1, 2]", 6) == [1, 2]
+    with pytest.raises(ValueError, match="larger than"):
+        parse_json(b"[1, 23]", 6)
+    with pytest.raises(ValueError, match="utf-8"):
+        parse_json(b'"\xff"')

@@ -171,13 +171,14 @@ def _open(
     path = Path(path_or_config.path if isinstance(path_or_config, DatasetConfig) else path_or_config)
     try:
         path = path.expanduser()
+    except RuntimeError as fault:
+        raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
+    try:
         # A local file wins over a dataset of the same name.
         if path.is_file():
             return _open_file(path, columns, source_types, suggest_conversion)
         if files := find_shards(path):
             return ConcatSource([_open_file(file, columns, source_types, suggest_conversion) for file in files])
-    except RuntimeError as fault:
-        raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
         fix = "raise `ulimit -n`" if fault.errno == errno.EMFILE else "check the path and its permissions"
         raise DataError(f"{path} cannot be read ({fault.strerror}); {fix}") from fault

@@ -196,6 +196,21 @@ def check_state_complete(checkpoint: Path) -> None:
     CheckpointReader(checkpoint).check_complete()
 
 
+def find_index_fault(checkpoint: Path) -> str:
+    """Return why a checkpoint's index or metadata cannot be read, though its hashes are right; empty if they can be."""
+    try:
+        CheckpointReader(checkpoint).metadata  # noqa: B018  read now
+    except InvalidIndexError as error:
+        return str(error).removeprefix(f"{checkpoint}/").partition("; choose")[0]
+    except CheckpointError:  # such as a file that may be a pickle: told where the checkpoint is opened
+        pass
+    return ""
+
+
+class InvalidIndexError(CheckpointError):
+    """An index or metadata that no run has written, with hashes that fit."""
+
+
 class CheckpointReader:
     """State in a checkpoint, read by parameter name and position."""
 
@@ -212,7 +227,7 @@ class CheckpointReader:
             self._read_index()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise CheckpointError(
+            raise InvalidIndexError(
                 f"{checkpoint / INDEX_FILE}: the index cannot be read ({why}); choose another checkpoint"
             ) from error
 
@@ -269,7 +284,7 @@ class CheckpointReader:
                 raise ValueError("a size below 0, or no optimizer")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
+            raise InvalidIndexError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
         return found
 
     @cached_property

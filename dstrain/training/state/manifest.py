@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from dstrain.batch import Progress
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError, one_line
-from dstrain.files import MAX_JSON_BYTES, list_folder, read_limited, stat_or_none, sync_folder
+from dstrain.files import MAX_JSON_BYTES, list_folder, parse_json, read_limited, stat_or_none, sync_folder
 from dstrain.report.run_log import replace_nonfinite
 
 BLOCK_BYTES = 4 << 20
@@ -229,7 +229,7 @@ class CheckpointInfo:
     @cached_property
     def run_info(self) -> dict[str, Any]:
         """Content of run.json, read once: the recipe, versions and preset of the run that wrote the checkpoint."""
-        return json.loads(read_limited(self.path / "run.json", MAX_JSON_BYTES))
+        return parse_json(read_limited(self.path / "run.json", MAX_JSON_BYTES))
 
 
 def find_checkpoints(folder: Path, check_hashes: bool = False) -> list[CheckpointInfo]:
@@ -279,7 +279,7 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     except OSError as error:
         fault = f"it cannot be read: {error}"
         may_pass = _may_pass(error)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         fault = f"{MANIFEST_FILE} is not readable"
     if fault:
         return make_damaged_info(path, fault, may_pass)
@@ -296,7 +296,7 @@ def make_damaged_info(path: Path, fault: str, may_pass: bool = False) -> Checkpo
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    return json.loads(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+    return parse_json(read_limited(path / MANIFEST_FILE, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
 
 
 def _find_version_fault(path: Path, manifest: Mapping[str, Any]) -> str:
@@ -317,10 +317,10 @@ def _find_version_fault(path: Path, manifest: Mapping[str, Any]) -> str:
 def read_run_info(path: Path) -> dict[str, Any] | None:
     """Return run.json without a look at the other files; empty if it is damaged, None if it cannot be read."""
     try:
-        info = json.loads(read_limited(path / "run.json", MAX_JSON_BYTES))
+        info = parse_json(read_limited(path / "run.json", MAX_JSON_BYTES))
     except OSError:
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return info if isinstance(info, dict) else {}
 
@@ -340,7 +340,7 @@ def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool
     if files["run.json"]["size"] > MAX_JSON_BYTES:
         return f"run.json is larger than {MAX_JSON_BYTES >> 20} MiB"
     # The manifest has no hash of its own: run.json, which has one, repeats its fields.
-    record = json.loads(HashedFileReader(path / "run.json", files["run.json"]).read_all())
+    record = parse_json(HashedFileReader(path / "run.json", files["run.json"]).read_all())
     if any(record[name] != manifest[name] for name in MANIFEST_FIELDS):
         return f"{MANIFEST_FILE} and run.json differ"
     if check_hashes:

@@ -64,6 +64,12 @@ def test_a_torn_record_is_no_record(tmp_path):
     assert read_rank_records(tmp_path) == {}
 
 
+def test_a_record_that_is_nested_deeply_is_no_record(tmp_path):
+    get_workers_dir(tmp_path).mkdir()
+    (get_workers_dir(tmp_path) / "rank-00000.json").write_text("[" * 60_000)
+    assert read_rank_records(tmp_path) == {}
+
+
 def test_a_record_that_is_not_a_small_file_is_no_record(tmp_path):
     get_workers_dir(tmp_path).mkdir()
     os.mkfifo(get_workers_dir(tmp_path) / "rank-00000.json")

@@ -22,7 +22,9 @@ from dstrain.models.folder import (
     LEARNED_POSITION_TYPES,
     PAD_OFFSET_TYPES,
     max_learned_positions,
+    wrong_size_fault,
 )
+from dstrain.planner.shapes import named_config, shape_names
 from dstrain.tasks import make_task
 from tests.tiny import tiny_recipe
 
@@ -389,3 +391,38 @@ def test_rotary_positions_are_warned_of(tmp_path: Path) -> None:
     assert "data.max_length is 48" in line
     assert "up to 40 tokens" in line
     assert not rope_length_warning(transformers.AutoConfig.for_model("llama", max_position_embeddings=48), 48)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_labels": 10**10}, "num_labels is 10000000000 in its config"),
+        ({"num_unknown_things": 10**6}, "num_unknown_things is 1000000 in its config"),
+        ({"unknown": -(10**12)}, "unknown is -1000000000000 in its config"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers is 10001 in its config"),
+        ({"encoder_layers": 10_001}, "encoder_layers is 10001 in its config"),
+        ({"hidden_size": 0}, "hidden_size is 0 in its config"),
+        ({"hidden_size": True}, "hidden_size is True in its config"),
+        ({"text_config": {"more": {"hidden_size": -1}}}, "hidden_size is -1 in its config"),
+        ({"depths": [1, 2, 10**6]}, "depths is 1000000 in its config"),
+        ({"id2label": {str(number): "x" for number in range(100_001)}}, "id2label has 100001 entries in its config"),
+        ({"layer_types": ["full_attention"] * 100_001}, "layer_types has 100001 entries in its config"),
+        ({"a": [[[0] * 100] * 101] * 100}, "its config holds more than a million values"),
+        ({"hidden_size": 10**10}, "hidden_size is 10000000000 in its config"),
+    ],
+)
+def test_every_number_list_and_map_of_a_config_is_bounded(values: dict[str, Any], problem: str) -> None:
+    fault = wrong_size_fault(values, "model.path")
+    assert fault is not None
+    assert fault.problem == problem
+
+
+def test_configs_of_models_are_within_the_bounds() -> None:
+    for name in shape_names():
+        assert wrong_size_fault(named_config(name), "model.path") is None
+    values = {
+        "pad_token_id": -1, "rope_theta": 10**10, "max_position_embeddings": 10_485_760, "vocab_size_per_layer_input": 262_144,
+        "image_token_index": 256_000, "num_key_value_heads": None, "tie_word_embeddings": True, "n_inner": None,
+        "attention_window": [512] * 12, "id2label": {str(number): "x" for number in range(21_843)}, "ngram_vocab_size_base": 20_000_000,
+    }  # fmt: skip
+    assert wrong_size_fault(values, "model.path") is None

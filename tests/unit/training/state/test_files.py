@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dstrain.training.state.files import (
     CheckpointReader,
     StateFile,
     check_state_complete,
+    find_index_fault,
     iter_state_files,
     write_state,
 )
@@ -182,6 +184,45 @@ def test_an_index_that_cannot_be_is_refused(change: Any, tmp_path: Path) -> None
     change_index(place, change)
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         CheckpointReader(place).read_tensor("w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.replace(b"(2,), }        ", b"(9999999999,),}"),
+        lambda content: content.replace(b"(2,)", b"(-2,"),
+        lambda content: content.replace(b"(2,)", b"((2,"),
+        lambda content: content.replace(b"descr", b"de'cr"),
+        lambda content: content.replace(b"{", b"(", 1),
+        lambda content: content.replace(b"<i8", b"|O8"),
+        lambda content: content[:20],
+        lambda content: content + b"x",
+        lambda content: b"\x93NUMPY\x09\x00" + content[8:],
+    ],
+)
+def test_a_header_of_an_array_that_does_not_fit_is_refused_and_passed_over(
+    change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    good = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10]), shapes={"w": [10]})
+    place = good.with_name("step-00000002")
+    shutil.copytree(good, place)
+    manifest = json.loads((place / "MANIFEST.json").read_text()) | {"step": 2}
+    for name in ("run.json", "progress.json"):
+        content = json.dumps(json.loads((place / name).read_text()) | {"step": 2}).encode()
+        manifest["files"][name] = write_hashed_file(place / name, content)
+    assert find_index_fault(place) == ""
+    rows = (place / INDEX_ROWS_FILE).read_bytes()
+    assert change(rows) != rows
+    manifest["files"][INDEX_ROWS_FILE] = write_hashed_file(place / INDEX_ROWS_FILE, change(rows))
+    (place / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert inspect_checkpoint(place, check_hashes=True).is_complete, "its hashes are right"
+    with pytest.raises(CheckpointError, match=r"the index cannot be read .*choose another checkpoint"):
+        CheckpointReader(place)
+    checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld(), find_index_fault=find_index_fault)
+    newest, skipped = checkpoints.find_latest_valid()
+    assert newest is not None
+    assert newest.path == good
+    assert "state/index.json: the index cannot be read" in skipped[0].status
 
 
 def test_opening_reads_the_index_and_no_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,26 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").symlink_to("../disk")
     told = run("train", "demo-rm", "--dry-run", "--run-dir", tmp_path / "run")
     assert told.exit_code == 0, told.output
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "logs/rank-00000.log", "logs", ".workers"])
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_a_run_folder_that_leads_elsewhere_is_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
+    """Somebody else has made the folder: the run would empty the user's file, append to it, or wait for a reader."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious\n")
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    if kind == "link":
+        path.symlink_to(notes)
+    else:
+        os.mkfifo(path)
+    (tmp_path / "run/environment.json").write_text("{}")
+    told = run("train", "demo-rm", "--run-dir", tmp_path / "run")
+    assert told.exit_code == 2, told.output
+    assert f"{path} is " in told.output
+    assert notes.read_text() == "precious\n"
+    assert {entry.name for entry in (tmp_path / "run").iterdir()} == {
+        path.relative_to(tmp_path / "run").parts[0],
+        "environment.json",
+    }

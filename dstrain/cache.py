@@ -29,6 +29,7 @@ from dstrain.errors import DataError, one_line
 from dstrain.files import (
     atomic_folder,
     atomic_write,
+    check_path_encoding,
     parse_json,
     partial_path,
     read_limited,
@@ -55,10 +56,11 @@ T = TypeVar("T")
 def cache_root() -> Path:
     """Return DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache.
 
-    Raises DataError if the path starts with ~ and the home folder is unknown.
+    Raises UsageError if the path is not valid UTF-8, or starts with ~ and the home folder is unknown.
     """
     default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
     path = os.environ.get("DSTRAIN_CACHE") or default
+    check_path_encoding(path)
     try:
         return Path(path).expanduser()
     except RuntimeError as fault:

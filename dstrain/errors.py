@@ -91,7 +91,8 @@ class DstrainError(Exception):
     exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
-        return mask_secrets(super().__str__())
+        # A path that is not UTF-8 holds surrogates, which neither a terminal nor a log can write.
+        return mask_secrets(super().__str__()).encode(errors="backslashreplace").decode()
 
 
 class UsageError(DstrainError):
@@ -264,6 +265,10 @@ def explain_system_error(error: Exception) -> DstrainError | None:
     if isinstance(error, OSError) and (fix := fix_for_os_error(error, "")):
         place = one_line(str(error.filename)) if error.filename else "the disk that the output is written to"
         return RunError(f"{place}: {error.strerror}; {fix}")
+    if isinstance(error, OSError) and error.filename is not None and error.strerror and find_user_frame(error) is None:
+        place = one_line(str(error.filename)) + (f" -> {one_line(str(error.filename2))}" if error.filename2 else "")
+        fix = "; the disk or network file system failed" if error.errno in (errno.EIO, errno.ESTALE) else ""
+        return RunError(f"{place}: {error.strerror}{fix}")
     # EAGAIN of fork(2) and pthread_create(3), not that of a non-blocking stream that is full.
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"

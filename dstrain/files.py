@@ -263,28 +263,25 @@ MAX_JSON_DEPTH = 100
 
 
 def parse_json(content: bytes | bytearray | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value of a JSON text that this process has not written. Raises ValueError, also above the limits.
+    """Return the value of a JSON text, UTF-8, that may come from elsewhere. Raises ValueError, also above the limits.
 
     json.loads raises RecursionError for a deep text, which is no ValueError, and so do most uses of a deep value.
     """
     if len(content) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    text = content if isinstance(content, str) else content.decode()
     try:
-        value = json.loads(content)  # noqa: TID251
+        value = json.loads(text)  # noqa: TID251
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if is_deep_json(value, content):
+    if is_deep_json(value, text):
         raise ValueError(_TOO_DEEP)
     return value
 
 
-def is_deep_json(value: Any, content: bytes | bytearray | str) -> bool:
+def is_deep_json(value: Any, text: str) -> bool:
     """Return True if the value of a JSON text has more levels than MAX_JSON_DEPTH."""
-    if isinstance(content, str):
-        num_brackets = content.count("[") + content.count("{")
-    else:
-        num_brackets = content.count(b"[") + content.count(b"{")
-    if num_brackets <= MAX_JSON_DEPTH:  # most texts: no need to look at their values
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:  # most texts: no need to look at their values
         return False
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_JSON_DEPTH):
@@ -381,29 +378,39 @@ def describe_unread(names: Iterable[str]) -> str:
 def match_files(pattern: Path) -> list[Path]:
     """Return what a pattern such as `data/train-*.parquet` fits in its folder, by name; [] for a name without `*`.
 
-    `*` stands for any characters in the name. Folders and hidden files are left out, broken links are not.
+    `*` stands for any characters in the name. Folders and hidden files are left out, broken links are not. Raises
+    UsageError for a name that is not valid UTF-8.
     """
     if "*" not in pattern.name:
         return []
     expression = re.compile(".*".join(map(re.escape, pattern.name.split("*"))), re.DOTALL)
     fit = [path for path in list_entries(pattern.parent) if expression.fullmatch(path.name) and path.name[0] != "."]
-    return sorted(path for path in fit if not path.is_dir())
+    files = sorted(path for path in fit if not path.is_dir())
+    for path in files:
+        check_path_encoding(str(path))
+    return files
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """Return the existing path that `text` means, absolute; None if there is none. Raises RecipeError."""
+    """Return the existing path that `text` means, absolute; None if there is none. Raises UsageError."""
     try:
         path = Path(text).expanduser()
     except RuntimeError:
         raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
-    return next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
+    found = next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
+    if found is not None:
+        check_path_encoding(str(found))
+    return found
 
 
 def find_pattern(text: str, recipe_dir: Path) -> Path | None:
     """Return the pattern of data files that `text` means, absolute; None if no file fits."""
     path = Path(text).expanduser()
     found = next((place for place in (path, recipe_dir / path) if match_files(place)), None)
-    return None if found is None else found.parent.resolve() / found.name
+    if found is None:
+        return None
+    check_path_encoding(str(found.parent.resolve()))
+    return found.parent.resolve() / found.name
 
 
 def path_exists(path: Path) -> bool:

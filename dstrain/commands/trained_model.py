@@ -24,7 +24,7 @@ from dstrain.commands.untrusted import (
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import CheckpointError, Fault, UsageError
-from dstrain.files import find_path, find_pattern
+from dstrain.files import check_path_encoding, find_path, find_pattern
 from dstrain.preset import Device, RunSettings, complete_preset, read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
@@ -231,6 +231,7 @@ def find_saved_model(folder: Path, step: str, overrides: Sequence[str] = (), tas
 
     Raises UsageError.
     """
+    check_path_encoding(str(folder))
     if (folder / "recipe.yaml").is_file():
         return _find_in_run(folder, step, overrides, task)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) and not is_module_export(folder):

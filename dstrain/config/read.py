@@ -175,6 +175,8 @@ def apply_override(source: SourceMap, text: str, options: OptionLookup | None = 
         raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
     if "" in names:
         raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):  # of bytes that are not UTF-8
+        raise RecipeError(f"--set {text}: is not valid UTF-8; rename the file or folder, or choose another")
     accepted = _find_types(names, options, task)
     is_text = str in accepted and accepted <= {str, NoneType}
     override = SourceMap(COMMAND_LINE, locations={names: COMMAND_LINE})
@@ -432,6 +434,8 @@ def _describe_problem(detail: ErrorDetails) -> str:
         return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
     if name == "[key]":
         return f"the name {detail['input']!r} in it is not text"
+    if detail["type"] == "string_unicode":
+        return "it is not valid UTF-8"
     kind, _, rest = detail["type"].partition("_")
     if kind in _TYPE_NAMES and rest in ("type", "parsing", "from_float", "number", "attributes_type"):
         return _MUST_BE + _TYPE_NAMES[kind]
@@ -471,6 +475,7 @@ _FIXES = {
     "less_than": "lower it",
     "less_than_equal": "lower it",
     "missing": "add what is missing",
+    "string_unicode": "rename the file or folder, or choose another",
 }
 
 

@@ -22,10 +22,12 @@ from dstrain.errors import (
     DstrainError,
     OutOfMemoryError,
     PeerFailureError,
+    UsageError,
     describe_unexpected,
     explain_system_error,
     format_traceback,
     is_debug,
+    save_traceback,
 )
 from dstrain.files import atomic_write, make_folder, open_for_writing, parse_json, read_limited
 from dstrain.launch.processes import process_state
@@ -85,15 +87,18 @@ def record_start(run_dir: Path, rank: int) -> None:
     _write_record(run_dir, RankRecord(rank, os.getpid(), None, None, socket.gethostname()))
 
 
-def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | None = None) -> None:
-    """Record how this rank ended. This code counts, whatever happens to the process afterwards.
+def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | None = None) -> bool:
+    """Record how this rank ended; return False if that failed. This code counts, whatever happens to the process then.
 
     Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0, DeepSpeed's launcher and
     torchrun send SIGTERM to all others, which may be about to end too.
     """
-    with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
-        message = None if error is None else str(error)[:MAX_ERROR_CHARS]
+    message = None if error is None else str(error)[:MAX_ERROR_CHARS]
+    try:
         _write_record(run_dir, RankRecord(rank, os.getpid(), code, message, socket.gethostname(), _error_kind(error)))
+    except (OSError, UsageError):  # such as a full disk, or a link: the supervisor also reads the exit code
+        return False
+    return True
 
 
 def _error_kind(error: str | DstrainError | None) -> Literal["own", "memory", "peer"]:
@@ -112,20 +117,26 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         not is_debug()
     ):  # before torch is imported: it writes a C++ traceback for each lost connection, which is reported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    record_start(run_dir, rank)
-    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and HOST_TIMEOUT_ENV not in os.environ)
+    log, has_log = log_path(run_dir, rank), False
     error: str | DstrainError | None = None
     try:
+        record_start(run_dir, rank)
+        redirect_output(log, copy_to_terminal=rank == 0 and HOST_TIMEOUT_ENV not in os.environ)
+        has_log = True
         code = fn()
     except Exception as fault:
         known = fault if isinstance(fault, DstrainError) else explain_system_error(fault)
-        error = known or f"{describe_unexpected(fault)}; the full traceback is in {log_path(run_dir, rank)}"
+        place = log if has_log else save_traceback(fault)
+        error = known or f"{describe_unexpected(fault)}; the full traceback is in {place}"
         code = EXIT_FAILED if known is None else known.exit_code
         # Of an explained one too: a compiler's output may be in it.
         needs_traceback = known is None or not isinstance(fault, DstrainError | OSError)
         with contextlib.suppress(OSError):  # such as a full disk: the record may find room
-            _log_failure(fault, rank, str(error), needs_traceback)
-    record_end(run_dir, rank, code, error)
+            if has_log:
+                _log_failure(fault, rank, str(error), needs_traceback)
+    is_recorded = record_end(run_dir, rank, code, error)
+    if not has_log and not (is_recorded and _supervisor_pid() is not None):  # the supervisor prints what is recorded
+        print_error(f"error: {error}")
     return code
 
 

@@ -20,6 +20,7 @@ from dstrain.models.folder import (
     NON_CAUSAL_TYPES,
     Adapter,
     check_hub_code,
+    check_hub_name,
     find_tokenizer_files,
     find_tokenizer_place,
     is_bidirectional,
@@ -98,6 +99,7 @@ def read_folder_config(name: str, key: str) -> dict[str, Any] | None:
     folder = Path(name).expanduser()
     if not os.path.isdir(folder):
         if not is_local_path(name) and not os.path.exists(folder):
+            check_hub_name(name, key)
             return None
         raise RecipeError(missing_folder_fault(name, key))
     file = folder / "config.json"

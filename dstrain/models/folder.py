@@ -29,10 +29,25 @@ def check_local_folder(name: str, key: str) -> bool:
     `key`: the recipe key that holds the name.
     """
     if not is_local_path(name):
+        if not os.path.isdir(os.path.expanduser(name)):
+            check_hub_name(name, key)
         return False
     if not Path(name).expanduser().is_dir():
         raise RecipeError(missing_folder_fault(name, key))
     return True
+
+
+HUB_NAME = re.compile(r"(\b[\w\-.]{1,96}\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
+"""Pattern of names that the Hub allows (huggingface_hub, utils/_validators.py)."""
+
+
+def check_hub_name(name: str, key: str) -> None:
+    """Raise RecipeError for a name, of no folder here, that no model on the Hub can have."""
+    if HUB_NAME.fullmatch(name) and "--" not in name and ".." not in name and not name.endswith(".git"):
+        return
+    problem = f"'{one_line(name)}' is not a folder, and no name of a model on the Hub"
+    fix = f"give an existing folder (working directory: {Path.cwd()}), or a hub id: NAME or ORG/NAME of letters, digits, - _ ."
+    raise RecipeError(Fault(key, problem, fix))
 
 
 def missing_folder_fault(name: str, key: str) -> Fault:

@@ -336,7 +336,7 @@ def _iter_lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row in a line; None if it is not a JSON object, or its step is not a number."""
     try:
-        row = parse_json(line.removeprefix(BOM).decode())
+        row = parse_json(line.removeprefix(BOM))
     except ValueError:
         return None
     step = row.get("step", 0) if isinstance(row, dict) else None

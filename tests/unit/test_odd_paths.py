@@ -9,6 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
+from dstrain.commands.trained_model import find_saved_model
+from dstrain.config.read import read_recipe
+from dstrain.errors import RecipeError, UsageError
+from dstrain.tasks import TaskOptions
 
 LONG = "ä" * 128
 """256 bytes, and half as many letters."""
@@ -80,3 +84,51 @@ def test_a_run_folder_that_leads_elsewhere_is_refused_at_once(name: str, kind: s
         path.relative_to(tmp_path / "run").parts[0],
         "environment.json",
     }
+
+
+LATIN = os.fsdecode(b"f\xfcr")
+"""The name of a file from an old disk or archive, in Latin-1."""
+LETTER = "\\uDCFC"
+"""The same letter as YAML writes it."""
+RECORDS = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8
+
+
+def test_a_pattern_that_fits_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for name in ("ok", LATIN):
+        (tmp_path / f"{name}.jsonl").write_text(RECORDS)
+    for words in (
+        ("data", "check", tmp_path / "*.jsonl", "--task", "rm"),
+        ("train", "demo-rm", "--dry-run", "--set", f"data.train={tmp_path}/*.jsonl"),
+    ):
+        told = run(*words)
+        assert told.exit_code == 2
+        assert f"error: {tmp_path}/f\\xfcr.jsonl: is not valid UTF-8" in told.output
+
+
+def test_a_working_folder_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LATIN).mkdir()
+    (tmp_path / LATIN / "t.jsonl").write_text(RECORDS)
+    monkeypatch.chdir(tmp_path / LATIN)
+    told = run("train", "demo-rm", "--dry-run", "--set", "data.train=t.jsonl", "--run-dir", tmp_path / "run")
+    assert told.exit_code == 2
+    assert f"{tmp_path}/f\\xfcr/t.jsonl: is not valid UTF-8" in told.output
+
+
+def test_a_cache_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / LATIN))
+    (tmp_path / "t.jsonl").write_text(RECORDS)
+    told = run("data", "check", tmp_path / "t.jsonl", "--task", "rm")
+    assert told.exit_code == 2
+    assert f"error: {tmp_path}/f\\xfcr: is not valid UTF-8" in told.output
+
+
+def test_folders_and_values_of_the_api_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"f\\xfcr: is not valid UTF-8"):
+        find_saved_model(tmp_path / LATIN, "last")
+    with pytest.raises(
+        RecipeError, match=r"data\.train: is 'f\\udcfcr\.jsonl', but it is not valid UTF-8; rename the file"
+    ) as told:
+        read_recipe(None, [f'data.train="f{LETTER}r.jsonl"', "steps=1"], "rm", None, TaskOptions())
+    str(told.value).encode()
+    with pytest.raises(RecipeError, match=r"--set data\.train=f\\udcfcr\.jsonl: is not valid UTF-8; rename the file"):
+        read_recipe(None, [f"data.train={LATIN}.jsonl"], "rm", None, TaskOptions())

@@ -18,7 +18,7 @@ from dstrain.data.sources.base import BaseSource, Columns, ConcatSource, LazySou
 from dstrain.data.sources.files import SOURCE_TYPES, check_file_kind, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError, Fault
-from dstrain.files import describe_unread, display_path, list_entries, match_files, not_file_reason
+from dstrain.files import check_path_encoding, describe_unread, display_path, list_entries, match_files, not_file_reason
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -53,7 +53,9 @@ class FolderSource(BaseSource):
         super().__init__(path.name, folder, columns)
         listed = _list_files(path) if path.is_dir() else [path]
         self.files = [file for file in listed if ends_with(file, endings)]
-        unread = describe_unread(file.name for file in listed if file not in self.files)
+        for file in self.files:
+            check_path_encoding(str(file))
+        unread = describe_unread(file.name for file in listed if not ends_with(file, endings))
         self.unread = f"{display_path(path)}: {unread}" if unread else ""
         digest = hashlib.sha256()
         for file in self.files:
@@ -86,12 +88,13 @@ def find_shards(pattern: Path) -> list[Path]:
     have one twice, and where a file exists compressed too.
     """
     files, groups = match_files(pattern), dict[tuple[str, str], dict[int, list[int]]]()
+    names = {file.name for file in files}
     for file in files:
         if reason := not_file_reason(file):
             raise DataError(
                 Fault(display_path(file), f"{reason}, and {pattern.name} fits it", "remove it, or name the others")
             )
-        if file.with_name(f"{file.name}.gz") in files:
+        if f"{file.name}.gz" in names:
             raise DataError(
                 Fault(display_path(file), "exists compressed too (.gz)", f"name one of them in place of {pattern.name}")
             )

@@ -18,7 +18,15 @@ from dstrain.data.formats.messages import json_type_name, read_system
 from dstrain.data.records import as_record
 from dstrain.data.sources.base import WrappedSource
 from dstrain.data.vision.images import UNKNOWN_CONTENT, count_frames, describe_content, read_content
-from dstrain.files import NOT_REGULAR, WatchedFile, describe_unread, display_path, open_regular_file
+from dstrain.errors import UsageError
+from dstrain.files import (
+    NOT_REGULAR,
+    WatchedFile,
+    check_path_encoding,
+    describe_unread,
+    display_path,
+    open_regular_file,
+)
 from dstrain.patching import installed_version
 from dstrain.task import BadRecord, Source, resolve_image
 from dstrain.tasks.docqa.pages import Document, PdfDocument, TiffDocument, sidecar_files
@@ -142,6 +150,11 @@ class DocumentReader:
         pages = [one for one in names if one.lower().endswith(IMAGE_SUFFIXES) and not one.startswith(".")]
         if not pages:
             raise BadRecord(f"the folder {name} has no page images; put them there, or name a PDF or an image file")
+        for one in pages:
+            try:
+                check_path_encoding(one)
+            except UsageError as fault:
+                raise BadRecord(f"in the folder {name}: {fault}") from fault
         ordered = [path / one for one in sorted(pages, key=_natural_key)]
         texts = {file.name for page in ordered for file in sidecar_files(page)}
         return ordered, [one for one in names if not one.startswith(".") and one not in {*pages, *texts}]

@@ -16,6 +16,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -198,17 +199,14 @@ def check_state_complete(checkpoint: Path) -> None:
 
 def find_index_fault(checkpoint: Path) -> str:
     """Return why a checkpoint's index or metadata cannot be read, though its hashes are right; empty if they can be."""
-    try:
-        CheckpointReader(checkpoint).metadata  # noqa: B018  read now
-    except InvalidIndexError as error:
-        return str(error).removeprefix(f"{checkpoint}/").partition("; choose")[0]
-    except CheckpointError:  # such as a file that may be a pickle: told where the checkpoint is opened
-        pass
+    with suppress(CheckpointError):  # a file that may be a pickle: told where the checkpoint is opened
+        check_no_pickles(checkpoint)
+        try:
+            if INDEX_FILE in read_file_entries(checkpoint):
+                CheckpointReader(checkpoint).metadata  # noqa: B018  read now
+        except CheckpointError as error:
+            return str(error).removeprefix(f"{checkpoint}/").partition("; choose")[0]
     return ""
-
-
-class InvalidIndexError(CheckpointError):
-    """An index or metadata that no run has written, with hashes that fit."""
 
 
 class CheckpointReader:
@@ -227,7 +225,7 @@ class CheckpointReader:
             self._read_index()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise InvalidIndexError(
+            raise CheckpointError(
                 f"{checkpoint / INDEX_FILE}: the index cannot be read ({why}); choose another checkpoint"
             ) from error
 
@@ -284,7 +282,7 @@ class CheckpointReader:
                 raise ValueError("a size below 0, or no optimizer")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise InvalidIndexError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
+            raise CheckpointError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
         return found
 
     @cached_property

@@ -241,3 +241,37 @@ sys.exit(run_worker(Path(sys.argv[1]), 0, work))
     assert "error: DeepSpeed cannot compile the kernel cpu_adam (x.cpp:3: error: y)" in told.stdout + told.stderr
     assert "note: line 4" not in told.stdout + told.stderr
     assert "note: line 4" in log_path(tmp_path, 0).read_text()
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize("broken", ["open_for_writing", "atomic_write"])
+def test_a_disk_that_fails_before_the_log_is_open_is_told_once(broken: str, supervised: bool, tmp_path: Path) -> None:
+    """The supervisor prints what a rank records; where there is neither record nor supervisor the rank prints it."""
+    script = f"""
+import errno, os, socket, sys
+from pathlib import Path
+from dstrain.launch import worker
+if {supervised}:
+    os.environ[worker.SUPERVISOR_ENV] = f"{{socket.gethostname()}} {{os.getppid()}}"
+def fail(path, *args, **kwargs):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+worker.{broken} = fail
+sys.exit(worker.run_worker(Path(sys.argv[1]), 0, lambda: 0))
+"""
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1
+    place = tmp_path / ("logs/rank-00000.log" if broken == "open_for_writing" else ".workers/rank-00000.json")
+    said = f"{place}: Input/output error; the disk or network file system failed"
+    recorded = [record.error for record in read_rank_records(tmp_path).values()]
+    assert recorded == ([said] if broken == "open_for_writing" else [])
+    assert told.stdout + told.stderr == ("" if supervised and recorded else f"error: {said}\n")
+
+
+def test_a_log_folder_that_leads_elsewhere_ends_a_rank_with_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to("elsewhere")
+    script = "import sys\nfrom pathlib import Path\nfrom dstrain.launch.worker import run_worker\nsys.exit(run_worker(Path(sys.argv[1]), 0, lambda: 0))"
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 2
+    assert told.stderr.startswith(f"error: {tmp_path}/logs: is a link to elsewhere, ")
+    assert not list((tmp_path / "elsewhere").iterdir())

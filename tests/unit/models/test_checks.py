@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks import ModelValidator, max_positions, rope_length_warning
+from dstrain.models.checks import ModelValidator, max_positions, read_folder_config, rope_length_warning
 from dstrain.models.folder import (
     BIDIRECTIONAL_TYPES,
     LEARNED_POSITION_TYPES,
     PAD_OFFSET_TYPES,
+    check_local_folder,
     max_learned_positions,
     wrong_size_fault,
 )
@@ -426,3 +427,21 @@ def test_configs_of_models_are_within_the_bounds() -> None:
         "attention_window": [512] * 12, "id2label": {str(number): "x" for number in range(21_843)}, "ngram_vocab_size_base": 20_000_000,
     }  # fmt: skip
     assert wrong_size_fault(values, "model.path") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["my models/llama", "-x", "org/name:te st", "a\x1b[31m/b", "a--b", "a/b.git", "C:\\llama", "\udcfc"]
+)
+def test_a_name_that_the_hub_does_not_allow_is_refused(name: str) -> None:
+    with pytest.raises(
+        RecipeError, match="is not a folder, and no name of a model on the Hub; give an existing folder"
+    ):
+        read_folder_config(name, "model.path")
+    with pytest.raises(RecipeError, match="no name of a model on the Hub"):
+        check_local_folder(name, "model.tokenizer")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "org/name_x.y", "0x22almostEvil/reward"])
+def test_a_name_that_the_hub_allows_is_asked_for_there(name: str) -> None:
+    assert read_folder_config(name, "model.path") is None
+    assert not check_local_folder(name, "model.path")

@@ -145,8 +145,11 @@ def read_chains(path: Path) -> list[Chain]:
 def _to_error(result: SubprocessResult) -> BadRecord:
     if result.status == "raised":
         kind, text = result.value
-        reason = text if kind == BadRecord.__name__ else f"reading it failed ({kind}: {one_line(text)}); remove it"
-        return BadRecord(reason)
+        if kind == BadRecord.__name__:
+            return BadRecord(text)
+        if kind == UnicodeDecodeError.__name__:
+            return BadRecord("a name of a chain, residue or atom in it is not valid UTF-8; download it again")
+        return BadRecord(f"reading it failed ({kind}: {one_line(text)}); remove it")
     return BadRecord(f"reading it {LIMITS.describe_exceeded(result.status, 'gemmi')}; split or remove it")
 
 

@@ -441,3 +441,12 @@ def test_clusters_are_cached_by_tokens_and_identity(monkeypatch: pytest.MonkeyPa
         patch.setattr(structures, "cluster_sequences", lambda *_: pytest.fail("clustered again"))
         assert list(load_or_cluster("a", sequences, 0.4)) == list(wanted)
     assert len(load_or_cluster("b", sequences[:5], 0.4)) == 5
+
+
+def test_a_name_that_is_not_utf8_is_damage(tmp_path: Path) -> None:
+    content = pdb_text(helix("ACDEF")).encode()
+    (tmp_path / "a.pdb").write_bytes(content.replace(b"ASP", b"A\xddP"))
+    with pytest.raises(
+        BadRecord, match="a name of a chain, residue or atom in it is not valid UTF-8; download it again"
+    ):
+        read_chains(tmp_path / "a.pdb")

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import tempfile
 import threading
+import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -194,6 +195,11 @@ _LINES_COMMAND = (
 """Shell command that writes objects of several lines as one line each."""
 
 
+MAX_OPEN_SOURCES = 512
+"""Sources of a process that keep their file open; a pattern may fit more files than a process may have open."""
+_open_sources = weakref.WeakSet["JsonLinesSource"]()
+
+
 class JsonLinesSource(BaseSource):
     """A JSON Lines file, read by offset: only the index is in memory. Thread-safe."""
 
@@ -206,6 +212,12 @@ class JsonLinesSource(BaseSource):
         self._set_digest(*self._build_index())
         if self.bad_rows and (not len(self) or self._records_before_bad[0] == 0):
             self._reject_long_values(path)
+        self._path, self._state, self._is_open = path, _read_state(self._file), True
+        if len(_open_sources) < MAX_OPEN_SOURCES:
+            _open_sources.add(self)
+        elif path.suffix.lower() != ".gz":  # an unpacked file has no name to open it again
+            self._file.close()
+            self._is_open = False
 
     def _reject_utf16(self) -> None:
         """Raise DataError for UTF-16, in which no line decodes."""
@@ -261,15 +273,28 @@ class JsonLinesSource(BaseSource):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            # pread does not move the position of the shared file, so threads need no lock.
-            line = os.pread(self._file.fileno(), self._sizes[index], self._offsets[index])
-            return self._rename_columns(decode_record(line))
-        except ValueError as fault:
+            return self._rename_columns(decode_record(self._read(self._offsets[index], self._sizes[index])))
+        except (ValueError, OSError) as fault:
             problem = f"{self.location(index)}: the file was changed while it was in use ({fault}); start again"
             raise DataError(problem) from fault
 
+    def _read(self, offset: int, size: int) -> bytes:
+        # pread does not move the position of the shared file, so threads need no lock.
+        if self._is_open:
+            return os.pread(self._file.fileno(), size, offset)
+        with self._path.open("rb") as file:
+            if _read_state(file) != self._state:
+                raise ValueError("it was written again")
+            return os.pread(file.fileno(), size, offset)
+
     def location(self, index: int) -> str:
         return f"{self.name}:{self._line_numbers[index]}"
+
+
+def _read_state(file: BinaryIO) -> tuple[int, int, int]:
+    """Return inode, size and time of an open file, equal if it was neither written nor replaced."""
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class RowsSource(BaseSource):

@@ -271,6 +271,8 @@ def _read_chain(name: str, groups: Groups) -> Chain:
     types, coordinates, numbers, names, unknown = [], [], [], [], Counter[str]()
     for at, residues in groups.items():
         residue, atoms = _choose_conformer(residues)
+        if residue.seqid.num is None:
+            raise BadRecord(f"chain {name}: a residue {one_line(residue.name)} has no number; download it again")
         types.append(_residue_type(residue.name))
         coordinates.append([atoms.get(atom, (math.nan,) * 3) for atom in BACKBONE_ATOMS])
         numbers.append(residue.seqid.num)

@@ -396,3 +396,22 @@ def test_control_characters_of_a_column_are_escaped(tmp_path: Path) -> None:
     source = read(tmp_path, "x.csv", "\0eries,label\nx,a\n")
     assert all(reason.isprintable() for _, reason in reasons(source))
     assert source.bad_rows
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_OPEN_SOURCES", len(files._open_sources))
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    before = len(os.listdir("/proc/self/fd"))
+    source = files.JsonLinesSource(path, {})
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [source[index] for index in (1, 0)] == [{"a": 2}, {"a": 1}]
+    path.write_text('{"a": 3}\n{"a": 4}\n')
+    os.utime(path, (1, 1))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: the file was changed while it was in use \(it was written again\)"
+    ):
+        source[0]
+    path.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        source[0]

@@ -450,3 +450,16 @@ def test_a_name_that_is_not_utf8_is_damage(tmp_path: Path) -> None:
         BadRecord, match="a name of a chain, residue or atom in it is not valid UTF-8; download it again"
     ):
         read_chains(tmp_path / "a.pdb")
+
+
+def test_a_residue_without_a_number_is_damage(tmp_path: Path) -> None:
+    gemmi = pytest.importorskip("gemmi")
+    structure = gemmi.read_pdb_string(pdb_text(helix("ACDEF")))
+    structure.setup_entities()
+    document = structure.make_mmcif_document()
+    table = document.sole_block().find("_atom_site.", ["auth_seq_id"])
+    for row in table:
+        row[0] = "?" if row[0] == "2" else row[0]
+    (tmp_path / "a.cif").write_text(document.as_string())
+    with pytest.raises(BadRecord, match="has no number; download it again"):
+        read_chains(tmp_path / "a.cif")

@@ -1,4 +1,4 @@
-"""State of the process: closed streams, output encoding, ignored SIGCHLD, open files, freed memory, slow work."""
+"""State of the process: closed streams, encoding, signals, its parent, open files, freed memory, slow work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from dstrain.errors import escape_controls
@@ -23,6 +24,9 @@ NEVER_TRIM = (-1, -1)
 MAX_OPEN_FILES = 65536
 SLOW_SECONDS = 2.0
 """Time after which work is announced."""
+PARENT_ENV = "DSTRAIN_PARENT"
+"""Process ID of the Python script that has started this command, and whose end stops it."""
+_PARENT_POLL_SECONDS = 0.2
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +41,7 @@ def prepare_process() -> None:
     escape_unsupported_characters()
     reset_sigchld()
     ignore_sigusr1()
+    stop_with_parent()
 
 
 def raise_open_files_limit() -> None:
@@ -93,6 +98,25 @@ def ignore_sigusr1() -> None:
     """
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+def stop_with_parent() -> None:
+    """If a Python script has started this command (PARENT_ENV), send this process SIGHUP once the script has ended.
+
+    A run then saves and stops. SIGHUP, because a second SIGTERM, after one that the script has handed on, would end the
+    ranks at once. The parent's ID is watched: PR_SET_PDEATHSIG would fire when the thread ends that called
+    `dstrain.train`, and a pipe would stay open in the processes that the script forks.
+    """
+    parent = os.environ.pop(PARENT_ENV, "")  # the ranks have another parent
+    if parent:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a script under nohup ignores it, and so would this process
+        threading.Thread(target=_hang_up_after, args=(parent,), name="watch-parent", daemon=True).start()
+
+
+def _hang_up_after(parent: str) -> None:
+    while str(os.getppid()) == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGHUP)
 
 
 def discard_closed_output() -> bool:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from dstrain.commands.generate import check_prompt, get_text_task, max_prompt_tokens
@@ -21,7 +22,9 @@ from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
 from dstrain.files import parse_json
 from dstrain.launch.command import LaunchOptions, rank_command
+from dstrain.launch.supervise import handle_signals
 from dstrain.launch.topology import worker_from_env
+from dstrain.process_setup import PARENT_ENV
 from dstrain.report.run_log import read_rows
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.training.checkpoints import list_checkpoint_rows
@@ -39,7 +42,7 @@ class Run:
 
     folder: Path
     is_stopped: bool = False
-    """True if a signal stopped it before its end: the same call continues."""
+    """True if a signal stopped it after a checkpoint, before its end: the same call continues."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -67,6 +70,20 @@ class Run:
     def export(self, to: str | Path, step: str = "best", merge_lora: bool = False, **options: Any) -> Path:
         """Return `dstrain.export` of a checkpoint."""
         return export(self.folder, to, step=step, merge_lora=merge_lora, **options)
+
+
+class RunStopped(SystemExit):
+    """A signal stopped a run after a checkpoint. A script that does not catch it ends with exit code 75.
+
+    Like KeyboardInterrupt it is no Exception: a script that was asked to end must not go on to its next run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(EXIT_STOPPED)
+        self.run = run
+
+    def __str__(self) -> str:
+        return f"a signal stopped the run in {self.run.folder} after a checkpoint; the same call continues it"
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,7 @@ def train(
     resume: str = "auto",
     allow_change: Sequence[str] = (),
     in_process: bool = False,
+    raise_if_stopped: bool = True,
     **launch: Any,
 ) -> Run:
     """Train as `dstrain train` does, with its checks, and return the run.
@@ -232,9 +250,11 @@ def train(
     `recipe`: a YAML file, the name of a packaged recipe, or a dict with the keys of a recipe. `overrides`: key -> value,
     such as {"optim.lr": 2e-5}. `run_dir`: default runs/NAME of the recipe, runs/TASK for a dict. `launch`: `num_gpus`,
     `hostfile` and the other launch options. The ranks are processes of their own, whose output is printed; with
-    `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it. Ctrl-C, or Jupyter's
-    interrupt, stops the run after a checkpoint. Raises UsageError for a recipe or data that are refused, RunError for a
-    run that fails.
+    `in_process` the run is this process, on one GPU or the CPU, and a debugger reaches it.
+
+    A signal to this process, such as SIGTERM, Ctrl-C or Jupyter's interrupt, stops the run after a checkpoint; so does
+    the end of this process. Raises RunStopped then, or returns the run if `raise_if_stopped` is false. Raises UsageError
+    for a recipe or data that are refused, RunError for a run that fails.
     """
     _check_launch("train", launch)
     if in_process and launch:
@@ -257,7 +277,10 @@ def train(
     else:
         code, fault, _ = _run_command([*request.to_argv(folder), *_launch_words(launch)])
     _raise_for(code, fault, f"the run in {folder} ended with exit code {code}; its logs tell why")
-    return Run(folder, code == EXIT_STOPPED)
+    run = Run(folder, code == EXIT_STOPPED)
+    if run.is_stopped and raise_if_stopped:
+        raise RunStopped(run)
+    return run
 
 
 def _to_sets(values: Mapping[str, Any] | None) -> list[str]:
@@ -291,35 +314,47 @@ def _launch_words(launch: Mapping[str, Any]) -> list[str]:
 def _run_command(arguments: Sequence[str], shows_output: bool = True) -> tuple[int, str, str]:
     """Run `dstrain ARGUMENTS`, and print its output as this process does, which in a notebook is the cell.
 
-    Returns the exit code, the message of an error, and what it wrote to stdout, which `shows_output` prints too. Ctrl-C is given to the command, which saves and stops; then
-    raises KeyboardInterrupt.
+    Returns the exit code, the message of an error, and what it wrote to stdout, which `shows_output` prints too. Signals
+    are handed on to the command, and the end of this process stops it. A signal that it did not answer with a checkpoint
+    then has its usual effect here: Ctrl-C raises KeyboardInterrupt.
     """
-    # In a session of its own: a terminal's Ctrl-C must not reach the ranks twice.
-    process = subprocess.Popen(
-        rank_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
-        text=True, errors="replace", bufsize=1,
-    )  # fmt: skip
-    output, faults = list[str](), list[str]()
-    readers = [
-        threading.Thread(
-            target=_relay, args=(process.stdout, sys.stdout if shows_output else None, output), daemon=True
-        ),
-        threading.Thread(target=_relay, args=(process.stderr, sys.stderr, faults), daemon=True),
-    ]
-    for reader in readers:
-        reader.start()
-    interrupted = False
-    while True:
+    started, received = list[subprocess.Popen[str]](), list[int]()
+
+    def hand_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        for process in started:
+            process.send_signal(signum)
+
+    with handle_signals(hand_on):
+        # In a session of its own: a terminal's Ctrl-C must not reach the ranks twice.
+        process = subprocess.Popen(
+            rank_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            env={**os.environ, PARENT_ENV: str(os.getpid())}, start_new_session=True, text=True, errors="replace",
+            bufsize=1,
+        )  # fmt: skip
+        started.append(process)
+        for signum in received:  # while it was started
+            process.send_signal(signum)
+        output, faults = list[str](), list[str]()
+        screen = sys.stdout if shows_output else None
+        readers = [
+            threading.Thread(target=_relay, args=(process.stdout, screen, output), daemon=True),
+            threading.Thread(target=_relay, args=(process.stderr, sys.stderr, faults), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
         try:
             code = process.wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
-    for reader in readers:
-        reader.join()
-    if interrupted:
-        raise KeyboardInterrupt
+        except BaseException:  # of another handler of the script, such as that of an alarm
+            process.terminate()
+            process.wait()
+            raise
+        finally:
+            for reader in readers:
+                reader.join()
+    stops = [signum for signum in received if signum != signal.SIGUSR1]
+    if stops and code != EXIT_STOPPED:
+        signal.raise_signal(stops[0])
     return code, _ERROR_LINE.split("".join(faults))[-1].strip(), "".join(output)
 
 

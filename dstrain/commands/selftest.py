@@ -23,6 +23,7 @@ from dstrain.files import parse_json
 from dstrain.launch.command import rank_command
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.preset import preset_names, read_preset
+from dstrain.process_setup import PARENT_ENV
 from dstrain.report.run_log import read_rows
 
 RECIPE = "demo-rm"
@@ -361,7 +362,10 @@ def run_child(
     child = None
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
-        child = subprocess.Popen(command, env=env, stdout=output, stderr=errors, stdin=subprocess.DEVNULL)
+        tied = {**env, PARENT_ENV: str(os.getpid())}
+        child = subprocess.Popen(
+            command, env=tied, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         while child.poll() is None and time.monotonic() < deadline:
             if signal_when is not None and signal_when():
                 child.terminate()

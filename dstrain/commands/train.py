@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_reci
 from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
 from dstrain.ds_config import batch_warnings, check_offload_folders
-from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError, UsageError
+from dstrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import plan_launch, show_launch
@@ -140,16 +141,26 @@ def train_in_process(request: TrainRequest) -> int:
     plan, environment = check_training(request, {"num_gpus": 1}), dict(os.environ)
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     worker, run_dir = Worker(0, 0, 1, "dstrain", 1, names), plan.run_dir
+    signal_handler, is_folder_lost, code = SignalHandler(), False, EXIT_FAILED
+
+    def stop_without_folder(reason: str) -> None:
+        nonlocal is_folder_lost
+        is_folder_lost, signal_handler.received_signal = True, "SIGTERM"
+
     try:
-        with hold_run_folder(run_dir) as (lease, _), SignalHandler() as signal_handler:
-            lease.on_lost = lambda reason: setattr(signal_handler, "received_signal", "SIGTERM")
+        with hold_run_folder(run_dir) as (lease, _), signal_handler:
+            lease.on_lost = stop_without_folder
             start = plan.start.to_json(run_dir)
             run = partial(_run_rank, plan.recipe, run_dir, plan.resume, worker, lease, None, start)
-            return run_with_signals(run, signal_handler, run_dir)
+            code = run_with_signals(run, signal_handler, run_dir)
+            return code
     finally:
         # Later commands must not take this process for a rank.
         os.environ.clear()
         os.environ.update(environment)
+        if signal_handler.received_signal and code != EXIT_STOPPED and not is_folder_lost:
+            # It came before the first step or after the last one, so it has its usual effect.
+            signal.raise_signal(signal.Signals[signal_handler.received_signal])
 
 
 def _run_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -88,8 +89,12 @@ def exit_without_workers(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def handle_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context in which a function handles the forwarded signals. An ignored signal stays ignored, for nohup."""
-    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+    """Context in which a function handles the forwarded signals. An ignored signal stays ignored, for nohup.
+
+    Outside the main thread, where Python sets no handlers, it does nothing.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS} if is_main_thread else {}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, handle)

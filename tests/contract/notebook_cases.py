@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import dstrain
 from dstrain.commands.notebook import Run
 from dstrain.errors import UsageError
+from tests.vocabulary import wait_until
 
 
 def train(recipe: Mapping[str, Any], folder: Path) -> None:
@@ -46,3 +49,27 @@ def train(recipe: Mapping[str, Any], folder: Path) -> None:
     assert policy.generate([[{"role": "user", "content": "How?"}]], max_new_tokens=4) != [answer]
     with pytest.raises(UsageError, match=r"--allow-change optim\.lr"):
         dstrain.train(recipe, run_dir=folder / "there", overrides={"steps": 9, "optim.lr": 0.5})
+
+
+def train_until_signal(recipe: Mapping[str, Any], folder: Path) -> None:
+    """Train in this process, which gets a SIGTERM after the first row: it is raised or returned, and continued."""
+
+    def send_signal() -> None:
+        metrics = folder / "run/metrics.jsonl"
+        size = metrics.stat().st_size if metrics.exists() else 0
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > size)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def train(**options: Any) -> Run:
+        threading.Thread(target=send_signal).start()
+        return dstrain.train(recipe, run_dir=folder / "run", in_process=True, **options)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with pytest.raises(dstrain.RunStopped) as stop:
+        train()
+    assert stop.value.code == 75
+    (stopped_at,) = [row["step"] for row in stop.value.run.checkpoints]
+    run = train(raise_if_stopped=False)
+    assert run.is_stopped
+    assert run.checkpoints[0]["step"] > stopped_at
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_IGN, "the handler of the script"

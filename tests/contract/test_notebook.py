@@ -40,6 +40,14 @@ def test_a_run_from_python_is_the_run_of_the_command(tmp_path: Path) -> None:
     assert there - here <= {"logs"}, "the same files, but for the logs of the ranks"
 
 
+@pytest.mark.slow
+def test_a_signal_stops_a_run_in_this_process_and_raises(tmp_path: Path) -> None:
+    values = tiny_recipe("sft", tmp_path) | {"steps": 100_000, "save": {"every": 50_000}}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = fork(0, "tests.contract.notebook_cases:train_until_signal", values, tmp_path, env=env)
+    assert process.wait(timeout=200) == 0
+
+
 def test_importing_dstrain_imports_nothing_heavy() -> None:
     code = (
         "import sys, dstrain; print([name for name in ('torch', 'pydantic', 'click', 'yaml') if name in sys.modules])"

@@ -5,7 +5,8 @@
 #
 #     {"call": "dstrain.launch.probe:try_connect", "arguments": {...}}   answered by {"reply": ...}
 #     {"start": {...}}    the ranks of this host; answered by {"ended": [rank, RankEnd]} for each rank when it ends, and by
-#                         {"remaining": [pids that could not be ended]} at the end
+#                         {"remaining": [pids that could not be ended]} at the end, and meanwhile by
+#                         {"stopped": [ranks]} when other ranks than before are stopped (SIGSTOP)
 #     {"signal": 15}      for the ranks
 #
 # The ranks are children of this process, under the same supervision as on one host. The end of standard input ends them,
@@ -104,6 +105,7 @@ class HostWorkerGroup(LocalWorkerGroup):
         super().__init__(launch, run_dir, listener, output)
         self._messages = messages
         self._reported: set[int] = set()
+        self._reported_stopped: set[int] = set()
 
     def poll(self) -> None:
         super().poll()
@@ -119,6 +121,10 @@ class HostWorkerGroup(LocalWorkerGroup):
             causes = "it was suspended (SIGSTOP, Ctrl-Z, a machine that slept), or the network was interrupted"
             self.abort_reason = f"heard nothing from the launching process for {limit:g} s: {causes}"
         self._report_ends()
+        stopped = self.find_stopped_ranks()
+        if stopped != self._reported_stopped:
+            self._reported_stopped = stopped
+            self._messages.send(stopped=sorted(stopped))
 
     def _report_ends(self) -> None:
         for rank, end in self.ends.items():  # in this order: the first one is to blame

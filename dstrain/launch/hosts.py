@@ -297,6 +297,8 @@ class MultiHostWorkerGroup(WorkerGroup):
         self._has_started = self._is_ending = False
         self._remaining_pids: dict[HostSession, list[str]] = {}
         """By host: processes that could not be ended; of the hosts that have done all they do."""
+        self._stopped_ranks: dict[HostSession, list[int]] = {}
+        """By host, as it has reported last."""
         self._blank_sent_at = 0.0
 
     @property
@@ -312,6 +314,10 @@ class MultiHostWorkerGroup(WorkerGroup):
     def use_cpu(self) -> bool:
         """True if no host has a GPU to use."""
         return not any(session.info["gpus"] for session in self._ranks)
+
+    def find_stopped_ranks(self) -> set[int]:
+        stopped = {rank for ranks in self._stopped_ranks.values() for rank in ranks}
+        return stopped & self.alive_ranks
 
     def start(self) -> None:
         self._has_started = True
@@ -346,6 +352,8 @@ class MultiHostWorkerGroup(WorkerGroup):
             rank, end = message["ended"]
             record = None if end["record"] is None else RankRecord(**end["record"])
             self.ends[rank] = RankEnd(**end | {"record": record})
+        if "stopped" in message:
+            self._stopped_ranks[session] = message["stopped"]
         if "aborted" in message and not self._is_ending and not self.abort_reason:
             self._abort(session, f"{session.host.name} {message['aborted']}")
         if "remaining" in message:

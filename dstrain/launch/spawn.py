@@ -64,6 +64,10 @@ class WorkerGroup(ABC):
         """Ranks that have started and not ended."""
 
     @abstractmethod
+    def find_stopped_ranks(self) -> set[int]:
+        """Return the ranks that have not ended and are stopped (SIGSTOP, or a debugger): they cannot react."""
+
+    @abstractmethod
     def start(self) -> None:
         """Start the ranks."""
 
@@ -114,6 +118,9 @@ class LocalWorkerGroup(WorkerGroup):
     @property
     def alive_ranks(self) -> Collection[int]:
         return self._children.keys() - self.ends.keys()
+
+    def find_stopped_ranks(self) -> set[int]:
+        return {rank for rank in self.alive_ranks if process_state(self._children[rank].pid) in STOPPED_STATES}
 
     def start(self) -> None:
         # Children from before are not of this launch.
@@ -181,9 +188,7 @@ class LocalWorkerGroup(WorkerGroup):
     def kill(self) -> list[str]:
         if not self._children:
             return []
-        self._stopped_ranks = {
-            rank for rank in self.alive_ranks if process_state(self._children[rank].pid) in STOPPED_STATES
-        }
+        self._stopped_ranks = self.find_stopped_ranks()
         remaining = kill_descendants(self._excluded_pids, [child.pid for child in self._children.values()])
         for child in self._children.values():
             if child.pid not in remaining:

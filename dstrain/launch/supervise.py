@@ -122,14 +122,19 @@ def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int
 
 
 def _is_failure_timeout_over(stop_state: StopState, group: WorkerGroup) -> bool:
-    """Return True if the other ranks had their grace period after a rank failed."""
+    """Return True if a rank failed, and the others had their grace period, or are all stopped and cannot use it."""
     bad = [end.record for end in group.ends.values() if end.status != 0]
     # Those that were done died in the interpreter's shutdown.
     failed = [record for record in bad if record is None or record.exit not in (EXIT_DONE, EXIT_STOPPED)]
     stop_state.failed_at = (stop_state.failed_at or time.monotonic()) if failed else None
+    if stop_state.failed_at is None:
+        return False
+    stopped = group.find_stopped_ranks()
+    if stopped and stopped == set(group.alive_ranks):
+        return True
     has_reported = all(record is not None and record.exit not in (None, EXIT_USAGE) for record in failed)
     patience = FAILURE_GRACE_SECONDS if has_reported else KILLED_GRACE_SECONDS
-    return stop_state.failed_at is not None and time.monotonic() - stop_state.failed_at > patience
+    return time.monotonic() - stop_state.failed_at > patience
 
 
 def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> None:

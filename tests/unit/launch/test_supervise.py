@@ -59,7 +59,10 @@ def work(seconds=60):
 class Run:
     """A supervised launch in a process of its own."""
 
-    def __init__(self, folder: Path, worker: str, duplicate_seconds: float = 0.5) -> None:
+    def __init__(
+        self, folder: Path, worker: str, duplicate_seconds: float = 0.5,
+        grace_seconds: float = supervise.FAILURE_GRACE_SECONDS,
+    ) -> None:  # fmt: skip
         self.folder = folder
         (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
         (folder / "main.py").write_text(
@@ -68,6 +71,7 @@ class Run:
             "from dstrain.launch.supervise import supervise\n"
             "from dstrain.launch import supervise as module\n"
             f"module.DUPLICATE_SIGNAL_SECONDS = {duplicate_seconds}\n"
+            f"module.FAILURE_GRACE_SECONDS = {grace_seconds}\n"
             "launch = Launch(argv=[sys.executable, 'worker.py'], environment=os.environ, ranks=range(2), world_size=2)\n"
             "sys.exit(supervise(LocalWorkerGroup(launch, Path('run'))))\n"
         )
@@ -205,9 +209,9 @@ def test_an_error_of_a_rank_is_printed_once(bad: int, run, tmp_path: Path) -> No
     assert "error: the loss is nan; lower optim.lr" in log or "error: step 3: rank 1 failed" in log
 
 
-@pytest.mark.slow
-def test_a_rank_that_was_stopped_is_named_beside_the_rank_that_lost_it(run, tmp_path: Path) -> None:
-    started = run("""
+def test_a_rank_that_was_stopped_is_named_beside_the_rank_that_lost_it_and_has_no_grace_period(run) -> None:
+    started = run(
+        """
         from dstrain.errors import PeerFailureError
         from dstrain.launch.worker import run_worker
         if rank == 1:
@@ -221,7 +225,9 @@ def test_a_rank_that_was_stopped_is_named_beside_the_rank_that_lost_it(run, tmp_
         while not Path("ready-1").exists():
             time.sleep(0.01)
         os._exit(run_worker(run, rank, train))
-    """)
+        """,
+        grace_seconds=600.0,
+    )
     code, said = started.end()
     assert code == 1
     assert (
@@ -382,6 +388,9 @@ class Gone:
         self.alive_ranks = set()
         self.ends[1] = RankEnd(-signal.SIGKILL, RankRecord(1, 1, None, None, "host2"))
         return []
+
+    def find_stopped_ranks(self) -> set[int]:
+        return set()
 
     def start(self) -> None: ...
     def poll(self) -> None: ...

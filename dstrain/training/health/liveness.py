@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.store import sign, unknown_peer_message, verify
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, PeerFailureError, RunError, UsageError, escape_controls
 from dstrain.files import parse_json
+from dstrain.launch.worker import print_error
 from dstrain.training.health.diagnosis import Failure, RankState, RankStatus, StatusReport, diagnose
 from dstrain.training.health.signals import StoppedBySignal
 
@@ -35,6 +37,7 @@ STATUS_TIMEOUT_SECONDS = 5.0
 FAILURE_WAIT_SECONDS = 5.0
 """Time for the others to learn of a rank's failure before it exits; the store ends with rank 0."""
 _POLL_SECONDS = 0.1
+_GUARD_POLL_SECONDS = 0.5
 
 T = TypeVar("T")
 
@@ -61,12 +64,17 @@ class Liveness:
         self._lock = threading.RLock()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+        # The main thread notices a collective's timeout by itself, and takes so long to say why.
+        self._max_silent_seconds = timeout.total_seconds() + 2 * STATUS_TIMEOUT_SECONDS + FAILURE_WAIT_SECONDS
+        self._guard = threading.Thread(target=self._end_without_store, name="guard-store", daemon=True)
 
     def start(self) -> None:
         """Write the first status, and start the thread."""
         self._write_status()
         if self.size > 1:
             self._thread.start()
+        if self.rank != 0:
+            self._guard.start()
 
     def finish(self) -> None:
         """Tell the others that this rank is done, and close. Never raises."""
@@ -167,6 +175,24 @@ class Liveness:
 
     def _is_first_to_ask(self, occasion: str) -> bool:
         return bool(self._store.add(f"asking/{occasion}", 1) == 1)
+
+    def _end_without_store(self) -> None:
+        """End this process when rank 0, which has the store, is silent for longer than the run's timeout.
+
+        A request to a process that is stopped waits in C code without a limit, in the heartbeat's thread and in the main
+        thread, which may build a process group. Polls are counted, not the time: this process may be stopped too.
+        """
+        silent_polls, last_heartbeat = 0, 0
+        while not self._stop_event.wait(_GUARD_POLL_SECONDS):
+            silent_polls = silent_polls + 1 if self._num_heartbeats == last_heartbeat else 0
+            last_heartbeat = self._num_heartbeats
+            seconds = silent_polls * _GUARD_POLL_SECONDS
+            if self._thread.is_alive() and seconds > self._max_silent_seconds + self.interval:
+                print_error(
+                    f"error: {self.describe_rank(0)} has not answered for {seconds:.0f} s; see its log, and whether the "
+                    "process is stopped; fix the cause and start again"
+                )
+                os._exit(EXIT_FAILED)
 
     def _send_heartbeats(self) -> None:
         while True:

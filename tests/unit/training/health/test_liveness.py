@@ -164,3 +164,33 @@ def test_what_takes_too_long_or_fails_gives_the_other_value() -> None:
 @pytest.mark.parametrize("size", [64, 512, 4096])
 def test_all_ranks_together_send_at_most_a_thousand_heartbeats_a_second(size: int) -> None:
     assert size / Liveness(dist.HashStore(), 0, ["h"] * size, timedelta(minutes=10)).interval <= 1024
+
+
+def test_a_rank_ends_when_the_store_of_rank_0_stops_answering(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 is stopped (SIGSTOP): a request waits in C code without a limit."""
+    for name in ("STATUS_TIMEOUT_SECONDS", "FAILURE_WAIT_SECONDS"):
+        monkeypatch.setattr(liveness, name, 0.0)
+    monkeypatch.setattr(liveness, "_GUARD_POLL_SECONDS", 0.02)
+    ended, answers = threading.Event(), threading.Event()
+
+    class StoppedStore(dist.HashStore):
+        def clone(self) -> StoppedStore:
+            return self
+
+        def add(self, key: str, amount: int) -> int:
+            answers.wait(30)
+            return 0
+
+    def exit_process(code: int) -> None:
+        assert code == 1
+        ended.set()
+        rank_1.close()
+
+    monkeypatch.setattr(liveness.os, "_exit", exit_process)
+    rank_1 = Liveness(StoppedStore(), 1, ["host1", "host2"], timedelta(seconds=0.2))
+    rank_1.start()
+    assert ended.wait(20)
+    answers.set()
+    assert "error: rank 0 on host1 has not answered for " in capfd.readouterr().err

@@ -288,13 +288,15 @@ def check_lease(run_dir: Path, launch_id: str) -> None:
     """
     if not launch_id:
         return
-    if not os.path.lexists(run_dir):
-        raise RunFolderLockedError(
-            f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
-            "put it back and start again"
-        )
     holder = None
     with contextlib.suppress(OSError):  # a file system that fails for a while is not a conflict
+        try:
+            os.lstat(run_dir)
+        except FileNotFoundError as error:
+            raise RunFolderLockedError(
+                f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
+                "put it back and start again"
+            ) from error
         holder = parse_holder(read_lease(run_dir))
     if holder is not None and holder.launch != launch_id:
         raise RunFolderLockedError(format_lease_conflict(run_dir, holder))

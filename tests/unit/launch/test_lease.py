@@ -283,3 +283,16 @@ def test_a_run_folder_that_was_moved_away_is_not_made_anew(running: Lease, tmp_p
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="moved or removed"):
         check_lease(running.run_dir, running.launch_id)
+
+
+def test_a_run_folder_that_does_not_answer_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ESTALE would end the run."""
+
+    def fail(path: Path) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, "lstat", fail)
+    check_lease(tmp_path, "first")
+    monkeypatch.undo()
+    with pytest.raises(RunError, match="does not exist any more"):
+        check_lease(tmp_path / "gone", "first")

@@ -145,10 +145,12 @@ def run_measured(words: Sequence[str], **options: Any) -> dict[str, Any]:
     lines = process.stdout.read().splitlines()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return {
+    row = {
         "command": "dstrain " + " ".join(words), "exit": process.returncode, "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 1), "peak_mib": used.ru_maxrss >> 10, "last_lines": lines[-3:],
     }  # fmt: skip
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 RECIPE = """task: sft
@@ -311,7 +313,7 @@ def main() -> None:
         else:
             rows = measure_users(asked.to)
     for row in rows:
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -209,24 +209,19 @@ _FOLDER_NAMES = (
     "logs", "logs/stacks", ".workers", "tokenizer", "model", "profile", "wandb", "mlflow", "exports", "nvme", ".previous",
 )  # fmt: skip
 """Folders that a run writes into. `checkpoints` is one too, and may be a link to a folder of another disk."""
-_WRITTEN_FILES = (
-    "slurm.sbatch",
-    "wandb/id",
-    "mlflow/id",
-    "model/*",
-    "logs/*",
-    "logs/stacks/*",
-    ".workers/*",
-    "profile/*",
-)
-"""Patterns of the files that a run writes, besides _RUN_FILE_NAMES."""
+_FILE_NAMES = ("slurm.sbatch", "wandb/id", "mlflow/id")
+_FILE_PATTERNS = (
+    "model/*", "logs/rank-*.log", "logs/host-*.log", "logs/stacks/rank-*.txt", ".workers/*", "profile/*",
+)  # fmt: skip
+"""Files that a run writes, besides _RUN_FILE_NAMES."""
 
 
 def check_entries(run_dir: Path) -> None:
     """Raise UsageError for a link, a FIFO or a device at a name that a run writes, also for a file named as a folder."""
     names = [name for name in _RUN_FILE_NAMES if name != "checkpoints" and name not in _FOLDER_NAMES]
-    files = [run_dir / name for name in names]
-    files += [path for pattern in _WRITTEN_FILES for path in run_dir.glob(pattern)]
+    files = [run_dir / name for name in (*names, *_FILE_NAMES)]
+    for pattern in _FILE_PATTERNS:
+        files += run_dir.glob(pattern)
     folders = [run_dir / name for name in _FOLDER_NAMES]
     for path in (*folders, *files):
         fault = find_entry_fault(path, is_folder=path in folders)

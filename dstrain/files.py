@@ -32,6 +32,13 @@ Content = bytes | str | Callable[[IO[bytes]], object]
 NOT_REGULAR = "is not a regular file"
 MAX_JSON_BYTES = 64 << 20
 """Largest config that is read; one has some thousand bytes."""
+PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EEXIST, errno.EAGAIN, errno.ETIMEDOUT)
+"""Errors of disks and network file systems that may be gone some seconds later.
+
+EEXIST: of making a folder that exists, where a network file system says for a moment that it does not.
+"""
+RETRY_SECONDS = 5.0
+"""Pause before the second try of what such an error has ended."""
 STALE_PARTIAL_SECONDS = 24 * 3600.0
 """A partial file of another host counts as a dead process's after this many seconds without a write."""
 _OWNER = r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}"

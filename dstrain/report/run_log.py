@@ -12,14 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, TypeVar
 
 from dstrain.errors import RunError, fix_for_os_error
-from dstrain.files import atomic_write, open_for_writing, open_regular_file, parse_json
+from dstrain.files import (
+    PASSING_ERRNOS,
+    RETRY_SECONDS,
+    atomic_write,
+    open_for_writing,
+    open_regular_file,
+    parse_json,
+)
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 """Metrics of a log or evaluation: name -> number, text or None."""
 
@@ -160,6 +169,17 @@ class RunLog:
             self._events.close()
 
 
+def _try_twice(action: Callable[[], T]) -> T:
+    """Return `action()`; after an error that may pass, and a pause, try it again: a row must not end a week of training."""
+    try:
+        return action()
+    except OSError as error:
+        if error.errno not in PASSING_ERRNOS:
+            raise
+    time.sleep(RETRY_SECONDS)
+    return action()
+
+
 class _JsonLinesFile:
     """File of JSON lines, opened for appending."""
 
@@ -181,11 +201,12 @@ class _JsonLinesFile:
         with _wrap_os_errors(self._path):
             # The file is unbuffered, so that readers see the row at once, but then a write may be partial.
             while line:
-                line = line[self._file.write(line) :]
+                written = _try_twice(partial(self._file.write, line))
+                line = line[written:]
 
     def sync(self) -> None:
         with _wrap_os_errors(self._path):
-            os.fsync(self._file.fileno())
+            _try_twice(partial(os.fsync, self._file.fileno()))
 
     def truncate_after(self, predicate: Callable[[Row], bool]) -> int:
         """Remove all lines after the last row that matches; return their number."""

@@ -20,7 +20,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError
-from dstrain.files import list_folder, sync_folder
+from dstrain.files import RETRY_SECONDS, list_folder, sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.source_map import lookup
 from dstrain.training.state.manifest import (
@@ -167,8 +167,6 @@ def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, A
 T = TypeVar("T")
 PARTIAL_SUFFIXES = (".partial", ".retry.partial")
 """Of the first and the second try of a save: a network file system may not remove what the first one has left."""
-RETRY_SECONDS = 5.0
-"""Pause before the second try."""
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,15 @@ from typing import Any, Self, TypeVar
 from dstrain.batch import Progress
 from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError, one_line
-from dstrain.files import MAX_JSON_BYTES, list_folder, parse_json, read_limited, stat_or_none, sync_folder
+from dstrain.files import (
+    MAX_JSON_BYTES,
+    PASSING_ERRNOS,
+    list_folder,
+    parse_json,
+    read_limited,
+    stat_or_none,
+    sync_folder,
+)
 from dstrain.report.run_log import replace_nonfinite
 
 BLOCK_BYTES = 4 << 20
@@ -456,13 +464,6 @@ def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Ma
 
 def _to_json(value: Any) -> bytes:
     return (json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n").encode()
-
-
-PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EEXIST, errno.EAGAIN, errno.ETIMEDOUT)
-"""Errors of disks and network file systems that may be gone some seconds later.
-
-EEXIST: of making a folder that exists, where a network file system says for a moment that it does not.
-"""
 
 
 class PassingError(CheckpointError):

@@ -191,6 +191,7 @@ def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(run_log, "RETRY_SECONDS", 0)
     with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or network"):
         journal.log_event("saved")
 
@@ -262,3 +263,20 @@ def test_a_row_after_a_pause_asks_whether_the_folder_is_still_ours(
     assert asked == [12.0, 40.0, 40.0]
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 12, 13]
     assert read_rows(tmp_path / "events.jsonl") == []
+
+
+def test_an_error_that_passes_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, failed = RunLog(tmp_path), list[str]()
+    sync = os.fsync
+
+    def fail_once(descriptor: int) -> None:
+        if not failed:
+            failed.append("fsync")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        sync(descriptor)
+
+    monkeypatch.setattr(run_log, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(os, "fsync", fail_once)
+    journal.log_event("saved", step=1)
+    assert failed
+    assert [row["event"] for row in read_rows(tmp_path / "events.jsonl")] == ["saved"]

@@ -27,6 +27,8 @@ SLOW_SECONDS = 2.0
 PARENT_ENV = "DSTRAIN_PARENT"
 """Process ID of the Python script that has started this command, and whose end stops it."""
 _PARENT_POLL_SECONDS = 0.2
+SPIN_COUNT = "1000"
+"""GOMP_SPINCOUNT of a command: rounds of some 10 ns for which a thread of libgomp waits before it sleeps."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -98,6 +100,17 @@ def ignore_sigusr1() -> None:
     """
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+def limit_spinning() -> None:
+    """Let threads that wait for each other sleep soon, unless the user has set how. Call it before torch is imported.
+
+    While other programs use the cores, a thread that spins waits for one that does not run. libgomp's 300,000 rounds
+    make a step many times as long then; threads that never spin need more time than one thread on cores of their own
+    (docs/measurements/threads.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def stop_with_parent() -> None:

@@ -41,6 +41,7 @@ from dstrain.cli.options import (
     with_options,
 )
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError, escape_controls
+from dstrain.process_setup import limit_spinning
 
 if TYPE_CHECKING:
     from dstrain.commands.run_job import Job
@@ -56,10 +57,7 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
-    # Before torch is imported. Threads that wait for each other while other programs use the cores would spin through
-    # their time slices; threads that never spin take twice as long on cores of their own.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    limit_spinning()
 
 
 @main.command()

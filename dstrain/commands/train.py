@@ -23,13 +23,14 @@ from dstrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ResumeError, U
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import plan_launch, show_launch
+from dstrain.launch.processes import describe_ignored_threads
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
 from dstrain.preset import Device, resolve_precision
-from dstrain.process_setup import log_stderr, log_stdout
+from dstrain.process_setup import limit_spinning, log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.training.run_dir import check_run_dir_writable, discard_run_dir
@@ -81,9 +82,10 @@ def check_training(request: TrainRequest, launch_options: Mapping[str, Any], dry
         launch = plan_slurm_launch(options, arguments, os.environ, recipe.config.launch, run_dir)
     else:
         launch = plan_launch(options, arguments, os.environ, recipe.config.launch)
-        warning = cpu_overload_warning(launch)
-        if warning:
-            log_stderr(f"warning: {warning}")
+        threads = None if launch.hosts else int(launch.environment["OMP_NUM_THREADS"])
+        for warning in (cpu_overload_warning(launch), describe_ignored_threads(os.environ, threads)):
+            if warning:
+                log_stderr(f"warning: {warning}")
     task = make_task(recipe.config)
     device = Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
     start = _decide_start(recipe.config, run_dir, resume, launch, device)
@@ -136,6 +138,7 @@ def train_in_process(request: TrainRequest) -> int:
 
     Output stays where it is, so that there are no logs of ranks. The environment is restored.
     """
+    limit_spinning()
     from dstrain.training.health.signals import SignalHandler, run_with_signals
 
     plan, environment = check_training(request, {"num_gpus": 1}), dict(os.environ)

@@ -95,3 +95,17 @@ def thread_environment(env: Mapping[str, str], local_world_size: int, cores: int
     """
     threads = str(threads_per_process(local_world_size, cores))
     return {**env, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+def describe_ignored_threads(env: Mapping[str, str], threads: int | None) -> str:
+    """Return why the OMP_NUM_THREADS of `env` is not used; empty if it is not set, or has this number of threads.
+
+    `threads`: of each process; None where it differs between hosts. torchrun sets 1 itself if the variable is not set.
+    """
+    value = env.get("OMP_NUM_THREADS", "")
+    is_set_by_torchrun = value == "1" and "TORCHELASTIC_RUN_ID" in env
+    if value in ("", str(threads)) or is_set_by_torchrun:
+        return ""
+    share = "its share of the cores" if threads is None else f"its share of the cores, {threads}"
+    reason = "because sums depend on the number, and launchers set different ones"
+    return f"OMP_NUM_THREADS={value} is not used: each process has {share}, {reason}; `taskset` limits the cores"

@@ -25,7 +25,7 @@ from dstrain.ds_config import check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError, DstrainError
 from dstrain.launch.command import free_port
 from dstrain.launch.probe import find_gloo_interface
-from dstrain.launch.processes import threads_per_process
+from dstrain.launch.processes import describe_ignored_threads, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels
 from dstrain.models.quantization import OPTIMIZERS_8BIT, check_bitsandbytes
@@ -108,7 +108,11 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     ):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     # Explicitly: launchers set other defaults, and sums depend on the number of threads.
-    torch.set_num_threads(threads_per_process(worker.local_world_size, count_available_cores()))
+    threads = threads_per_process(worker.local_world_size, count_available_cores())
+    torch.set_num_threads(threads)
+    ignored = describe_ignored_threads(os.environ, threads)
+    if ignored and worker.rank == 0:
+        log_stdout(f"warning: {ignored}")
     # Deprecations inside torch and DeepSpeed, which a user cannot act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")

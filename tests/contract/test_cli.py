@@ -141,7 +141,7 @@ def test_commands_say_what_is_wrong(command: str, wanted: str, tmp_path: Path, m
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("policy", "found"), [(None, "10000"), ("active", None)])
+@pytest.mark.parametrize(("policy", "found"), [(None, "1000"), ("active", None)])
 def test_threads_wait_for_a_short_time_unless_asked_otherwise(
     policy: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

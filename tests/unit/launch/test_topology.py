@@ -10,7 +10,7 @@ import torch
 
 from dstrain.errors import UsageError
 from dstrain.launch import topology
-from dstrain.launch.processes import thread_environment, threads_per_process
+from dstrain.launch.processes import describe_ignored_threads, thread_environment, threads_per_process
 from dstrain.launch.topology import (
     expand_task_counts,
     first_host,
@@ -229,3 +229,18 @@ def test_processes_share_the_cores_whatever_the_launcher_set():
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
     }
+
+
+@pytest.mark.parametrize(
+    ("env", "threads", "is_told"),
+    [
+        ({}, 2, False),
+        ({"OMP_NUM_THREADS": "2"}, 2, False),
+        ({"OMP_NUM_THREADS": "4"}, 2, True),
+        ({"OMP_NUM_THREADS": "1"}, None, True),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 2, False),
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}, 2, True),
+    ],
+)
+def test_a_number_of_threads_that_is_not_used_is_told(env: dict[str, str], threads: int | None, is_told: bool) -> None:
+    assert ("is not used" in describe_ignored_threads(env, threads)) == is_told

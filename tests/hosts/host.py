@@ -44,7 +44,9 @@ def furnish(lab: Path, number: str) -> None:
 
 
 def connect(address: str) -> None:
-    for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+    # nodad: an IPv6 address is usable at once.
+    subnet = [f"{address}/64", "dev", "eth0", "nodad"] if ":" in address else [f"{address}/24", "dev", "eth0"]
+    for words in (["addr", "add", *subnet], ["link", "set", "eth0", "up"]):
         subprocess.run(["ip", *words], check=True)
 
 

@@ -182,12 +182,13 @@ HOME = Path(pwd.getpwuid(os.geteuid()).pw_dir)
 class Lab:
     """Some hosts, numbered from 1: host1, host2."""
 
-    def __init__(self, folder: Path, hosts: int = 2, style: Literal["plain", "debian"] = "plain") -> None:
-        """`folder` is made: logs, keys, the hosts' home. `style`: whether /etc/hosts calls a host itself 127.0.1.1, as
-        Debian's installer does."""
+    def __init__(self, folder: Path, hosts: int = 2, style: Literal["plain", "debian", "ipv6"] = "plain") -> None:
+        """`folder` is made: logs, keys, the hosts' home. `style`: debian if /etc/hosts calls a host itself 127.0.1.1, as
+        Debian's installer does; ipv6 if the network has no IPv4 addresses."""
         self.folder, self.numbers, self.style = folder.resolve(), range(1, hosts + 1), style
         self._hosts: dict[int, Host] = {}
         self._switch: subprocess.Popen[bytes] | None = None
+        self._relay: subprocess.Popen[bytes] | None = None
         self._commands: list[Command] = []
         self._count = itertools.count(1)
 
@@ -218,12 +219,13 @@ class Lab:
         self._hosts.clear()
         for command in self._commands:
             command.end()
-        if self._switch is not None:
-            self._switch.kill()
-            self._switch.communicate()
+        for process in (self._relay, self._switch):
+            if process is not None:
+                process.kill()
+                process.communicate()
 
     def address(self, host: int) -> str:
-        return f"10.77.0.{10 + host}"
+        return f"fd77::{10 + host}" if self.style == "ipv6" else f"10.77.0.{10 + host}"
 
     def hostfile(self, lines: Iterable[str] | None = None, slots: int = 1) -> Path:
         """A new hostfile of these lines; of all hosts by default."""
@@ -318,6 +320,19 @@ class Lab:
             words = ["iptables", "-I" if on else "-D", chain, way, "eth0", "-j", "DROP"]
             subprocess.run([*self._within(host), *words], check=True, env={"PATH": PATH})
 
+    def slow_down(self, seconds: float, loss: float) -> None:
+        """Give two hosts a network with latency, one way, and loss: a share of the packets."""
+        words = [str(seconds), str(loss)]
+        for host in self.numbers:
+            words += [str(self._hosts[host].init), self.address(host)]
+        self._relay = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("slow_network.py")), *words],
+            stdout=subprocess.PIPE, env={"PATH": PATH}, preexec_fn=set_parent_death_signal,
+        )  # fmt: skip
+        assert self._relay.stdout
+        if not self._relay.stdout.readline():
+            raise RuntimeError("the slow network could not be made")
+
     def poweroff(self, host: int) -> None:
         """Everything on the host is gone at once, and nobody is told."""
         self.link(host, False)
@@ -379,7 +394,7 @@ class Lab:
 
     def _names(self, own: int) -> str:
         lines = ["127.0.0.1 localhost", *([f"127.0.1.1 host{own}"] if self.style == "debian" else [])]
-        others = [number for number in self.numbers if self.style == "plain" or number != own]
+        others = [number for number in self.numbers if self.style != "debian" or number != own]
         return "".join(f"{line}\n" for line in [*lines, *(f"{self.address(other)} host{other}" for other in others)])
 
     def _boot(self, numbers: Iterable[int]) -> None:

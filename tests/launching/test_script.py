@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.faults.processes import Role, find_processes, find_role
 from tests.unit.launch.test_supervise import WORKER
 from tests.vocabulary import wait_until
 from tests.workers import ROOT
@@ -73,13 +73,13 @@ class Script:
 
     def list_processes(self) -> list[int]:
         """Return the processes of the script and its run that live."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = process.environ().get("MARK") == str(self.folder)
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-        return found
+        return list(find_processes(str(self.folder)))
+
+    def send(self, number: int, role: Role) -> None:
+        """Send a signal to a process of the run."""
+        process = find_role(find_processes(str(self.folder)), self.process.pid, role)
+        assert process is not None
+        process.send_signal(number)
 
 
 StartScript = Callable[..., Script]
@@ -214,3 +214,31 @@ def test_a_script_that_trains_in_a_thread_is_ended_by_the_signal_and_its_run_sto
     assert script.process.wait(20) == -signal.SIGTERM
     script.wait_for("saved")
     wait_until(lambda: not script.list_processes(), 20)
+
+
+LOGGING_WORKER = """
+redirect_output(run / "logs" / f"rank-{rank:05d}.log", copy_to_terminal=rank == 0)
+work()
+end(75)
+"""
+
+
+@pytest.mark.parametrize("role", ["supervisor", "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)])
+def test_nothing_is_left_when_a_process_of_the_run_is_killed(role: Role, start: StartScript) -> None:
+    script = start("train()", LOGGING_WORKER)
+    script.wait_for("ready")
+    script.send(signal.SIGKILL, role)
+    code, output = script.end()
+    assert code == 1
+    subject = f"the launch of the run in {script.folder}/run" if role == "supervisor" else role
+    assert f"RunError: {subject} was killed by SIGKILL" in output
+    assert script.list_processes() == []
+
+
+def test_a_log_copier_that_is_stopped_holds_nothing_up(start: StartScript) -> None:
+    script = start("train()", LOGGING_WORKER)
+    script.wait_for("ready")
+    script.send(signal.SIGSTOP, "log copier")
+    script.process.terminate()
+    assert script.process.wait(30) == 75
+    assert script.list_processes() == []

@@ -22,7 +22,7 @@ from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
 from dstrain.files import parse_json
 from dstrain.launch.command import LaunchOptions, rank_command
-from dstrain.launch.supervise import handle_signals
+from dstrain.launch.supervise import describe_exit, handle_signals
 from dstrain.launch.topology import worker_from_env
 from dstrain.process_setup import PARENT_ENV
 from dstrain.report.run_log import read_rows
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _LAUNCH_KEYS = tuple(LaunchOptions.__dataclass_fields__)
-_ERROR_LINE = re.compile(r"^error: ", re.MULTILINE)
+_ERROR_LINE = re.compile(r"^(?:error|dstrain): ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def evaluate(
     words = ["evaluate", folder, "--data", file, "--step", step, "--json", *_launch_words({"task": task, **launch})]
     words += [word for value in _to_sets(overrides) for word in ("--set", value)]
     code, fault, output = _run_command(words, False)
-    _raise_for(code, fault, f"dstrain evaluate {folder} ended with exit code {code}")
+    _raise_for(code, fault, f"dstrain evaluate {folder} {describe_exit(code)}")
     found: dict[str, Any] = parse_json(output)
     return found
 
@@ -276,7 +276,7 @@ def train(
         code, fault = train_in_process(request), ""
     else:
         code, fault, _ = _run_command([*request.to_argv(folder), *_launch_words(launch)])
-    _raise_for(code, fault, f"the run in {folder} ended with exit code {code}; its logs tell why")
+    _raise_for(code, fault, f"the launch of the run in {folder} {describe_exit(code)}; its logs tell why")
     run = Run(folder, code == EXIT_STOPPED)
     if run.is_stopped and raise_if_stopped:
         raise RunStopped(run)
@@ -355,7 +355,8 @@ def _run_command(arguments: Sequence[str], shows_output: bool = True) -> tuple[i
     stops = [signum for signum in received if signum != signal.SIGUSR1]
     if stops and code != EXIT_STOPPED:
         signal.raise_signal(stops[0])
-    return code, _ERROR_LINE.split("".join(faults))[-1].strip(), "".join(output)
+    _, *errors = _ERROR_LINE.split("".join(faults))
+    return code, errors[-1].strip() if errors else "", "".join(output)
 
 
 def _relay(source: IO[str] | None, target: Any, lines: list[str]) -> None:

@@ -24,7 +24,6 @@ from tests.faults.file_errors import ONCE, arm, build_library, fork_server_with
 from tests.faults.fork_server import ForkServer, Hung
 from tests.forked import IMPORTED
 
-EVERY = 7
 LIMIT = 90.0
 """Seconds for a command."""
 TRAIN = ("train", "recipe.yaml", "--run-dir", "run", "--set", "save.every=1", "--set", "optim.schedule=constant")
@@ -37,6 +36,11 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "publish": (("export", "run", "--to", "model", "--push-to-hub", "me/rm", "--private", "--dry-run"), "trained"),
 }
 """Name -> (arguments, the folder that it begins with)."""
+SAMPLES: Mapping[int, Mapping[str, int]] = {
+    errno.EIO: {"prepare": 60, "resume": 350, "export": 300, "evaluate": 220, "start": 350, "publish": 400},
+    errno.ESTALE: {"prepare": 97, "resume": 173, "export": 173, "evaluate": 173, "start": 173, "publish": 173},
+}
+"""Error -> command -> n, of every n-th call that fails: a trial takes seconds."""
 
 
 def run_command(store: str, rank: int, size: int, root: str, arguments: list[str], at: int, number: int) -> int:
@@ -164,7 +168,7 @@ class Commands:
 
 
 def main() -> None:
-    every = int(sys.argv[1]) if sys.argv[1:] else EVERY
+    given = int(sys.argv[1]) if sys.argv[1:] else None
     with tempfile.TemporaryDirectory() as scratch:
         library = build_library(Path(scratch))
         with fork_server_with(library, *IMPORTED, "dstrain.cli", "dstrain.commands.train") as server:
@@ -172,9 +176,9 @@ def main() -> None:
             print(
                 "| command | error | calls | trials | exit 0 | exit 1 | exit 2 | faults |\n|---|---|---|---|---|---|---|---|"
             )
-            for number in (errno.EIO, errno.ESTALE):
-                for name in COMMANDS:
-                    swept = commands.sweep(name, number, every)
+            for number, strides in SAMPLES.items():
+                for name, every in strides.items():
+                    swept = commands.sweep(name, number, given or every)
                     total = sum(swept.outcomes.values())
                     codes = (swept.outcomes[code] for code in (0, 1, 2))
                     cells = (name, errno.errorcode[number], swept.calls, total, *codes, len(swept.faults))

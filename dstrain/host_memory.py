@@ -1,8 +1,9 @@
-"""Memory of this host and of this process's cgroups (Slurm, containers): what is free, and processes killed for it."""
+"""Memory and cores of this host and of this process's cgroups (Slurm, containers), and processes killed for memory."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -27,15 +28,15 @@ class CgroupLimit:
     usage_file: Path
 
 
-def iter_cgroup_paths() -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, True for version 1) of each cgroup of this process that limits memory, from the inside out."""
+def iter_cgroup_paths(controller: str = "memory") -> Iterator[tuple[Path, bool]]:
+    """Yield (folder, True for version 1) of each cgroup of this process that has a controller, from the inside out."""
     try:
         lines = OWN_CGROUP_FILE.read_text().splitlines()
     except (OSError, ValueError):
         return
     for line in lines:
         controllers, colon, path = line.partition(":")[2].partition(":")
-        if colon and controllers in ("", "memory"):  # "": version 2
+        if colon and (not controllers or controller in controllers.split(",")):  # no controllers: version 2
             root = CGROUP_ROOT / controllers
             inside = root / path.lstrip("/")
             # Each parent group may have a lower limit.
@@ -43,6 +44,29 @@ def iter_cgroup_paths() -> Iterator[tuple[Path, bool]]:
                 if not group.is_relative_to(root):
                     break
                 yield group, bool(controllers)
+
+
+def count_available_cores() -> int:
+    """Return the number of CPU cores that this process may run on, or has the time of by the quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group, is_v1 in iter_cgroup_paths("cpu"):
+        quota = _read_cpu_quota(group, is_v1)
+        if quota is not None:
+            cores = min(cores, max(1, math.ceil(quota)))
+    return cores
+
+
+def _read_cpu_quota(group: Path, is_v1: bool) -> float | None:
+    """Return the cores whose time a cgroup may use; None where it has no limit."""
+    try:
+        if is_v1:
+            quota, period = ((group / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        else:
+            quota, period = (group / "cpu.max").read_text().split()  # such as `400000 100000`, or `max 100000`
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None  # -1: no limit
 
 
 def get_available_memory(limits: Sequence[CgroupLimit] | None = None) -> int:

@@ -148,11 +148,6 @@ def discard_closed_output() -> bool:
     return bool(closed)
 
 
-def count_available_cores() -> int:
-    """Return the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def set_parent_death_signal() -> None:
     """Ask the kernel to SIGKILL this process when the thread that started it ends. Linux only."""
     if _LIBC is not None:

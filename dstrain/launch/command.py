@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import psutil
 
 from dstrain.errors import UsageError
+from dstrain.host_memory import count_available_cores
 from dstrain.launch.hostfile import Host, select_hosts
 from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, list_gpu_uuids, visible_devices
-from dstrain.process_setup import count_available_cores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ import dstrain
 from dstrain.distributed.store import find_own_address
 from dstrain.errors import UsageError
 from dstrain.files import get_host_id
+from dstrain.host_memory import count_available_cores
 from dstrain.launch.spawn import open_listener
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
-from dstrain.process_setup import count_available_cores
 from dstrain.resources import find_resource_dir
 
 # Versions are read from the packages' metadata, since importing torch takes seconds.

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from dstrain import host_memory
-from dstrain.host_memory import OomKills, describe_oom_kill, find_cgroup_limits, get_available_memory, read_oom_kills
+from dstrain.host_memory import (
+    OomKills,
+    count_available_cores,
+    describe_oom_kill,
+    find_cgroup_limits,
+    get_available_memory,
+    read_oom_kills,
+)
 
 
 @pytest.fixture
@@ -89,3 +96,27 @@ def test_memory_is_limited_by_the_fullest_cgroup(host: Path) -> None:
     assert get_available_memory() == 100
     (group / "memory.current").unlink()
     assert get_available_memory() > 1000, "a limit without a count says nothing"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000"}, 2),
+        ("0::/job/step", {"job/cpu.max": "max 100000"}, 64),
+        ("0::/job/step", {"job/step/cpu.max": "800000 100000", "job/cpu.max": "400000 100000"}, 4),
+        ("4:cpu,cpuacct:/job", {"cpu,cpuacct/job/cpu.cfs_quota_us": "300000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}, 3),
+        ("4:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 64),
+        ("0::/job/step", {"job/cpu.max": "10000 100000"}, 1),
+        ("0::/job/step", {"job/cpu.max": "much"}, 64),
+    ],
+    ids=["one and a half", "no limit", "the lower of two", "version 1", "version 1 without a limit", "a tenth", "damaged"],
+)  # fmt: skip
+def test_a_container_has_the_cores_of_its_quota(
+    own: str, files: dict[str, str], cores: int, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(64))
+    (host / "own").write_text(own + "\n")
+    for name, content in files.items():
+        (host / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (host / "cgroup" / name).write_text(content + "\n")
+    assert count_available_cores() == cores

@@ -377,8 +377,7 @@ class ModelValidator:
 
         check_router_loss(meta_model, self._model.router_aux_loss_coef)
         check_positions(meta_model, config, self.recipe.data.max_length)
-        if self._model.path is not None:
-            self._check_files(meta_model)
+        self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
         lora, model = self._model.lora, meta_model
@@ -393,7 +392,8 @@ class ModelValidator:
         return self.recipe.model
 
     def _check_files(self, meta_model: PreTrainedModel) -> None:
-        report = build_load_report(meta_model, self._model) or LoadReport((), (), ())
+        report = None if self._model.path is None else build_load_report(meta_model, self._model)
+        report = report or LoadReport((), (), ())
         if faults := [shape_fault(one, self.heads) for one in report.mismatched[:MAX_NAMES]]:
             raise RecipeError(faults)
         missing = [name for name in report.missing if not is_head_key(name, self.heads)]

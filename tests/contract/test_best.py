@@ -117,7 +117,7 @@ def test_a_best_that_is_damaged_is_never_passed_over_for_another(tmp_path: Path)
     for name in ("MANIFEST.json", "run.json"):
         values = json.loads((better / name).read_text())
         (better / name).write_text(json.dumps(values | {"step": 7, "metric": 0.1}))
-    with pytest.raises(UsageError, match=r"--step best: .*step-00000007 is damaged \(run.json"):
+    with pytest.raises(UsageError, match=r"--step best: .*step-00000007 is damaged: run.json"):
         find_saved_model(run, "best")
     assert find_saved_model(run, "last").step == 1
 

@@ -181,7 +181,9 @@ def test_no_module_has_an_exception_class_of_its_own() -> None:
         for name in pattern.findall(path.read_text(encoding="utf-8"))
         if path.name != "errors.py"
     }
-    assert found <= {"data/records.py: BadRecord", "training/health/signals.py: StoppedBySignal"}
+    # A record, a stop, and a try of a save, that their callers catch.
+    caught = {"data/records.py: BadRecord", "training/health/signals.py: StoppedBySignal"}
+    assert found <= {*caught, "training/state/manifest.py: PassingError"}
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("off", False), ("1", True), ("True", True)])

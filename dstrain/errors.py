@@ -269,6 +269,8 @@ def explain_system_error(error: Exception) -> DstrainError | None:
         place = one_line(str(error.filename)) + (f" -> {one_line(str(error.filename2))}" if error.filename2 else "")
         fix = "; the disk or network file system failed" if error.errno in (errno.EIO, errno.ESTALE) else ""
         return RunError(f"{place}: {error.strerror}{fix}")
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE) and not error.filename:
+        return RunError(f"a file cannot be read or written: {error.strerror}; the disk or network file system failed")
     # EAGAIN of fork(2) and pthread_create(3), not that of a non-blocking stream that is full.
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"

@@ -32,7 +32,7 @@ Content = bytes | str | Callable[[IO[bytes]], object]
 NOT_REGULAR = "is not a regular file"
 MAX_JSON_BYTES = 64 << 20
 """Largest config that is read; one has some thousand bytes."""
-PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EEXIST, errno.EAGAIN, errno.ETIMEDOUT)
+TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ENOENT, errno.EEXIST, errno.EAGAIN, errno.ETIMEDOUT)
 """Errors of disks and network file systems that may be gone some seconds later.
 
 EEXIST: of making a folder that exists, where a network file system says for a moment that it does not.
@@ -258,11 +258,15 @@ def find_entry_fault(path: Path, is_folder: bool = False) -> str:
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file. Raises OSError, also for a file of more than `max_bytes`."""
-    with open_regular_file(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            limit = f"{max_bytes >> 20} MiB" if max_bytes >= 1 << 20 else f"{max_bytes >> 10} KiB"
-            raise OSError(errno.EFBIG, f"is larger than {limit}", str(path))
-        return file.read()
+    try:
+        with open_regular_file(path) as file:
+            if os.fstat(file.fileno()).st_size > max_bytes:
+                limit = f"{max_bytes >> 20} MiB" if max_bytes >= 1 << 20 else f"{max_bytes >> 10} KiB"
+                raise OSError(errno.EFBIG, f"is larger than {limit}", str(path))
+            return file.read()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # calls on a descriptor do not know it
+        raise
 
 
 MAX_JSON_DEPTH = 100

@@ -18,8 +18,8 @@ from typing import IO, Any, BinaryIO, NamedTuple, TypeVar
 
 from dstrain.errors import RunError, fix_for_os_error
 from dstrain.files import (
-    PASSING_ERRNOS,
     RETRY_SECONDS,
+    TRANSIENT_ERRNOS,
     atomic_write,
     open_for_writing,
     open_regular_file,
@@ -174,7 +174,7 @@ def _try_twice(action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
-        if error.errno not in PASSING_ERRNOS:
+        if error.errno not in TRANSIENT_ERRNOS:
             raise
     time.sleep(RETRY_SECONDS)
     return action()

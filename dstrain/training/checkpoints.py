@@ -27,7 +27,7 @@ from dstrain.training.state.manifest import (
     MANIFEST_FIELDS,
     CheckpointInfo,
     FileEntry,
-    PassingError,
+    TransientError,
     finalize_checkpoint,
     find_checkpoints,
     find_latest_complete,
@@ -46,17 +46,27 @@ BEST_NAME = "best"
 def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
     """Return the complete checkpoint `best`, `last` or of a step; `best` is the last if none is marked.
 
-    Raises UsageError if there is none.
+    Raises UsageError if there is none, CheckpointError if one cannot be read that might be it.
     """
     folder = run_dir / "checkpoints"
-    complete = [info for info in find_checkpoints(folder) if info.is_complete]
+    checkpoints = find_checkpoints(folder)
+    complete = [info for info in checkpoints if info.is_complete]
+    unread = [info for info in checkpoints if info.is_transient]
+    if selector == "last" and complete:
+        unread = [info for info in unread if info.step > complete[0].step]
+    elif selector not in ("last", "best"):
+        unread = [info for info in unread if str(info.step) == selector]
+    if unread:
+        raise _unread_error(selector, unread[0].path)
     if not complete:
         raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
     if selector == "last":
         return complete[0]
     if selector == "best":
-        ranked = _rank_by_metric(folder, list_checkpoint_names(folder)).ranked
-        best = inspect_checkpoint(folder / ranked[0]) if ranked else complete[0]
+        ranking = _rank_by_metric(folder, list_checkpoint_names(folder))
+        if ranking.unread:
+            raise _unread_error(selector, folder / min(ranking.unread))
+        best = inspect_checkpoint(folder / ranking.ranked[0]) if ranking.ranked else complete[0]
         if best.fault:  # the second best is not what was asked for
             raise UsageError(f"--step best: {best.path} is {best.status}; give another step, or last")
         return best
@@ -67,6 +77,12 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
             return info
     steps = ", ".join(str(info.step) for info in complete)
     raise UsageError(f"--step {selector}: no complete checkpoint of this step; available: {steps}")
+
+
+def _unread_error(selector: str, checkpoint: Path) -> CheckpointError:
+    return CheckpointError(
+        f"--step {selector}: {checkpoint} cannot be read now, and it may be the one; try again, or give the step of another"
+    )
 
 
 def find_best(folder: Path) -> CheckpointInfo | None:
@@ -217,16 +233,16 @@ class CheckpointStore:
     def try_twice(self, action: Callable[[int], T]) -> T:
         """Return `action(0)`; after an error that may pass, and a pause, `action(1)`. Collective.
 
-        `action` raises PassingError on all ranks or on none: all try again. Raises CheckpointError after the second.
+        `action` raises TransientError on all ranks or on none: all try again. Raises CheckpointError after the second.
         """
         try:
             return action(0)
-        except PassingError as error:
+        except TransientError as error:
             self._add_event("save_retried", why=str(error).rpartition("; ")[0])  # without the hint
         time.sleep(RETRY_SECONDS)
         try:
             return action(1)
-        except PassingError as error:
+        except TransientError as error:
             raise CheckpointError(f"in two tries: {error}") from error
 
     def _add_event(self, name: str, **fields: Any) -> None:
@@ -280,7 +296,7 @@ class CheckpointStore:
         passed_over: list[CheckpointInfo] = []
         for name in names:
             info = self.verify(self.folder / name)
-            if info.may_pass:  # or the run would go back to an older one
+            if info.is_transient:  # or the run would go back to an older one
                 time.sleep(RETRY_SECONDS)
                 info = self.verify(self.folder / name)
             if info.is_complete:
@@ -298,10 +314,10 @@ class CheckpointStore:
         if not fault and self.world.rank == 0:
             fault = self.find_index_fault(path)
         with self._peer_errors(f"verifying {path}"):
-            faults = self.world.gather((fault, info.may_pass))
-        for rank, (fault, may_pass) in enumerate(faults):
+            faults = self.world.gather((fault, info.is_transient))
+        for rank, (fault, is_transient) in enumerate(faults):
             if fault:
-                return make_damaged_info(path, f"{fault} (rank {rank})", may_pass)
+                return make_damaged_info(path, f"{fault} (rank {rank})", is_transient)
         return info
 
     def remove_incomplete(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Errors of the file calls of whole commands: each ends with its exit code and a sentence, and can be repeated.
 
-python -m tests.faults.command_errors [EVERY]     the second table of docs/measurements/file-errors.md
+python -m tests.faults.command_errors [EVERY [COMMAND...]]     the second table of docs/measurements/file-errors.md
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class Commands:
 
 def main() -> None:
     given = int(sys.argv[1]) if sys.argv[1:] else None
+    names = sys.argv[2:] or [*COMMANDS]
     with tempfile.TemporaryDirectory() as scratch:
         library = build_library(Path(scratch))
         with fork_server_with(library, *IMPORTED, "dstrain.cli", "dstrain.commands.train") as server:
@@ -177,12 +178,13 @@ def main() -> None:
                 "| command | error | calls | trials | exit 0 | exit 1 | exit 2 | faults |\n|---|---|---|---|---|---|---|---|"
             )
             for number, strides in SAMPLES.items():
-                for name, every in strides.items():
-                    swept = commands.sweep(name, number, given or every)
+                for name in names:
+                    swept = commands.sweep(name, number, given or strides[name])
                     total = sum(swept.outcomes.values())
                     codes = (swept.outcomes[code] for code in (0, 1, 2))
                     cells = (name, errno.errorcode[number], swept.calls, total, *codes, len(swept.faults))
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+                    print(*swept.faults, sep="\n", file=sys.stderr, flush=True)
                     faults += swept.faults
                     trials += total
             print(f"\n{trials} trials, {len(faults)} faults", *faults, sep="\n")

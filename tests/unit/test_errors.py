@@ -183,7 +183,7 @@ def test_no_module_has_an_exception_class_of_its_own() -> None:
     }
     # A record, a stop, and a try of a save, that their callers catch.
     caught = {"data/records.py: BadRecord", "training/health/signals.py: StoppedBySignal"}
-    assert found <= {*caught, "training/state/manifest.py: PassingError"}
+    assert found <= {*caught, "training/state/manifest.py: TransientError"}
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("off", False), ("1", True), ("True", True)])
@@ -276,6 +276,7 @@ def test_a_missing_file_in_a_folder_that_is_there_is_not_explained() -> None:
             "/home/x: denied; choose another place, or ask",
         ),
         (OSError(errno.EIO, "I/O", "a/b"), RunError, "a/b: I/O; the disk or network file system failed"),
+        (OSError(errno.EIO, "I/O"), RunError, "a file cannot be read or written: I/O; the disk or network file"),
         (FileExistsError(errno.EEXIST, "File exists", "a\nb"), RunError, "a\\nb: File exists"),
         (OSError(errno.EXDEV, "Cross-device link", "a", None, "b"), RunError, "a -> b: Cross-device link"),
         (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RunError, "may start no more processes or threads"),

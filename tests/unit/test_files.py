@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
@@ -280,3 +281,15 @@ def test_json_from_elsewhere_has_a_limit_of_size() -> None:
         parse_json(b"[1, 23]", 6)
     with pytest.raises(ValueError, match="utf-8"):
         parse_json(b'"\xff"')
+
+
+def test_an_error_of_an_open_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("x")
+
+    class Failing(io.FileIO):
+        def read(self, *_: object) -> bytes:
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(files, "open_regular_file", Failing)
+    with pytest.raises(OSError, match=r"broken: '.*x'"):
+        files.read_limited(tmp_path / "x", 9)

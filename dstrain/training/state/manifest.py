@@ -23,7 +23,7 @@ from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, RunFolderLockedError, UsageError, one_line
 from dstrain.files import (
     MAX_JSON_BYTES,
-    PASSING_ERRNOS,
+    TRANSIENT_ERRNOS,
     list_folder,
     parse_json,
     read_limited,
@@ -209,7 +209,7 @@ class CheckpointInfo:
     world_size: int | None = None
     zero_stage: int | None = None
     metric: float | None = None
-    may_pass: bool = False
+    is_transient: bool = False
     """True if the fault is an error of the file system that may be gone some seconds later."""
 
     @property
@@ -275,7 +275,7 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
     Every file must exist with its size; `check_hashes` compares contents too, with `share` = (k, n) of every n-th block
     from block k on. Files that the manifest does not name are ignored.
     """
-    may_pass = False
+    is_transient = False
     try:
         manifest = _read_manifest(path)
         fault = _find_version_fault(path, manifest) or _find_content_fault(path, manifest, check_hashes, share)
@@ -283,24 +283,24 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
         fault = f"{MANIFEST_FILE} is missing"
     except CheckpointError as error:
         fault = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
-        may_pass = _may_pass(error)
+        is_transient = _is_transient(error)
     except OSError as error:
         fault = f"it cannot be read: {error}"
-        may_pass = _may_pass(error)
+        is_transient = _is_transient(error)
     except (ValueError, KeyError, TypeError, AttributeError):
         fault = f"{MANIFEST_FILE} is not readable"
     if fault:
-        return make_damaged_info(path, fault, may_pass)
+        return make_damaged_info(path, fault, is_transient)
     size = sum(entry["size"] for entry in manifest["files"].values())
     if (file := stat_or_none(path / MANIFEST_FILE)) is not None:  # a run may remove it meanwhile
         size += file.st_size
     return CheckpointInfo(path=path, size=size, **{name: manifest[name] for name in MANIFEST_FIELDS})
 
 
-def make_damaged_info(path: Path, fault: str, may_pass: bool = False) -> CheckpointInfo:
+def make_damaged_info(path: Path, fault: str, is_transient: bool = False) -> CheckpointInfo:
     """Return the info of a checkpoint that cannot be read."""
     step, size = _step_from_path(path) or 0, get_folder_size(path)
-    return CheckpointInfo(step=step, path=path, fault=fault, size=size, may_pass=may_pass)
+    return CheckpointInfo(step=step, path=path, fault=fault, size=size, is_transient=is_transient)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -466,14 +466,14 @@ def _to_json(value: Any) -> bytes:
     return (json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n").encode()
 
 
-class PassingError(CheckpointError):
-    """Each rank that failed met an error that may pass (PASSING_ERRNOS)."""
+class TransientError(CheckpointError):
+    """Each rank that failed met an error that may pass (TRANSIENT_ERRNOS)."""
 
 
-def _may_pass(error: BaseException | None) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError):
-            return error.errno in PASSING_ERRNOS
+            return error.errno in TRANSIENT_ERRNOS
         error = error.__cause__ or error.__context__
     return False
 
@@ -487,18 +487,18 @@ def gather_or_raise(
     """Return every rank's value, by rank; or raise on all ranks if one has an error, which they would wait for. Collective.
 
     Raises RunFolderLockedError if that is the error of any rank, else CheckpointError with `summarize(faults)`, of
-    faults such as `rank 3: OSError: ...`: a PassingError if all of them may pass.
+    faults such as `rank 3: OSError: ...`: a TransientError if all of them may pass.
     """
     kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     fault = None if error is None else f"{kind}{error}"
     taken = str(error) if isinstance(error, RunFolderLockedError) else ""
-    outcomes = world.gather((value, fault, taken, error is None or _may_pass(error)))
+    outcomes = world.gather((value, fault, taken, error is None or _is_transient(error)))
     conflicts = [outcome[2] for outcome in outcomes if outcome[2]]
     if conflicts:
         raise RunFolderLockedError(conflicts[0]) from error
     faults = [f"rank {rank}: {outcome[1]}" for rank, outcome in enumerate(outcomes) if outcome[1] is not None]
     if faults:
-        error_class = PassingError if all(outcome[3] for outcome in outcomes) else CheckpointError
+        error_class = TransientError if all(outcome[3] for outcome in outcomes) else CheckpointError
         raise error_class(summarize(faults)) from error
     return [outcome[0] for outcome in outcomes]
 

@@ -38,6 +38,28 @@ def test_without_symbolic_links_the_best_is_found_and_kept(
     assert select_checkpoint(tmp_path, "best").step == 5
 
 
+@pytest.mark.parametrize(
+    ("selector", "file"),
+    [("best", "1/run.json"), ("best", "1/MANIFEST.json"), ("last", "3/MANIFEST.json"), ("3", "3/MANIFEST.json")],
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_never_replaced_by_another(
+    selector: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, opened = solo(tmp_path / "checkpoints"), os.open
+    for step in (1, 2, 3):
+        save(kept, step, metric=step)
+
+    def open_or_fail(path: Any, *more: Any, **options: Any) -> int:
+        if os.fspath(path).endswith(f"step-0000000{file}"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+        return opened(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", open_or_fail)
+    with pytest.raises(CheckpointError, match=rf"0{file[0]} cannot be read now, and it may be the one; try again"):
+        select_checkpoint(tmp_path, selector)
+    assert select_checkpoint(tmp_path, "2").step == 2
+
+
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each rank-00000.dat is open in another process of this host: NFS keeps it as a file that nobody can remove."""

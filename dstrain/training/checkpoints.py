@@ -372,7 +372,9 @@ class CheckpointStore:
         """Remove checkpoints older than the newest `keep` complete ones, except multiples and those in `kept`."""
         complete = (parse_step(name) for name in names if inspect_checkpoint(self.folder / name).is_complete)
         # Damaged ones do not count, or they would push out checkpoints that can be loaded.
-        oldest = min(itertools.islice(complete, keep), default=0)
+        newest = [*itertools.islice(complete, keep)]
+        # With fewer there is nothing to remove: one that could not be read for a moment is not older than the kept ones.
+        oldest = newest[-1] if len(newest) == keep else 0
         for name in names:
             step = parse_step(name)
             is_multiple = self.keep_every is not None and step % self.keep_every == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import CheckpointError
+from dstrain.training import checkpoints
 from dstrain.training.checkpoints import remove_checkpoint, select_checkpoint
 from dstrain.training.run_dir import replace_folder
 from tests.unit.training.test_checkpoints import save, solo, steps
@@ -58,6 +59,26 @@ def test_a_checkpoint_that_cannot_be_read_now_is_never_replaced_by_another(
     with pytest.raises(CheckpointError, match=rf"0{file[0]} cannot be read now, and it may be the one; try again"):
         select_checkpoint(tmp_path, selector)
     assert select_checkpoint(tmp_path, "2").step == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, folder = solo(tmp_path / "checkpoints", keep=3), tmp_path / "checkpoints"
+    save(kept, 1)
+    save(kept, 2)
+    inspected, failed = checkpoints.inspect_checkpoint, list[Path]()
+
+    def inspect_or_fail(path: Path, *more: Any, **options: Any) -> Any:
+        if path.name == "step-00000001" and not failed:
+            failed.append(path)
+            return checkpoints.make_damaged_info(path, "it cannot be read", is_transient=True)
+        return inspected(path, *more, **options)
+
+    monkeypatch.setattr(checkpoints, "inspect_checkpoint", inspect_or_fail)
+    save(kept, 3)
+    assert failed
+    assert steps(folder) == [3, 2, 1]
 
 
 @pytest.fixture

@@ -265,7 +265,8 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
                 raise OSError(errno.EFBIG, f"is larger than {limit}", str(path))
             return file.read()
     except OSError as error:
-        error.filename = error.filename or str(path)  # calls on a descriptor do not know it
+        if error.errno is not None and error.filename is None:  # a call on a descriptor does not know the path
+            error.filename = str(path)
         raise
 
 

@@ -33,6 +33,7 @@ from dstrain.training.state.manifest import (
     find_latest_complete,
     gather_or_raise,
     inspect_checkpoint,
+    is_transient_error,
     list_checkpoint_names,
     make_damaged_info,
     parse_step,
@@ -310,11 +311,14 @@ class CheckpointStore:
         Every byte is read and hashed, a share by each rank.
         """
         info = inspect_checkpoint(path, check_hashes=True, share=(self.world.rank, self.world.size))
-        fault = info.fault
+        fault, is_transient = info.fault, info.is_transient
         if not fault and self.world.rank == 0:
-            fault = self.find_index_fault(path)
+            try:
+                fault = self.find_index_fault(path)
+            except OSError as error:  # the other ranks wait for this one
+                fault, is_transient = f"it cannot be read: {error}", is_transient_error(error)
         with self._peer_errors(f"verifying {path}"):
-            faults = self.world.gather((fault, info.is_transient))
+            faults = self.world.gather((fault, is_transient))
         for rank, (fault, is_transient) in enumerate(faults):
             if fault:
                 return make_damaged_info(path, f"{fault} (rank {rank})", is_transient)

@@ -283,10 +283,10 @@ def inspect_checkpoint(path: Path, check_hashes: bool = False, share: tuple[int,
         fault = f"{MANIFEST_FILE} is missing"
     except CheckpointError as error:
         fault = str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
-        is_transient = _is_transient(error)
+        is_transient = is_transient_error(error)
     except OSError as error:
         fault = f"it cannot be read: {error}"
-        is_transient = _is_transient(error)
+        is_transient = is_transient_error(error)
     except (ValueError, KeyError, TypeError, AttributeError):
         fault = f"{MANIFEST_FILE} is not readable"
     if fault:
@@ -470,7 +470,7 @@ class TransientError(CheckpointError):
     """Each rank that failed met an error that may pass (TRANSIENT_ERRNOS)."""
 
 
-def _is_transient(error: BaseException | None) -> bool:
+def is_transient_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError):
             return error.errno in TRANSIENT_ERRNOS
@@ -492,7 +492,7 @@ def gather_or_raise(
     kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     fault = None if error is None else f"{kind}{error}"
     taken = str(error) if isinstance(error, RunFolderLockedError) else ""
-    outcomes = world.gather((value, fault, taken, error is None or _is_transient(error)))
+    outcomes = world.gather((value, fault, taken, error is None or is_transient_error(error)))
     conflicts = [outcome[2] for outcome in outcomes if outcome[2]]
     if conflicts:
         raise RunFolderLockedError(conflicts[0]) from error

@@ -61,6 +61,27 @@ def test_a_checkpoint_that_cannot_be_read_now_is_never_replaced_by_another(
     assert select_checkpoint(tmp_path, "2").step == 2
 
 
+def test_an_index_that_cannot_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone reads the index, while the others wait for its answer."""
+    monkeypatch.setattr(checkpoints, "RETRY_SECONDS", 0.0)
+    kept, attempts = solo(tmp_path / "checkpoints"), list[Path]()
+    save(kept, 1)
+    save(kept, 2)
+
+    def fail_once(path: Path) -> str:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return ""
+
+    kept.find_index_fault = fail_once
+    latest, passed_over = kept.find_latest_valid()
+    assert latest is not None
+    assert (latest.step, passed_over, len(attempts)) == (2, [], 2)
+
+
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,13 +37,16 @@ def check_local_folder(name: str, key: str) -> bool:
     return True
 
 
-HUB_NAME = re.compile(r"(\b[\w\-.]{1,96}\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
-"""Pattern of names that the Hub allows (huggingface_hub, utils/_validators.py)."""
-
-
 def check_hub_name(name: str, key: str) -> None:
     """Raise RecipeError for a name, of no folder here, that no model on the Hub can have."""
-    if HUB_NAME.fullmatch(name) and "--" not in name and ".." not in name and not name.endswith(".git"):
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        pass
+    else:
         return
     problem = f"'{one_line(name)}' is not a folder, and no name of a model on the Hub"
     fix = f"give an existing folder (working directory: {Path.cwd()}), or a hub id: NAME or ORG/NAME of letters, digits, - _ ."
@@ -114,15 +117,26 @@ def wrong_size_fault(values: Mapping[str, Any], key: str) -> Fault | None:
 def _find_size_problem(name: str, value: Any) -> tuple[str, str]:
     """Return problem and fix of one value of a config; empty where it is none."""
     if isinstance(value, (list, tuple, Mapping)):
-        is_long = len(value) > MAX_ENTRIES
-        return (f"has {len(value)} entries", f"correct it: {MAX_ENTRIES} at most") if is_long else ("", "")
-    limits = ((SIZE_KEY, MAX_SIZE), (VALUE_KEY, MAX_VALUE), (LAYER_KEY, MAX_LAYERS))
-    most = next((limit for pattern, limit in limits if pattern.search(name)), MAX_COUNT)
+        if len(value) > MAX_ENTRIES:
+            return f"has {len(value)} entries", f"correct it: {MAX_ENTRIES} at most"
+        return "", ""
+    most = _find_limit(name)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    shown = f"is {one_line(repr(value))[:40]}"
+    problem = f"is {one_line(repr(value))[:40]}"
     if name in POSITIVE_SIZES and value is not None and not (is_integer and 1 <= value <= most):
-        return shown, f"correct it: a whole number from 1 to {most}"
-    return (shown, f"correct it: {most} at most") if is_integer and abs(value) > most else ("", "")
+        return problem, f"correct it: a whole number from 1 to {most}"
+    if is_integer and abs(value) > most:
+        return problem, f"correct it: {most} at most"
+    return "", ""
+
+
+def _find_limit(name: str) -> int:
+    """Return the largest number that a config may have under this name."""
+    if SIZE_KEY.search(name):
+        return MAX_SIZE
+    if VALUE_KEY.search(name):
+        return MAX_VALUE
+    return MAX_LAYERS if LAYER_KEY.search(name) else MAX_COUNT
 
 
 TEMPORAL_TYPE = "dstrain_temporal"

@@ -258,10 +258,11 @@ def repair_file(path: Path) -> SetAside | None:
         return _set_aside(path)
     if not last_line:
         return None
-    is_whole = parse_row(row) is not None
-    os.truncate(path, end + len(row) if is_whole else end)
-    if is_whole:
-        with open_for_writing(path, append=True) as repaired:
+    with open_for_writing(path, append=True) as repaired:
+        if parse_row(row) is None:
+            repaired.truncate(end)
+        else:
+            repaired.truncate(end + len(row))
             repaired.write(b"\n")
     return None
 

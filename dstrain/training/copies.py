@@ -175,16 +175,19 @@ class RunCopy:
     def _keep_claim(self) -> None:
         """Raise UsageError if the copies are another run's now; write owner.json if it is not this run's yet."""
         assert self._owner is not None, "claim() comes first"
-        for may_write in (True, False):
-            record = self._read(OWNER_FILE)
-            owner = None if record is None else parse_owner(record)
-            if owner is not None and (owner.run_id, owner.folder) == (self._owner.run_id, self._owner.folder):
-                return
-            if not may_write or record not in (None, self._previous_record):
-                raise self._owner_error(owner)
+        record = self._read(OWNER_FILE)
+        if not self._is_claimed(record) and record in (None, self._previous_record):
             self._filesystem.makedirs(self._root, exist_ok=True)
             self._filesystem.pipe_file(f"{self._root}/{OWNER_FILE}", json.dumps(asdict(self._owner), indent=1).encode())
             self._previous_record = None
+            record = self._read(OWNER_FILE)  # another run may have written it at the same time
+        if not self._is_claimed(record):
+            raise self._owner_error(None if record is None else parse_owner(record))
+
+    def _is_claimed(self, record: bytes | None) -> bool:
+        owner = None if record is None else parse_owner(record)
+        claim = self._owner
+        return owner is not None and claim is not None and (owner.run_id, owner.folder) == (claim.run_id, claim.folder)
 
     def _access_error(self, action: str, error: Exception) -> UsageError:
         return UsageError(

@@ -409,20 +409,22 @@ def find_path(text: str, recipe_dir: Path) -> Path | None:
         path = Path(text).expanduser()
     except RuntimeError:
         raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
-    found = next((place.resolve() for place in (path, recipe_dir / path) if path_exists(place)), None)
-    if found is not None:
-        check_path_encoding(str(found))
-    return found
+    for place in (path, recipe_dir / path):
+        if path_exists(place):
+            check_path_encoding(str(place.resolve()))
+            return place.resolve()
+    return None
 
 
 def find_pattern(text: str, recipe_dir: Path) -> Path | None:
     """Return the pattern of data files that `text` means, absolute; None if no file fits."""
     path = Path(text).expanduser()
-    found = next((place for place in (path, recipe_dir / path) if match_files(place)), None)
-    if found is None:
-        return None
-    check_path_encoding(str(found.parent.resolve()))
-    return found.parent.resolve() / found.name
+    for place in (path, recipe_dir / path):
+        if match_files(place):
+            folder = place.parent.resolve()
+            check_path_encoding(str(folder))
+            return folder / place.name
+    return None
 
 
 def path_exists(path: Path) -> bool:

@@ -137,6 +137,7 @@ def test_a_script_that_is_killed_while_its_run_saves_does_not_end_the_save(start
     script.process.wait()
     script.wait_for("saved")
     wait_until(lambda: not script.list_processes(), 20)
+    assert (script.folder / "saved-0").exists(), "the save was not ended"
 
 
 def test_a_stopped_run_is_caught_or_returned_and_the_handlers_are_restored(start: StartScript) -> None:

@@ -150,9 +150,9 @@ class DocumentReader:
         pages = [one for one in names if one.lower().endswith(IMAGE_SUFFIXES) and not one.startswith(".")]
         if not pages:
             raise BadRecord(f"the folder {name} has no page images; put them there, or name a PDF or an image file")
-        for one in pages:
+        for page_name in pages:
             try:
-                check_path_encoding(one)
+                check_path_encoding(page_name)
             except UsageError as fault:
                 raise BadRecord(f"in the folder {name}: {fault}") from fault
         ordered = [path / one for one in sorted(pages, key=_natural_key)]

@@ -184,6 +184,7 @@ def test_the_heartbeat_grows(tmp_path: Path) -> None:
         lease.acquire()
         before = holder_of(tmp_path)
         wait_until(lambda: holder_of(tmp_path).beat > before.beat)
+        assert holder_of(tmp_path).launch == before.launch
 
 
 def test_what_a_launch_left_that_was_killed_while_it_took_the_folder_is_removed(tmp_path: Path) -> None:

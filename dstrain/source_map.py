@@ -32,12 +32,12 @@ class SourceMap:
         return f"{inner} {dotted_name(key)}"
 
 
-def lookup(values: Any, key: KeyPath) -> Any:
-    """Return the value at a key, None where there is none."""
+def lookup(values: Any, key: KeyPath, default: Any = None) -> Any:
+    """Return the value at a key, the default where there is none."""
     for name in key:
         in_dict = isinstance(values, dict) and name in values
         if not in_dict and not (isinstance(values, list) and isinstance(name, int) and name < len(values)):
-            return None
+            return default
         values = values[name]
     return values
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from dstrain.errors import Fault, PresetError
+from dstrain.preset.check import ZERO_BLOCK
 from dstrain.preset.keys import cast_integers
 from dstrain.preset.read import Preset
-from dstrain.preset.rules import ZERO_BLOCK, get_nested
+from dstrain.source_map import lookup
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -111,7 +112,7 @@ def complete_preset(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
     block.setdefault("steps_per_print", STEPS_PER_PRINT)
     block.setdefault("wall_clock_breakdown", False)
     for name in ("offload_optimizer", "offload_param"):
-        if get_nested(block, ZERO_BLOCK, name, "device") == "nvme" and not block[ZERO_BLOCK][name].get("nvme_path"):
+        if lookup(block, (ZERO_BLOCK, name, "device")) == "nvme" and not block[ZERO_BLOCK][name].get("nvme_path"):
             block[ZERO_BLOCK][name]["nvme_path"] = settings.nvme_path
     return block
 
@@ -124,15 +125,15 @@ def _accumulates_in_fp32(preset: Preset, settings: RunSettings) -> bool:
     """
     if settings.precision != "bf16" or settings.accumulate == 1 or preset.stage == 0:
         return False
-    in_bf16 = get_nested(preset.block, "bf16", "bf16_master_weights_and_grads") is True
-    has_dtype = get_nested(preset.block, "data_types", "grad_accum_dtype") is not None
+    in_bf16 = lookup(preset.block, ("bf16", "bf16_master_weights_and_grads")) is True
+    has_dtype = lookup(preset.block, ("data_types", "grad_accum_dtype")) is not None
     return not (has_dtype or in_bf16 or (settings.uses_muon and _is_muon_dtype_sensitive(preset)))
 
 
 def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
     """Return the faults of this preset with this precision, device and optimizer."""
     file, found = preset.path.name, []
-    precision, accumulation = settings.precision, get_nested(preset.block, "data_types", "grad_accum_dtype")
+    precision, accumulation = settings.precision, lookup(preset.block, ("data_types", "grad_accum_dtype"))
     if precision == "fp16" and settings.device_kind == "cpu":
         found.append(("precision fp16", "fp16 needs a GPU", "write precision: bf16 or fp32 in the recipe"))
     if precision == "fp16" and preset.stage == 0:
@@ -148,8 +149,8 @@ def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
         found.append(("data_types.grad_accum_dtype", problem, "remove it, or use the preset zero1"))
     for name in ("offload_optimizer", "offload_param"):
         device, path = (
-            get_nested(preset.block, ZERO_BLOCK, name, "device"),
-            get_nested(preset.block, ZERO_BLOCK, name, "nvme_path"),
+            lookup(preset.block, (ZERO_BLOCK, name, "device")),
+            lookup(preset.block, (ZERO_BLOCK, name, "nvme_path")),
         )
         if device == "nvme" and not (path or settings.nvme_path):
             problem = "offloading to nvme needs a folder on a fast local disk"
@@ -163,9 +164,9 @@ def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
 
 def _find_zeropp_conflicts(preset: Preset, settings: RunSettings) -> list[tuple[str, str, str]]:
     """Return (key, problem, fix) of keys of ZeRO++ that do not fit the device or the number of processes."""
-    found, size = [], get_nested(preset.block, ZERO_BLOCK, "zero_hpz_partition_size", default=1)
+    found, size = [], lookup(preset.block, (ZERO_BLOCK, "zero_hpz_partition_size"), 1)
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if settings.device_kind == "cpu" and get_nested(preset.block, ZERO_BLOCK, key) is True:
+        if settings.device_kind == "cpu" and lookup(preset.block, (ZERO_BLOCK, key)) is True:
             problem = "DeepSpeed's quantized collectives need a GPU"
             found.append((f"{ZERO_BLOCK}.{key}", problem, "use the preset zero3_hpz, or zero3, on a CPU"))
     if settings.world_size > size and (size == 0 or settings.world_size % size):
@@ -179,11 +180,11 @@ def _find_cpu_adam_conflicts(preset: Preset) -> list[tuple[str, str, str]]:
     """Return (key, problem, fix) of keys that DeepSpeed supports only with its own CPU Adam."""
     offload = f"{ZERO_BLOCK}.offload_optimizer"
     keys = {
-        "fp16.fp16_master_weights_and_grads": get_nested(preset.block, "fp16", "fp16_master_weights_and_grads") is True,
+        "fp16.fp16_master_weights_and_grads": lookup(preset.block, ("fp16", "fp16_master_weights_and_grads")) is True,
         "bf16.bf16_master_weights_and_grads": preset.offload_optimizer is not None
-        and get_nested(preset.block, "bf16", "bf16_master_weights_and_grads") is True,
-        f"{offload}.ratio": get_nested(preset.block, *offload.split("."), "ratio", default=1.0) < 1.0,
-        f"{offload}.super_offload": get_nested(preset.block, *offload.split("."), "super_offload") is True,
+        and lookup(preset.block, ("bf16", "bf16_master_weights_and_grads")) is True,
+        f"{offload}.ratio": lookup(preset.block, (*offload.split("."), "ratio"), 1.0) < 1.0,
+        f"{offload}.super_offload": lookup(preset.block, (*offload.split("."), "super_offload")) is True,
     }
     problem = "DeepSpeed supports this only with its own CPU Adam"
     return [(key, problem, "remove it, or write optim.name: adamw in the recipe") for key, used in keys.items() if used]
@@ -193,10 +194,10 @@ def _find_muon_conflicts(preset: Preset, precision: Precision) -> list[tuple[str
     """Return (key, problem, fix) of keys with which DeepSpeed's Muon fails, or silently computes another update."""
     fix, found = "remove it, or write optim.name: adamw in the recipe", []
     for key in ("reduce_scatter", "zero_quantized_gradients"):
-        if preset.stage == 3 and get_nested(preset.block, ZERO_BLOCK, key) is True:
+        if preset.stage == 3 and lookup(preset.block, (ZERO_BLOCK, key)) is True:
             problem = "DeepSpeed's Muon needs complete gradients at stage 3 and raises an error with this"
             found.append((f"{ZERO_BLOCK}.{key}", problem, fix))
-    accumulation = (get_nested(preset.block, "data_types", "grad_accum_dtype") or precision).removeprefix("torch.")
+    accumulation = (lookup(preset.block, ("data_types", "grad_accum_dtype")) or precision).removeprefix("torch.")
     if _is_muon_dtype_sensitive(preset) and accumulation not in _DTYPE_NAMES[precision]:
         problem = (
             f"with gradients summed in {accumulation}, DeepSpeed's Muon computes a wrong update at stage {preset.stage}"

@@ -10,10 +10,9 @@ from typing import Any
 
 from dstrain.errors import Fault
 from dstrain.preset import keys
-from dstrain.preset.check import Issue, check_schema, describe_auto_default, read_json
+from dstrain.preset.check import ZERO_BLOCK, Issue, describe_auto_default, find_issues, read_json
 from dstrain.preset.keys import KeyPath, cast_integers, find_key, format_json
-from dstrain.preset.rules import ZERO_BLOCK, check_conflicts, get_nested
-from dstrain.source_map import SourceMap
+from dstrain.source_map import SourceMap, lookup
 
 _DEPRECATED_OFFLOAD_KEYS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
@@ -56,13 +55,13 @@ def convert_source(source: SourceMap) -> ConvertedPreset:
             if issue.kind == "learning":
                 converted = keys.convert_key(issue.path[0], value)
                 recipe |= {key.recipe_key: key.recipe_value for key in converted if key.recipe_key}
-    left = [Fault(source.get_location(f.path), f.problem, f.fix) for f in check_schema(block) + check_conflicts(block)]
+    left = [Fault(source.get_location(f.path), f.problem, f.fix) for f in find_issues(block)]
     return ConvertedPreset(cast_integers(block), lines, left, recipe)
 
 
 def _removable_issues(block: dict[str, Any]) -> list[Issue]:
     """Return the issues that need no decision of the user, the first of each key."""
-    issues = [issue for issue in check_schema(block) + check_conflicts(block) if issue.kind not in ("type", "clash")]
+    issues = [issue for issue in find_issues(block) if issue.kind not in ("type", "clash")]
     return list({issue.path: issue for issue in reversed(issues)}.values())[::-1]
 
 
@@ -81,7 +80,7 @@ def _convert_value(block: dict[str, Any], issue: Issue, value: Any) -> list[str]
 
 def _rename_key(block: dict[str, Any], path: KeyPath, value: Any) -> str:
     """Write a value under the name that DeepSpeed documents, unless that key is set already."""
-    key, home = find_key(path) or {}, get_nested(block, *path[:-1], default=None) if len(path) > 1 else block
+    key, home = find_key(path) or {}, lookup(block, path[:-1])
     dotted, name = f"{'.'.join(path)} {format_json(value)}", str(key.get("deprecated"))
     if path[-1] in _DEPRECATED_OFFLOAD_KEYS:
         name, value = _DEPRECATED_OFFLOAD_KEYS[path[-1]], {"device": "cpu"} if value is True else None

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault, PresetError, suggest_name
-from dstrain.preset.check import Issue, check_schema, read_json
+from dstrain.preset.check import Issue, find_issues, get_offload_device, get_zero_stage, read_json
 from dstrain.preset.convert import convert_source
-from dstrain.preset.rules import check_conflicts, get_nested, get_offload_device, get_zero_stage
 from dstrain.resources import find_resource_dir
-from dstrain.source_map import SourceMap
+from dstrain.source_map import SourceMap, lookup
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Preset:
     @property
     def precision(self) -> str | None:
         """Return the precision that the JSON sets: fp16 or bf16 if enabled, fp32 if both are disabled, else None."""
-        fp16, bf16 = get_nested(self.block, "fp16", "enabled"), get_nested(self.block, "bf16", "enabled")
+        fp16, bf16 = lookup(self.block, ("fp16", "enabled")), lookup(self.block, ("bf16", "enabled"))
         if fp16 is True:
             return "fp16"
         if bf16 is True:
@@ -68,7 +67,7 @@ def read_preset(name_or_path: str) -> Preset:
     """Read the preset of this name in ds_configs, or at this path. Raises PresetError with every fault found."""
     path = _find_preset(name_or_path)
     source = read_json(path)
-    issues = check_schema(source.values) + check_conflicts(source.values)
+    issues = find_issues(source.values)
     if issues:
         faults = [Fault(source.get_location(issue.path), issue.problem, issue.fix) for issue in issues]
         raise PresetError(faults + _suggest_conversion(source, issues, path))
@@ -77,7 +76,7 @@ def read_preset(name_or_path: str) -> Preset:
 
 def check_ds_config(file: Path, ds_config: dict[str, Any]) -> dict[str, Any]:
     """Return a config that another program wrote. Raises PresetError with every fault found."""
-    issues = check_schema(ds_config) + check_conflicts(ds_config)
+    issues = find_issues(ds_config)
     if issues:
         raise PresetError(
             Fault(f"{file} {'.'.join(map(str, issue.path))}", issue.problem, issue.fix) for issue in issues

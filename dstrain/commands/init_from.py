@@ -33,11 +33,23 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.data.sources.open import open_source
-from dstrain.errors import Fault, PresetError, RecipeError, TaskError, UsageError, first_names, one_line, suggest_name
+from dstrain.errors import (
+    Fault,
+    KeyPath,
+    PresetError,
+    RecipeError,
+    SourceMap,
+    TaskError,
+    UsageError,
+    dotted_name,
+    first_names,
+    lookup,
+    one_line,
+    suggest_name,
+)
 from dstrain.files import parse_json, read_limited
 from dstrain.preset.check import get_offload_device, get_zero_stage, read_json
 from dstrain.report.run_history import is_number
-from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 from dstrain.tasks import find_task, make_task, task_options
 
 _TASK_FLAGS = {"reward_model": "rm", "process_reward_model": "prm"}

@@ -17,10 +17,9 @@ from dstrain.commands.init import to_yaml
 from dstrain.commands.init_prompts import CHATML
 from dstrain.commands.init_scripts import SHELL_VALUE
 from dstrain.config.aliases import find_answer, find_names, find_value, read_table
-from dstrain.errors import Fault, RecipeError, one_line
+from dstrain.errors import Fault, KeyPath, RecipeError, SourceMap, dotted_name, one_line
 from dstrain.files import parse_json
 from dstrain.report.run_history import is_number
-from dstrain.source_map import KeyPath, SourceMap, dotted_name
 from dstrain.tasks import find_task
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")

@@ -12,9 +12,8 @@ import yaml
 
 from dstrain.config.aliases import find_answer
 from dstrain.config.read import read_text, read_yaml
-from dstrain.errors import UsageError, one_line
+from dstrain.errors import SourceMap, UsageError, one_line
 from dstrain.files import not_file_reason
-from dstrain.source_map import SourceMap
 
 _COMMANDS = {
     "llamafactory-cli": "LLaMA-Factory", "swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL", "axolotl": "axolotl",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dstrain.source_map import KeyPath
+from dstrain.errors import KeyPath
 
 RECIPES_DIR = Path(__file__).parents[1] / "recipes"
 """Folder of the packaged recipes."""

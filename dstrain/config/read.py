@@ -27,9 +27,19 @@ from ruamel.yaml.reader import ReaderError
 from dstrain.config.aliases import find_answer, find_trainer, find_value, iter_foreign_keys, read_values
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig, hide_secret
-from dstrain.errors import URL_PASSWORD, Fault, RecipeError, describe_decode_error, one_line, suggest_name
+from dstrain.errors import (
+    URL_PASSWORD,
+    Fault,
+    KeyPath,
+    RecipeError,
+    SourceMap,
+    describe_decode_error,
+    dotted_name,
+    lookup,
+    one_line,
+    suggest_name,
+)
 from dstrain.files import not_file_reason, read_limited
-from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 COMMAND_LINE = "--set"
 """Location of a key that --set wrote."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from dstrain.config.rules import check_warmup
 from dstrain.config.schema import BatchConfig, RunConfig
-from dstrain.errors import Fault, RecipeError
-from dstrain.source_map import dotted_name
+from dstrain.errors import Fault, RecipeError, dotted_name
 
 DEFAULT_MICRO_BATCH_SIZE = 8
 """Samples per forward pass where neither the recipe nor the preset sets them: of evaluations and generated answers."""

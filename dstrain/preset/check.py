@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrain.errors import Fault, PresetError, suggest_name
+from dstrain.errors import Fault, PresetError, SourceMap, lookup, suggest_name
 from dstrain.files import is_deep_json, not_file_reason
 from dstrain.preset import keys
 from dstrain.preset.keys import (
@@ -22,7 +22,6 @@ from dstrain.preset.keys import (
     format_json,
     load_key_schema,
 )
-from dstrain.source_map import SourceMap, lookup
 
 IssueKind = Literal["unknown", "auto", "learning", "refused", "renamed", "type", "idle", "clash"]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from dstrain.errors import Fault, PresetError
+from dstrain.errors import Fault, PresetError, lookup
 from dstrain.preset.check import ZERO_BLOCK
 from dstrain.preset.keys import cast_integers
 from dstrain.preset.read import Preset
-from dstrain.source_map import lookup
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.errors import Fault
+from dstrain.errors import Fault, SourceMap, lookup
 from dstrain.preset import keys
 from dstrain.preset.check import ZERO_BLOCK, Issue, describe_auto_default, find_issues, read_json
 from dstrain.preset.keys import KeyPath, cast_integers, find_key, format_json
-from dstrain.source_map import SourceMap, lookup
 
 _DEPRECATED_OFFLOAD_KEYS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 

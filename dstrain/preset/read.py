@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.errors import Fault, PresetError, suggest_name
+from dstrain.errors import Fault, PresetError, SourceMap, lookup, suggest_name
 from dstrain.preset.check import Issue, find_issues, get_offload_device, get_zero_stage, read_json
 from dstrain.preset.convert import convert_source
 from dstrain.resources import find_resource_dir
-from dstrain.source_map import SourceMap, lookup
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 from dstrain.batch import Progress
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import Ranks
-from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError
+from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError, UsageError, lookup
 from dstrain.files import RETRY_SECONDS, list_folder, sync_folder
 from dstrain.report.run_log import format_current_time
-from dstrain.source_map import lookup
 from dstrain.training.state.manifest import (
     MANIFEST_FIELDS,
     CheckpointInfo,

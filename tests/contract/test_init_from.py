@@ -16,7 +16,7 @@ from dstrain.cli import main
 from dstrain.commands.init_scripts import read_command
 from dstrain.config.aliases import iter_foreign_keys
 from dstrain.config.schema import EvalConfig
-from dstrain.source_map import lookup
+from dstrain.errors import lookup
 from tests.cells import mark_slow
 from tests.contract.lora_cases import save_base
 from tests.tiny import tiny_recipe

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dstrain.commands.init_from import ConvertedRecipe, convert_file
-from dstrain.source_map import lookup
+from dstrain.errors import lookup
 from tests.contract.test_init_from import BY_DESIGN
 
 LLAMA_FACTORY = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.source_map import SourceMap, lookup
+from dstrain.errors import SourceMap, lookup
 
 
 def test_a_key_without_a_place_has_that_of_its_neighbour() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.config.rules import check_dtype
-from dstrain.config.schema import OptimConfig
+from dstrain.config.schema import OptimConfig, check_dtype
 from dstrain.errors import Fault, PresetError, RecipeError
 from dstrain.models.quantization import OPTIMIZERS_8BIT, find_zero3_fault
 from dstrain.preset import Device, Precision, Preset, RunSettings, complete_preset, resolve_precision

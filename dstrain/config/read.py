@@ -25,8 +25,7 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from dstrain.config.aliases import find_answer, find_trainer, find_value, iter_foreign_keys, read_values
-from dstrain.config.rules import check_cross_fields
-from dstrain.config.schema import RunConfig, hide_secret
+from dstrain.config.schema import RunConfig, check_cross_fields, hide_secret
 from dstrain.errors import (
     URL_PASSWORD,
     Fault,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.config.rules import check_warmup
-from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.config.schema import BatchConfig, RunConfig, check_warmup
 from dstrain.errors import Fault, RecipeError, dotted_name
 
 DEFAULT_MICRO_BATCH_SIZE = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.cache import get_or_build
-from dstrain.config.rules import MIN_VOCAB_SIZE
+from dstrain.config.schema import MIN_VOCAB_SIZE
 from dstrain.data.sources.base import Source
 from dstrain.errors import BadRecord, DataError
 

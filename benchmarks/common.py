@@ -126,7 +126,8 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
 
 def made_ds_config(task: Any, preset: str, world: Any, **settings: Any) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a preset as `dstrain train` completes it; `settings` override RunSettings."""
-    from dstrain.preset import RunSettings, complete_preset, read_preset
+    from dstrain.ds_config import RunSettings, complete_preset
+    from dstrain.preset import read_preset
 
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,

@@ -161,8 +161,7 @@ def take_watched_steps(trainer: Any, train: Callable[[], Any] | None = None) -> 
 def resolve_case(case: dict[str, Any], folder: Path, kernels: str) -> tuple[RunConfig, dict[str, Any]]:
     """Return the recipe of a case, and its DeepSpeed JSON."""
     from dstrain.config import resolve_batch
-    from dstrain.ds_config import resolve_ds_config
-    from dstrain.preset import Device
+    from dstrain.ds_config import Device, resolve_ds_config
 
     case = {**case, "set": {**case["set"], "model.kernels": kernels, "batch": {"micro": 1, "total": 1}}}
     config, preset = make_recipe(case, folder), make_preset(case)

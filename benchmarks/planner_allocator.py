@@ -184,9 +184,8 @@ def measure(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     from dstrain.config import resolve_batch
     from dstrain.data.loading.loader import make_batch
     from dstrain.distributed.world import TorchWorld
-    from dstrain.ds_config import resolve_ds_config
+    from dstrain.ds_config import Device, resolve_ds_config
     from dstrain.models.params import build_param_groups, zero3_init
-    from dstrain.preset import Device
     from dstrain.tasks import make_task
     from dstrain.tasks.common.task import load_split
     from dstrain.training.build_model import build_train_module, resolve_model_dtype

@@ -15,8 +15,9 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.commands.run_job import SINGLE_WORKER, Job
 from dstrain.commands.trained_model import hash_weights
 from dstrain.config import Recipe, RunConfig
+from dstrain.ds_config import Device
 from dstrain.launch.topology import worker_from_env
-from dstrain.preset import Device, read_preset
+from dstrain.preset import read_preset
 from dstrain.tasks import make_task
 from dstrain.training.start import ResumeOptions
 from dstrain.units import format_count

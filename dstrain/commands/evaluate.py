@@ -20,8 +20,8 @@ from dstrain.commands.trained_model import (
 from dstrain.config import RunConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.prepare import describe_examples
+from dstrain.ds_config import Device
 from dstrain.errors import DataError, UsageError
-from dstrain.preset import Device
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.judge import check_generation_data, check_judge

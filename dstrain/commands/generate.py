@@ -29,8 +29,8 @@ from dstrain.data.prepare import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.records import EncodeResult, encode_valid, parse_record, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.token_store import BuildReport
+from dstrain.ds_config import Device
 from dstrain.errors import BadRecord, DataError, TaskError, UsageError
-from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.tasks.common.text import TextTask

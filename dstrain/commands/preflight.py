@@ -15,14 +15,14 @@ from dstrain.data.prepare import check_bad_records
 from dstrain.data.records import BadRow, parse_record, try_parse
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.token_store import BuildReport
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.errors import BadRecord, UsageError
 from dstrain.files import match_files
 from dstrain.models.quantization import OPTIMIZERS_8BIT
 from dstrain.planner.memory import plan_memory
 from dstrain.planner.shapes import check_group_patterns, read_base_shape, read_properties, read_shape
 from dstrain.planner.workload import Cluster
-from dstrain.preset import Device, Preset
+from dstrain.preset import Preset
 from dstrain.tasks import Task, builtin_tasks
 from dstrain.tasks.common.judge import check_judge
 from dstrain.tasks.common.record_task import policy_of

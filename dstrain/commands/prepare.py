@@ -14,9 +14,9 @@ from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
 from dstrain.data.prepare import describe_examples
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.errors import DataError
-from dstrain.preset import Device, read_preset
+from dstrain.preset import read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import Split, check_sequence_parallel, load_split
 from dstrain.units import format_count

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config import RunConfig
+from dstrain.ds_config import Device
 from dstrain.errors import OutOfMemoryError, UsageError
 from dstrain.files import get_host_id, parse_json
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.plan import plan_launch
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.topology import Worker, worker_from_env
-from dstrain.preset import Device
 from dstrain.process_setup import log_stderr
 from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.device_errors import explain_device_error

@@ -22,9 +22,9 @@ from dstrain.config import RunConfig
 from dstrain.data.prepare import describe_examples
 from dstrain.data.records import Record, try_parse
 from dstrain.data.token_store import TokenizedDataset
+from dstrain.ds_config import Device
 from dstrain.errors import BadRecord, DataError, TaskError, UsageError
 from dstrain.files import atomic_write
-from dstrain.preset import Device
 from dstrain.tasks.common.scoring import AnswerScores, make_scores
 from dstrain.tasks.common.task import FrozenModel
 

@@ -18,7 +18,7 @@ from dstrain.commands.preflight import check_data, check_launch
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
-from dstrain.ds_config import batch_warnings, check_offload_folders
+from dstrain.ds_config import Device, batch_warnings, check_offload_folders, resolve_precision
 from dstrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
@@ -29,7 +29,6 @@ from dstrain.launch.supervise import exit_without_workers, handle_signals, super
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
-from dstrain.preset import Device, resolve_precision
 from dstrain.process_setup import limit_spinning, log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task

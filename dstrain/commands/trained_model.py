@@ -23,9 +23,10 @@ from dstrain.commands.untrusted import (
 )
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.data.sources.hub import parse_hub_split
+from dstrain.ds_config import Device, RunSettings, complete_preset
 from dstrain.errors import CheckpointError, Fault, UsageError
 from dstrain.files import check_path_encoding, find_path, find_pattern
-from dstrain.preset import Device, RunSettings, complete_preset, read_preset
+from dstrain.preset import read_preset
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import EXPORT_RECIPE

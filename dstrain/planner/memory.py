@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.quantization import MAX_NUMEL_8BIT, OPTIMIZERS_8BIT
 from dstrain.planner.lines import (
@@ -24,7 +24,7 @@ from dstrain.planner.lines import (
 )
 from dstrain.planner.shapes import ModelShape, read_base_shape, read_shape, reference_shape, with_score_head
 from dstrain.planner.workload import Cluster, Workload, has_expandable_segments, make_workload
-from dstrain.preset import Device, Preset
+from dstrain.preset import Preset
 from dstrain.resources import list_missing_for_triton
 
 

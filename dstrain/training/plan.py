@@ -21,7 +21,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_parallel_rank
-from dstrain.ds_config import check_offload_folders, resolve_ds_config
+from dstrain.ds_config import Device, check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError, DstrainError
 from dstrain.host_memory import count_available_cores
 from dstrain.launch.command import free_port
@@ -31,7 +31,7 @@ from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels
 from dstrain.models.quantization import OPTIMIZERS_8BIT, check_bitsandbytes
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS, Cluster
-from dstrain.preset import Device, Preset
+from dstrain.preset import Preset
 from dstrain.process_setup import log_if_slow, log_stdout
 from dstrain.report.sinks import check_trackers
 from dstrain.resources import get_extensions_dir

@@ -14,9 +14,9 @@ import torch
 from dstrain.batch import Progress
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.commands.trained_model import ModelSelector, load_saved_model
+from dstrain.ds_config import Device
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
-from dstrain.preset import Device
 from dstrain.training.build_run import build_run, with_frozen_outputs
 from dstrain.training.evaluate import Evaluation
 from dstrain.training.plan import make_plan

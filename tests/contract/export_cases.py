@@ -28,9 +28,9 @@ from dstrain.commands.trained_model import ModelSelector, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
+from dstrain.ds_config import Device
 from dstrain.models.params import build_param_groups, is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
-from dstrain.preset import Device
 from dstrain.tasks import make_task
 from dstrain.training import precompute_outputs
 from dstrain.training.build_model import build_model

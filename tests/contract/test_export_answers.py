@@ -16,8 +16,8 @@ from dstrain.commands.generate import GenerateJob
 from dstrain.commands.publish import Publication
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.distributed.world import SingleProcessWorld
+from dstrain.ds_config import Device
 from dstrain.errors import CheckpointError
-from dstrain.preset import Device
 from dstrain.training.export_answers import ProbeAnswers
 from tests.cells import SLOW
 from tests.chat_templates import QWEN, chat

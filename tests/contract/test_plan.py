@@ -229,10 +229,10 @@ def test_a_fix_is_written_as_in_a_recipe(big: str) -> None:
 def test_train_refuses_such_a_partition_before_the_launch(tmp_path: Path) -> None:
     from dstrain.commands.preflight import check_launch
     from dstrain.config import read_recipe
+    from dstrain.ds_config import Device
     from dstrain.errors import RecipeError
     from dstrain.planner.shapes import named_config
     from dstrain.planner.workload import Cluster
-    from dstrain.preset import Device
     from dstrain.tasks import make_task
     from dstrain.training.start import ResumeOptions, ResumePoint, decide_start
 

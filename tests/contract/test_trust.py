@@ -22,8 +22,9 @@ from dstrain.commands.export import export_model
 from dstrain.commands.trained_model import find_saved_model
 from dstrain.commands.untrusted import load_folder_recipe, read_forward_preset
 from dstrain.config.schema import RunConfig
+from dstrain.ds_config import Device, RunSettings, complete_preset
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, UsageError
-from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
+from dstrain.preset import preset_names, read_preset
 from tests.contract.export_cases import make_run
 
 OWN = """

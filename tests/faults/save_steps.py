@@ -25,10 +25,10 @@ from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.store import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.errors import DstrainError
 from dstrain.models.params import build_param_groups, zero3_init
-from dstrain.preset import Device, read_preset
+from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss

@@ -8,8 +8,9 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import make_batch
+from dstrain.ds_config import RunSettings, complete_preset
 from dstrain.models.params import build_param_groups, zero3_init
-from dstrain.preset import RunSettings, complete_preset, read_preset
+from dstrain.preset import read_preset
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import tiny_task, world

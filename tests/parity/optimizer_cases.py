@@ -20,9 +20,9 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.models.params import build_param_groups
-from dstrain.preset import Device, Preset, read_preset
+from dstrain.preset import Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.training.engine.deepspeed import DeepSpeedEngine

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, resolve_ds_config
 from dstrain.errors import CheckpointError
 from dstrain.models.load import load_model, read_config
 from dstrain.models.params import build_param_groups, full_numel, zero3_init
-from dstrain.preset import Device, Preset, read_preset
+from dstrain.preset import Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.training.build_model import build_train_module

@@ -10,9 +10,9 @@ import pytest
 
 from dstrain.config import BatchPlan, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
-from dstrain.ds_config import batch_warnings, resolve_ds_config
+from dstrain.ds_config import Device, batch_warnings, resolve_ds_config
 from dstrain.errors import RecipeError
-from dstrain.preset import Device, read_preset
+from dstrain.preset import read_preset
 
 CPU = Device("cpu", True)
 

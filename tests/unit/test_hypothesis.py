@@ -25,8 +25,9 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES, parse_transcript
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.sources.open import open_source
+from dstrain.ds_config import Device, RunSettings, complete_preset, resolve_precision
 from dstrain.errors import BadRecord, DataError, PresetError, RecipeError, UsageError
-from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
+from dstrain.preset import Preset, convert_preset, read_preset
 from dstrain.preset.keys import LEARNING_KEYS, load_key_schema
 from dstrain.resources import find_resource_dir
 

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
+from dstrain.ds_config import Device, RunSettings, complete_preset, resolve_precision
 from dstrain.errors import PresetError
-from dstrain.preset import (
-    Device,
-    RunSettings,
-    complete_preset,
-    describe_preset,
-    preset_names,
-    read_preset,
-    resolve_precision,
-)
+from dstrain.preset import describe_preset, preset_names, read_preset
 from tests.unit.preset.presets import write, zero
 
 GPU, OLD_GPU, CPU = Device("cuda", bf16=True), Device("cuda", bf16=False), Device("cpu", bf16=True)

@@ -10,8 +10,8 @@ import torch
 
 from dstrain.commands.trained_model import SavedModel
 from dstrain.config import RunConfig
+from dstrain.ds_config import Device
 from dstrain.errors import RecipeError
-from dstrain.preset import Device
 from dstrain.tasks import make_task
 from dstrain.training import build_model
 from dstrain.training.build_model import batch_norm_warnings, check_attention_compiler

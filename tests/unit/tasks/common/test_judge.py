@@ -162,7 +162,7 @@ def test_a_judge_of_images_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_jsonl(tmp_path / "answered.jsonl", answered)
     from dstrain.commands.score import ScoreJob
     from dstrain.commands.trained_model import ModelSelector
-    from dstrain.preset import Device
+    from dstrain.ds_config import Device
 
     job = ScoreJob(selector=ModelSelector(folder=judge), data=str(tmp_path / "answered.jsonl"), out="-")
     scored: Any = job.run(job.prepare(1, Device("cpu", True)), SingleProcessWorld())

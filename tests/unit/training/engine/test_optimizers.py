@@ -11,10 +11,10 @@ import torch
 
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
-from dstrain.ds_config import resolve_ds_config
+from dstrain.ds_config import Device, Precision, resolve_ds_config
 from dstrain.errors import PresetError, RecipeError
 from dstrain.models.params import build_param_groups, muon_param_ids
-from dstrain.preset import Device, Precision, read_preset
+from dstrain.preset import read_preset
 from dstrain.training.engine.optimizers import Lion, make_optimizer, split_by_numel
 
 CPU = torch.device("cpu")

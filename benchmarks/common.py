@@ -91,7 +91,7 @@ def join_alone() -> Any:
     import torch
 
     from dstrain.distributed.world import TorchWorld
-    from dstrain.launch.command import free_port
+    from dstrain.launch.probe import free_port
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     alone = {

@@ -226,7 +226,7 @@ def why_no_trl() -> str:
 
 
 def _free_port() -> int:
-    from dstrain.launch.command import free_port
+    from dstrain.launch.probe import free_port
 
     return free_port()
 

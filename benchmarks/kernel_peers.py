@@ -336,7 +336,7 @@ def run_case(name: str, way: str, seconds: float) -> dict[str, Any]:
 def _write_figures(measure: Callable[..., dict[str, Any]], case: dict[str, Any], folder: Path, way: str) -> None:
     import torch
 
-    from dstrain.launch.command import free_port
+    from dstrain.launch.probe import free_port
 
     torch.cuda._is_in_bad_fork = lambda: False  # an emulated device has no state that a fork would break
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -249,7 +249,7 @@ def describe_device() -> str:
 
 def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Measure a case in forks of this process; return the figures of the process with most, or why there are none."""
-    from dstrain.launch.command import free_port
+    from dstrain.launch.probe import free_port
 
     folder = Path(tempfile.mkdtemp(prefix="dstrain-allocator-"))
     try:

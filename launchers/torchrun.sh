@@ -21,7 +21,7 @@ fi
 # A free port only on one machine: several machines must agree on it, so they use a fixed one.
 if [ -z "${MASTER_PORT:-}" ]; then
     if [ "$NODES" = 1 ]; then
-        MASTER_PORT=$("$PYTHON" -c 'from dstrain.launch.command import free_port; print(free_port())')
+        MASTER_PORT=$("$PYTHON" -c 'from dstrain.launch.probe import free_port; print(free_port())')
     else
         MASTER_PORT=29500
     fi

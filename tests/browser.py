@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """Key of an element's id in answers, fixed by the protocol."""

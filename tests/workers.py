@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from tests.forked import ROOT, Forked, fork, new_socket_path
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common import LAUNCHER_VARIABLES, ROOT, join_alone, run
 from benchmarks.speed.settings import find_setting
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 
 LIMIT = 2**-6
 """Largest relative difference of losses: bf16 sums in another order."""

@@ -149,7 +149,7 @@ def generate(
     """
     from dstrain.commands.generate import GenerateJob, show_answers
     from dstrain.commands.trained_model import ModelSelector
-    from dstrain.launch.command import LaunchOptions
+    from dstrain.launch.plan import LaunchOptions
 
     selector, launch = ModelSelector(**pop_fields(ModelSelector, options)), pop_fields(LaunchOptions, options)
     job = GenerateJob(selector=selector, texts=texts, images=images, data=data, sampling=options)

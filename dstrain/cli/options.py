@@ -105,7 +105,7 @@ LAUNCH_OPTIONS = (
         help="How other hosts are started: over ssh, or by a job that is submitted to Slurm (train only).",
     ),
 )
-"""Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""
+"""Processes and hosts: the fields of `dstrain.launch.plan.LaunchOptions`."""
 RECIPE_OPTIONS = (
     click.argument("recipe", type=PathArgument(), required=False, shell_complete=complete_names(RECIPES, or_file=True)),
     click.option(

@@ -20,8 +20,7 @@ from pathlib import Path
 from dstrain.cache import cache_root
 from dstrain.errors import UsageError, one_line
 from dstrain.host_memory import count_available_cores, get_available_memory
-from dstrain.launch.command import check_loopback, free_port
-from dstrain.launch.probe import find_route_interface
+from dstrain.launch.probe import check_loopback, find_route_interface, free_port
 from dstrain.launch.topology import gpus_support_bf16, list_gpu_capabilities, visible_gpus
 from dstrain.patching import installed_version
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes

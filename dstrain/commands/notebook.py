@@ -21,7 +21,7 @@ from dstrain.config.read import dump_yaml
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
 from dstrain.files import parse_json
-from dstrain.launch.command import LaunchOptions, rank_command
+from dstrain.launch.plan import LaunchOptions, rank_command
 from dstrain.launch.supervise import describe_exit, handle_signals
 from dstrain.launch.topology import worker_from_env
 from dstrain.process_setup import PARENT_ENV

@@ -23,8 +23,7 @@ from dstrain.config import RunConfig
 from dstrain.ds_config import Device
 from dstrain.errors import OutOfMemoryError, UsageError
 from dstrain.files import get_host_id, parse_json
-from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
-from dstrain.launch.plan import plan_launch
+from dstrain.launch.plan import Launch, LaunchOptions, cpu_overload_warning, plan_launch
 from dstrain.launch.processes import is_process_alive, start_time
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.process_setup import log_stderr

@@ -20,7 +20,7 @@ from dstrain.commands.run_job import scratch_folder
 from dstrain.config.aliases import RECIPES_DIR
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, SelftestError, UsageError
 from dstrain.files import parse_json
-from dstrain.launch.command import rank_command
+from dstrain.launch.plan import rank_command
 from dstrain.launch.topology import visible_gpus, worker_from_env
 from dstrain.preset import preset_names, read_preset
 from dstrain.process_setup import PARENT_ENV

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +21,8 @@ from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
 from dstrain.ds_config import Device, batch_warnings, check_offload_folders, resolve_precision
 from dstrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ResumeError, UsageError
-from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning
 from dstrain.launch.lease import Lease
-from dstrain.launch.plan import plan_launch, show_launch
+from dstrain.launch.plan import Launch, LaunchOptions, cpu_overload_warning, plan_launch
 from dstrain.launch.processes import describe_ignored_threads
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
@@ -268,6 +268,23 @@ def show_dry_run(plan: TrainPlan) -> str:
         f"# batch\n{show_batch(start, launch.world_size)}\n\n"
         f"# start\n{begin}\n\n# launch\n{command}"
     )
+
+
+def show_launch(launch: Launch) -> str:
+    """Return the command lines of the ssh sessions, and of each rank. What only the hosts know is in angle brackets."""
+    from dstrain.launch.hosts import host_command
+
+    lines = [shlex.join(host_command(host, launch.heartbeat_timeout)) for host in launch.hosts]
+    first = launch.hosts[0].name if launch.hosts else ""
+    address = launch.master_addr or f"<address of {first}>"
+    port = launch.master_port or f"<free port{f' on {first}' if first else ''}>"
+    for ranks in [launch.ranks_of(index) for index in range(len(launch.hosts))] or [launch.ranks]:
+        rank, local_rank = str(ranks[0]), "0"
+        if len(ranks) > 1:
+            rank, local_rank = f"<{ranks[0]} to {ranks[-1]}>", f"<0 to {len(ranks) - 1}>"
+        place = f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={launch.world_size} LOCAL_WORLD_SIZE={len(ranks)}"
+        lines.append(f"{place} MASTER_ADDR={address} MASTER_PORT={port} {shlex.join(launch.argv)}")
+    return "\n".join(lines)
 
 
 def show_batch(start: Start, world_size: int) -> str:

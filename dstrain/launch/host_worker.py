@@ -32,7 +32,7 @@ from typing import Any
 
 from dstrain.errors import EXIT_FAILED
 from dstrain.files import parse_json
-from dstrain.launch.command import Launch, host_environment
+from dstrain.launch.plan import Launch, host_environment
 from dstrain.launch.spawn import LocalWorkerGroup, wait_readable
 from dstrain.launch.supervise import supervise
 from dstrain.process_setup import raise_open_files_limit

@@ -19,8 +19,8 @@ from dstrain import __version__
 from dstrain.errors import Fault, UsageError, one_line
 from dstrain.files import open_for_writing
 from dstrain.launch import host_worker
-from dstrain.launch.command import Launch, format_cpu_overload
 from dstrain.launch.hostfile import Host
+from dstrain.launch.plan import Launch, format_cpu_overload
 from dstrain.launch.probe import collect_host_info, hash_source_tree, iter_version_diffs, open_port, try_connect
 from dstrain.launch.spawn import LocalWorkerGroup, RankEnd, WorkerGroup, wait_readable
 from dstrain.launch.worker import (

@@ -1,4 +1,4 @@
-"""What each host offers: devices, versions, addresses, shared folders."""
+"""What each host offers: devices, versions, addresses, ports, shared folders."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from typing import Any
 import psutil
 
 import dstrain
-from dstrain.distributed.store import find_own_address
+from dstrain.distributed.store import find_own_address, listen_at
 from dstrain.errors import UsageError
 from dstrain.files import get_host_id
 from dstrain.host_memory import count_available_cores
-from dstrain.launch.spawn import open_listener
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 from dstrain.resources import find_resource_dir
 
@@ -115,6 +114,67 @@ def _ssh_server_address() -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     return "" if address.startswith(("127.", "::1")) else address
+
+
+def free_port() -> int:
+    """Return a port on which no process listens now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_loopback() -> None:
+    """Raise UsageError if loopback does not work: the processes would try to connect for timeout_minutes."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        problem = f"several processes meet on 127.0.0.1, which does not answer ({error.strerror or error})"
+        raise UsageError(
+            f"{problem}; bring loopback up (`ip link set lo up`), or start one with --num-gpus 1"
+        ) from None
+
+
+def check_port(port: int) -> None:
+    """Raise UsageError, with the process that holds it, if no process can listen on the port."""
+    if not 0 < port < 65536:
+        raise UsageError(f"--master-port {port} is not a port; give one from 1024 to 65535, or leave it out")
+    with socket.socket() as probe:
+        # Without it, a port whose connection has just ended (TIME_WAIT) would count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except PermissionError:
+            fix = "give one from 1024 to 65535"
+            raise UsageError(f"--master-port {port} may not be used by this user; {fix}") from None
+        except OSError:
+            problem = f"is taken{describe_port_owner(port)}"
+            fix = "leave the option out for a free port, or end that process"
+            raise UsageError(f"--master-port {port} {problem}; {fix}") from None
+
+
+def describe_port_owner(port: int) -> str:
+    """Return ` by python (pid 4711)`; '' if this user may not see the process."""
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
+    except psutil.Error:
+        return ""
+    for pid in sorted(pids):
+        try:
+            return f" by {psutil.Process(pid).name()} (pid {pid})"
+        except psutil.Error:
+            continue
+    return ""
+
+
+def open_listener(address: str, port: int) -> socket.socket:
+    """Return a socket that listens for the ranks. Raises UsageError, with the process that holds the port."""
+    if port:
+        check_port(port)
+    try:
+        return listen_at(address, port)
+    except OSError as error:
+        raise UsageError(f"port {port} of {address} cannot be opened ({error.strerror}); see `ip address`") from None
 
 
 def open_port(address: str, port: int) -> dict[str, Any]:

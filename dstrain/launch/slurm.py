@@ -14,8 +14,7 @@ from pathlib import Path
 from dstrain.config.schema import LaunchConfig, SlurmConfig
 from dstrain.errors import UsageError, fix_for_os_error, one_line
 from dstrain.files import atomic_write, make_folder
-from dstrain.launch.command import LaunchOptions, rank_command
-from dstrain.launch.plan import resolve_env_entries
+from dstrain.launch.plan import LaunchOptions, rank_command, resolve_env_entries
 from dstrain.launch.topology import is_cpu_requested
 from dstrain.process_setup import log_stderr
 from dstrain.resources import find_resource_dir

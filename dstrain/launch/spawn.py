@@ -16,17 +16,22 @@ from typing import IO
 
 import psutil
 
-from dstrain.distributed.store import LISTENER_ENV, listen_at
-from dstrain.errors import UsageError
+from dstrain.distributed.store import LISTENER_ENV
 from dstrain.host_memory import describe_oom_kill, read_oom_kills
-from dstrain.launch.command import Launch, check_port
+from dstrain.launch.plan import Launch
+from dstrain.launch.probe import open_listener
 from dstrain.launch.processes import STOPPED_STATES, descendants, kill_descendants, process_state
-from dstrain.launch.worker import HOST_TIMEOUT_ENV, LAUNCH_ID_ENV, SUPERVISOR_ENV, RankRecord, read_rank_record
+from dstrain.launch.worker import (
+    HOST_ONLY_VARIABLES,
+    HOST_TIMEOUT_ENV,
+    LAUNCH_ID_ENV,
+    SUPERVISOR_ENV,
+    RankRecord,
+    read_rank_record,
+)
 from dstrain.process_setup import set_parent_death_signal
 
 _REAP_SECONDS = 5.0
-HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, HOST_TIMEOUT_ENV, LISTENER_ENV)
-"""Variables of the ranks of one launch on one host."""
 
 
 @dataclass(frozen=True)
@@ -202,16 +207,6 @@ class LocalWorkerGroup(WorkerGroup):
 
     def wait_for_event(self, timeout: float, extra_fds: Collection[int] = ()) -> None:
         wait_readable((*self._pidfds.values(), *extra_fds), timeout)
-
-
-def open_listener(address: str, port: int) -> socket.socket:
-    """Return a socket that listens for the ranks. Raises UsageError, with the process that holds the port."""
-    if port:
-        check_port(port)
-    try:
-        return listen_at(address, port)
-    except OSError as error:
-        raise UsageError(f"port {port} of {address} cannot be opened ({error.strerror}); see `ip address`") from None
 
 
 def _prepare_rank() -> None:

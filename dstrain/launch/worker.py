@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from dstrain.distributed.store import LISTENER_ENV
 from dstrain.errors import (
     EXIT_FAILED,
     DstrainError,
@@ -40,6 +41,8 @@ HOST_TIMEOUT_ENV = "DSTRAIN_HOST_TIMEOUT"
 """launch.heartbeat_timeout_seconds; set for the ranks of a host that is reached over ssh."""
 LAUNCH_ID_ENV = "DSTRAIN_LAUNCH_ID"
 """ID of this launch in the lease of its run folder and in the file names of its rank records."""
+HOST_ONLY_VARIABLES = (SUPERVISOR_ENV, HOST_TIMEOUT_ENV, LISTENER_ENV)
+"""Variables of the ranks of one launch on one host."""
 _POLLS_PER_TIMEOUT = 4
 _PRINT_TIMEOUT_SECONDS = 2.0
 """Limit for writing an error line: the log may be on a file system that hangs."""

@@ -24,8 +24,7 @@ from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_par
 from dstrain.ds_config import Device, check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError, DstrainError
 from dstrain.host_memory import count_available_cores
-from dstrain.launch.command import free_port
-from dstrain.launch.probe import find_gloo_interface
+from dstrain.launch.probe import find_gloo_interface, free_port
 from dstrain.launch.processes import describe_ignored_threads, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels

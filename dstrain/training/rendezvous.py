@@ -14,26 +14,12 @@ from typing import Any, Self
 
 from dstrain.cache import cache_root, check_once
 from dstrain.distributed.store import connect_store, find_connection_error, rendezvous_errors
-from dstrain.errors import (
-    EXIT_FAILED,
-    DstrainError,
-    PeerFailureError,
-    UsageError,
-    first_names,
-    one_line,
-)
+from dstrain.errors import EXIT_FAILED, DstrainError, PeerFailureError, UsageError, first_names, one_line
 from dstrain.files import get_host_id
-from dstrain.launch.command import describe_port_owner
-from dstrain.launch.probe import hash_source_tree, iter_version_diffs, read_package_versions
+from dstrain.launch.probe import describe_port_owner, hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
 from dstrain.training.health.diagnosis import Failure
-from dstrain.training.health.liveness import (
-    Liveness,
-    decode,
-    foreign_values,
-    get_value,
-    set_value,
-)
+from dstrain.training.health.liveness import Liveness, decode, foreign_values, get_value, set_value
 from dstrain.training.health.signals import StoppedBySignal
 
 # Keys of the store, after `dstrain/` (those of Liveness are in its module):

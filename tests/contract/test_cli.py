@@ -18,7 +18,7 @@ from dstrain.commands.data import NO_TOKENIZER_HINT
 from dstrain.commands.recipe_args import TrainRequest, list_builtin_recipes, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.launch.command import LaunchOptions
+from dstrain.launch.plan import LaunchOptions
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
 from dstrain.training.checkpoints import CheckpointStore

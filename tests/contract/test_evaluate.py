@@ -16,7 +16,7 @@ from dstrain.commands.run_job import JobResult
 from dstrain.commands.trained_model import ModelSelector, find_saved_model, make_eval_source
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from dstrain.tasks import make_task
 from tests.cells import SLOW
 from tests.contract.export_cases import make_run

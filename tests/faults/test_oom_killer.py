@@ -22,7 +22,7 @@ MAIN = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.supervise import supervise
 launch = Launch(argv=[sys.executable, "worker.py"], environment=os.environ, ranks=range(2), world_size=2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from dstrain.launch.spawn import RankEnd
 from dstrain.launch.supervise import compute_outcome
 from dstrain.launch.worker import read_rank_records

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from dstrain.launch.worker import log_path, read_rank_records
 from tests.forked import Forked, fork, start_origins
 from tests.vocabulary import read_jsonl

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from tests.tiny import tiny_recipe
 from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT

@@ -24,7 +24,7 @@ import os, sys
 from pathlib import Path
 from dstrain.process_setup import prepare_process
 prepare_process()
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.supervise import supervise
 launch = Launch(argv=[sys.executable, "worker.py"], environment=os.environ, ranks=range(2), world_size=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from tests.launching.test_ways import losses
 from tests.tiny import tiny_recipe
 from tests.unit.launch.test_launchers import container_of

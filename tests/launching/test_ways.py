@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.command import free_port
+from dstrain.launch.probe import free_port
 from tests.cells import SLOW
 from tests.tiny import tiny_recipe
 from tests.vocabulary import RUN, read_jsonl, write_recipe

@@ -26,7 +26,7 @@ from dstrain.commands.run_job import (
 )
 from dstrain.errors import DeviceError, OutOfMemoryError
 from dstrain.files import get_host_id
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from tests.workers import ROOT
 
 WORKER = """

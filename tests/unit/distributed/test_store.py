@@ -17,8 +17,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.distributed import world
 from dstrain.distributed.store import LISTENER_ENV, RANK_KEY_ENV, connect_store, listen_at
 from dstrain.errors import RunError
-from dstrain.launch.command import LaunchOptions
-from dstrain.launch.plan import plan_launch
+from dstrain.launch.plan import LaunchOptions, plan_launch
 
 
 def listening_addresses(port: int) -> set[str]:

@@ -19,7 +19,7 @@ from dstrain.distributed import world
 from dstrain.distributed.store import connect_store, rendezvous_errors
 from dstrain.distributed.world import SingleProcessWorld, joined_world
 from dstrain.errors import PeerFailureError, RunError, UsageError
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.topology import Worker
 from dstrain.training.rendezvous import Rendezvous

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.command import Launch, rank_command
 from dstrain.launch.hostfile import parse_hostfile
+from dstrain.launch.plan import Launch, rank_command
 from tests.workers import ROOT
 
 SSH = """#!/bin/sh

@@ -18,7 +18,7 @@ from dstrain.cli import main
 from dstrain.commands import preflight, train
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from dstrain.launch.spawn import LocalWorkerGroup
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.training import build_run

@@ -19,10 +19,10 @@ import pytest
 
 from dstrain.errors import UsageError
 from dstrain.launch import hosts, probe
-from dstrain.launch.command import Launch
 from dstrain.launch.host_worker import MESSAGE_MARK, MessagePipe
 from dstrain.launch.hostfile import parse_hostfile
 from dstrain.launch.hosts import HostSession, MultiHostWorkerGroup, iter_host_faults, open_worker_group
+from dstrain.launch.plan import Launch
 from dstrain.launch.probe import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.supervise import supervise
 from dstrain.launch.worker import get_workers_dir, remove_worker_files

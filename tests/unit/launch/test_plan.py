@@ -10,17 +10,20 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dstrain.commands.train import show_launch
 from dstrain.config.schema import LaunchConfig, RunConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import UsageError
 from dstrain.launch import probe
-from dstrain.launch.command import Launch, LaunchOptions, cpu_overload_warning, rank_command
 from dstrain.launch.hosts import host_command
 from dstrain.launch.plan import (
+    Launch,
+    LaunchOptions,
     build_remote_env,
+    cpu_overload_warning,
     plan_launch,
+    rank_command,
     read_env_file,
-    show_launch,
 )
 from dstrain.launch.topology import Worker, worker_from_env
 from dstrain.planner.workload import ALLOCATOR_ENV_VARS
@@ -104,7 +107,7 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
         environment = {} if devices else {"DS_ACCELERATOR": "cpu"}
         return Launch(argv=[], environment=environment, world_size=99, ranks=range(here), devices=("0",) * devices)
 
-    monkeypatch.setattr("dstrain.launch.command.count_available_cores", lambda: 2)
+    monkeypatch.setattr("dstrain.launch.plan.count_available_cores", lambda: 2)
     assert cpu_overload_warning(make(2)) == cpu_overload_warning(make(99, devices=99)) == ""
     assert cpu_overload_warning(make(99)).startswith(
         "99 processes are started on this machine, which has 2 CPU cores: they share"

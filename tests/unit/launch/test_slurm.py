@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
-from dstrain.launch.command import LaunchOptions
+from dstrain.launch.plan import LaunchOptions
 from dstrain.launch.slurm import Node, SlurmLaunch, list_nodes, plan_slurm_launch, submit
 from tests.workers import ROOT
 

@@ -21,7 +21,7 @@ from dstrain.cli import main
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import Recipe
 from dstrain.launch import spawn, supervise
-from dstrain.launch.command import Launch
+from dstrain.launch.plan import Launch
 from dstrain.launch.spawn import LocalWorkerGroup, RankEnd
 from dstrain.launch.supervise import LaunchOutcome, compute_outcome
 from dstrain.launch.worker import RankRecord
@@ -67,7 +67,7 @@ class Run:
         (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.command import Launch\nfrom dstrain.launch.spawn import LocalWorkerGroup\n"
+            "from dstrain.launch.plan import Launch\nfrom dstrain.launch.spawn import LocalWorkerGroup\n"
             "from dstrain.launch.supervise import supervise\n"
             "from dstrain.launch import supervise as module\n"
             f"module.DUPLICATE_SIGNAL_SECONDS = {duplicate_seconds}\n"

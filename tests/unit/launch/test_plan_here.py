@@ -13,21 +13,15 @@ import pytest
 
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
-from dstrain.launch import command
-from dstrain.launch.command import (
-    LaunchOptions,
-    check_port,
-    free_port,
-    plan_local_launch,
-    select_devices,
-)
-from dstrain.launch.plan import plan_launch
+from dstrain.launch import plan
+from dstrain.launch.plan import LaunchOptions, plan_launch, plan_local_launch, select_devices
+from dstrain.launch.probe import check_port, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def launch(monkeypatch, present: int, env: dict[str, str] | None = None, **options):
-    monkeypatch.setattr(command, "count_gpus", lambda: present)
+    monkeypatch.setattr(plan, "count_gpus", lambda: present)
     return plan_local_launch(LaunchOptions(**options), ["train"], env or {})
 
 

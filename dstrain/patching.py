@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,6 +17,12 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed, by name."""
+    versions = {package: installed_version(package) for package in packages}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")

@@ -19,7 +19,7 @@ from dstrain.data.records import BadRow, describe_columns, warn_without_images
 from dstrain.data.sources.base import ConcatSource, NotedSource, Source, check_columns_exist, list_unread
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, escape_controls
 from dstrain.files import match_files
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.tasks import TaskOptions, make_task
 from dstrain.tasks.common.text import TextTask
 

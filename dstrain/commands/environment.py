@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dstrain.cache import cache_root
 from dstrain.errors import UsageError, one_line
-from dstrain.host_memory import count_available_cores, get_available_memory
+from dstrain.host_limits import count_available_cores, get_available_memory
 from dstrain.launch.probe import check_loopback, find_route_interface, free_port
 from dstrain.launch.topology import gpus_support_bf16, list_gpu_capabilities, visible_gpus
 from dstrain.patching import installed_version

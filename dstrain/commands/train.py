@@ -21,9 +21,9 @@ from dstrain.commands.runs import rewrite_report
 from dstrain.config import Recipe, RunConfig, dump_recipe
 from dstrain.ds_config import Device, batch_warnings, check_offload_folders, resolve_precision
 from dstrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ResumeError, UsageError
+from dstrain.host_limits import describe_ignored_threads
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import Launch, LaunchOptions, cpu_overload_warning, plan_launch
-from dstrain.launch.processes import describe_ignored_threads
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
 from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16

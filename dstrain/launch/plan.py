@@ -14,10 +14,9 @@ from pathlib import Path
 from dstrain.config.schema import LaunchConfig
 from dstrain.distributed.store import RANK_KEY_ENV
 from dstrain.errors import Fault, UsageError
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores, thread_environment
 from dstrain.launch.hostfile import Host, read_hostfile, select_hosts
 from dstrain.launch.probe import check_loopback, check_port
-from dstrain.launch.processes import thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, list_gpu_uuids, visible_devices
 from dstrain.launch.worker import HOST_ONLY_VARIABLES
 

@@ -7,9 +7,8 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import dstrain
 from dstrain.distributed.store import find_own_address, listen_at
 from dstrain.errors import UsageError
 from dstrain.files import get_host_id
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
+from dstrain.patching import installed_versions
 from dstrain.resources import find_resource_dir
 
 # Versions are read from the packages' metadata, since importing torch takes seconds.
@@ -33,19 +33,10 @@ _SOURCE_SUFFIXES = (".py", ".json", ".yaml")
 _PRESETS_DIR, _EXCLUDED_PREFIX = "ds_configs", "launchers/"
 
 
-def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed, by name."""
-    found = {}
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
 def read_package_versions() -> dict[str, str]:
     """Return versions by name, '' for a package that is not installed; of Python major and minor version only."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "dstrain": dstrain.__version__}
-    return found | dict.fromkeys(CHECKED_PACKAGES, "") | read_installed_versions(CHECKED_PACKAGES)
+    return found | dict.fromkeys(CHECKED_PACKAGES, "") | installed_versions(CHECKED_PACKAGES)
 
 
 @cache

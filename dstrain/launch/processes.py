@@ -1,11 +1,11 @@
-"""Processes of a launch: find, signal, wait; number of threads and cores for each."""
+"""Processes of a launch: find, signal, wait."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -78,34 +78,3 @@ def kill_descendants(excluded_pids: set[int], kept_pids: Collection[int]) -> lis
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]
         time.sleep(0.02)
-
-
-def threads_per_process(local_world_size: int, cores: int) -> int:
-    """Return an equal share of the cores.
-
-    Set explicitly: torchrun would use 1 thread, DeepSpeed all cores.
-    """
-    return max(1, cores // max(1, local_world_size))
-
-
-def thread_environment(env: Mapping[str, str], local_world_size: int, cores: int) -> dict[str, str]:
-    """Return the environment with the thread counts of the libraries that read them when they are loaded.
-
-    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its environment.
-    """
-    threads = str(threads_per_process(local_world_size, cores))
-    return {**env, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-
-
-def describe_ignored_threads(env: Mapping[str, str], threads: int | None) -> str:
-    """Return why the OMP_NUM_THREADS of `env` is not used; empty if it is not set, or has this number of threads.
-
-    `threads`: of each process; None where it differs between hosts. torchrun sets 1 itself if the variable is not set.
-    """
-    value = env.get("OMP_NUM_THREADS", "")
-    is_set_by_torchrun = value == "1" and "TORCHELASTIC_RUN_ID" in env
-    if value in ("", str(threads)) or is_set_by_torchrun:
-        return ""
-    share = "its share of the cores" if threads is None else f"its share of the cores, {threads}"
-    reason = "because sums depend on the number, and launchers set different ones"
-    return f"OMP_NUM_THREADS={value} is not used: each process has {share}, {reason}; `taskset` limits the cores"

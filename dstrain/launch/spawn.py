@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 
 from dstrain.distributed.store import LISTENER_ENV
-from dstrain.host_memory import describe_oom_kill, read_oom_kills
+from dstrain.host_limits import describe_oom_kill, read_oom_kills
 from dstrain.launch.plan import Launch
 from dstrain.launch.probe import open_listener
 from dstrain.launch.processes import STOPPED_STATES, descendants, kill_descendants, process_state

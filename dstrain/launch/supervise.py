@@ -13,15 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names, is_debug
-from dstrain.host_memory import HOST_MEMORY_FIX
+from dstrain.host_limits import HOST_MEMORY_FIX
 from dstrain.launch.spawn import RankEnd, WorkerGroup
-from dstrain.launch.worker import (
-    DUPLICATE_SIGNAL_SECONDS,
-    RankRecord,
-    finish_log_copy,
-    log_path,
-    print_error,
-)
+from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, RankRecord, finish_log_copy, log_path, print_error
 from dstrain.process_setup import log_stderr, set_child_subreaper
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -12,17 +12,10 @@ from typing import Any
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import DstrainError, Fault, PresetError, UsageError
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.launch.topology import gpus_support_bf16, visible_gpus
 from dstrain.planner.memory import MemoryPlan, plan_memory
-from dstrain.planner.shapes import (
-    ListBase,
-    ModelShape,
-    named_config,
-    read_properties,
-    read_shape,
-    suggested_models,
-)
+from dstrain.planner.shapes import ListBase, ModelShape, named_config, read_properties, read_shape, suggested_models
 from dstrain.planner.workload import Cluster, detect_gpu_bytes, parse_bytes
 from dstrain.preset import Preset, read_preset
 from dstrain.tasks import fill_defaults, find_task

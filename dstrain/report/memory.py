@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from dstrain.distributed.world import World
-from dstrain.host_memory import CgroupLimit, find_cgroup_limits, get_available_memory
+from dstrain.host_limits import CgroupLimit, find_cgroup_limits, get_available_memory
 from dstrain.report.observe import Observation, observing
 
 GIB = 2**30

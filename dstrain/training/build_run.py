@@ -13,7 +13,6 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
-from dstrain.launch.probe import read_installed_versions
 from dstrain.models.params import (
     COMPONENTS,
     build_param_groups,
@@ -24,6 +23,7 @@ from dstrain.models.params import (
     unwrap_peft,
     zero3_init,
 )
+from dstrain.patching import installed_versions
 from dstrain.process_setup import keep_freed_memory, log_if_slow, log_stdout
 from dstrain.report.device_errors import explain_device_error
 from dstrain.report.meter import Meter
@@ -38,19 +38,9 @@ from dstrain.training.fit_batch import build_fitting_engine
 from dstrain.training.health.signals import GracePeriod, SignalHandler, StoppedBySignal
 from dstrain.training.health.trainability import NonFiniteGuard, TrainabilityCheck
 from dstrain.training.health.watchdog import peer_watchdog
-from dstrain.training.input_digests import (
-    check_fingerprints,
-    dump_training_recipe,
-    with_selected_samples,
-)
+from dstrain.training.input_digests import check_fingerprints, dump_training_recipe, with_selected_samples
 from dstrain.training.memory import MemoryMonitor
-from dstrain.training.messages import (
-    finish_run,
-    iter_resume_changes,
-    make_sinks,
-    report_failure,
-    report_start,
-)
+from dstrain.training.messages import finish_run, iter_resume_changes, make_sinks, report_failure, report_start
 from dstrain.training.plan import (
     RunPlan,
     build_loader,
@@ -63,13 +53,7 @@ from dstrain.training.precompute_outputs import OutputsJob, add_outputs_and_sele
 from dstrain.training.profiler import StepProfiler
 from dstrain.training.rendezvous import Rendezvous
 from dstrain.training.run import Run, train
-from dstrain.training.run_dir import (
-    LIBRARIES,
-    archive_previous_run,
-    replace_folder,
-    save_base_config,
-    write_run_config,
-)
+from dstrain.training.run_dir import LIBRARIES, archive_previous_run, replace_folder, save_base_config, write_run_config
 from dstrain.training.saver import (
     CheckpointSaver,
     check_disk_space,
@@ -317,7 +301,7 @@ def _build_saver(
             "preset": plan.preset.name,
             "zero_stage": plan.preset.stage,
             "steps": plan.steps,
-            "versions": read_installed_versions(LIBRARIES),
+            "versions": installed_versions(LIBRARIES),
             "batch_total": plan.batch.total,
             **fingerprints,
         },

@@ -19,7 +19,7 @@ import torch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.world import World
 from dstrain.errors import OutOfMemoryError
-from dstrain.host_memory import get_available_memory
+from dstrain.host_limits import get_available_memory
 from dstrain.planner.choose import Fix, list_fixes, suggest_fixes
 from dstrain.planner.lines import PlanInputs
 from dstrain.planner.memory import plan_memory

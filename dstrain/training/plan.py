@@ -23,9 +23,8 @@ from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_parallel_rank
 from dstrain.ds_config import Device, check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError, DstrainError
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores, describe_ignored_threads, threads_per_process
 from dstrain.launch.probe import find_gloo_interface, free_port
-from dstrain.launch.processes import describe_ignored_threads, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels
 from dstrain.models.quantization import OPTIMIZERS_8BIT, check_bitsandbytes

@@ -18,11 +18,11 @@ from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RecipeError, RunError, UsageError, fix_for_os_error, mask_secrets
 from dstrain.files import atomic_write, find_entry_fault, remove_path, remove_stale_partials
-from dstrain.launch.probe import read_installed_versions
 from dstrain.launch.slurm import SCRIPT_FILE
 from dstrain.models.folder import resolve_base_model
 from dstrain.models.load import read_config
 from dstrain.models.weights import find_cached_config
+from dstrain.patching import installed_versions
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 from dstrain.tasks import Task
@@ -201,7 +201,7 @@ def collect_environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "versions": read_installed_versions(LIBRARIES),
+        "versions": installed_versions(LIBRARIES),
     }
 
 

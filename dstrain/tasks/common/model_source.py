@@ -16,7 +16,7 @@ from dstrain.config import most_tokens_of_pass
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
 from dstrain.data.encoding.chat_template import reads_clock, set_template_time, tokenizer_fingerprint
 from dstrain.errors import Fault, RecipeError
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_place
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing

@@ -12,7 +12,7 @@ from dstrain.data.formats.images import RecordWithImages
 from dstrain.data.records import Record, as_record, parse_record, try_parse
 from dstrain.data.sources.base import ConcatSource, check_columns_exist, cut_source, list_unread
 from dstrain.errors import BadRecord, DataError, Fault, TaskError, escape_controls
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.tasks.common.registry import digest_task_files, find_task
 from dstrain.tasks.common.task import DATA_KEYS, Checks, Split, Task
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain import host_memory
+from dstrain import host_limits
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from tests.workers import ROOT
 
@@ -101,7 +101,7 @@ def test_memory_of_a_cgroup_is_free_below_its_limit(
     for name, text in held.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(host_memory, "OWN_CGROUP_FILE", tmp_path / "own")
-    assert (host_memory.get_available_memory() < 1 << 20) == (free is not None)
-    assert min(host_memory._iter_available(host_memory.find_cgroup_limits()), default=None) == free
+    monkeypatch.setattr(host_limits, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_limits, "OWN_CGROUP_FILE", tmp_path / "own")
+    assert (host_limits.get_available_memory() < 1 << 20) == (free is not None)
+    assert min(host_limits._iter_available(host_limits.find_cgroup_limits()), default=None) == free

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from dstrain.errors import UsageError
+from dstrain.host_limits import describe_ignored_threads, thread_environment, threads_per_process
 from dstrain.launch import topology
-from dstrain.launch.processes import describe_ignored_threads, thread_environment, threads_per_process
-from dstrain.launch.topology import (
-    expand_task_counts,
-    first_host,
-    visible_devices,
-    visible_gpus,
-    worker_from_env,
-)
+from dstrain.launch.topology import expand_task_counts, first_host, visible_devices, visible_gpus, worker_from_env
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 SLURM = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain import host_memory
-from dstrain.host_memory import (
+from dstrain import host_limits
+from dstrain.host_limits import (
     OomKills,
     count_available_cores,
     describe_oom_kill,
@@ -34,7 +34,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("VMSTAT_FILE", "vmstat"),
         ("KERNEL_LOG", "kmsg"),
     ):
-        monkeypatch.setattr(host_memory, name, tmp_path / file)
+        monkeypatch.setattr(host_limits, name, tmp_path / file)
     return tmp_path
 
 

@@ -1,4 +1,6 @@
-"""Memory and cores of this host and of this process's cgroups (Slurm, containers), and processes killed for memory."""
+"""Cores and memory that this process may use on its host and in its cgroups (Slurm, containers); threads of each rank;
+processes that were killed for memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +69,37 @@ def _read_cpu_quota(group: Path, is_v1: bool) -> float | None:
     except (OSError, ValueError, ZeroDivisionError):
         return None
     return cores if cores > 0 else None  # -1: no limit
+
+
+def threads_per_process(local_world_size: int, cores: int) -> int:
+    """Return an equal share of the cores.
+
+    Set explicitly: torchrun would use 1 thread, DeepSpeed all cores.
+    """
+    return max(1, cores // max(1, local_world_size))
+
+
+def thread_environment(env: Mapping[str, str], local_world_size: int, cores: int) -> dict[str, str]:
+    """Return the environment with the thread counts of the libraries that read them when they are loaded.
+
+    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its environment.
+    """
+    threads = str(threads_per_process(local_world_size, cores))
+    return {**env, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+def describe_ignored_threads(env: Mapping[str, str], threads: int | None) -> str:
+    """Return why the OMP_NUM_THREADS of `env` is not used; empty if it is not set, or has this number of threads.
+
+    `threads`: of each process; None where it differs between hosts. torchrun sets 1 itself if the variable is not set.
+    """
+    value = env.get("OMP_NUM_THREADS", "")
+    is_set_by_torchrun = value == "1" and "TORCHELASTIC_RUN_ID" in env
+    if value in ("", str(threads)) or is_set_by_torchrun:
+        return ""
+    share = "its share of the cores" if threads is None else f"its share of the cores, {threads}"
+    reason = "because sums depend on the number, and launchers set different ones"
+    return f"OMP_NUM_THREADS={value} is not used: each process has {share}, {reason}; `taskset` limits the cores"
 
 
 def get_available_memory(limits: Sequence[CgroupLimit] | None = None) -> int:

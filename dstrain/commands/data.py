@@ -89,7 +89,8 @@ def check_file(
     skipping = make_task(config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})}))
     assert skipping.prompts is not None, "it reads text"
     text_task: TextTask = skipping.prompts.task
-    told += [f"warning: {line}" for line in describe_missing_end(text_task.tokenizer)]
+    if made.model_source.can_generate:
+        told += [f"warning: {line}" for line in describe_missing_end(text_task.tokenizer)]
     return found, "\n".join(filter(None, [*told, _describe_truncation(source, text_task, found)]))
 
 

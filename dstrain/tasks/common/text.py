@@ -113,6 +113,8 @@ class TextChecks(Checks):
     def warnings(self) -> Sequence[str]:
         from dstrain.data.encoding.conversations import describe_missing_end
 
+        if not self.task.model_source.can_generate:
+            return self.validator.warnings
         return [*self.validator.warnings, *describe_missing_end(self.task.tokenizer)]
 
     def info_messages(self) -> Sequence[str]:

@@ -129,6 +129,14 @@ def test_where_padding_is_eos_a_warning_says_where_scores_are_read(tmp_path: Pat
     assert made.build_model().get_input_embeddings().padding_idx is None
 
 
+def test_no_warning_about_answers_without_an_end_since_a_score_writes_none(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    scored = task(tmp_path, model={"chat_template": template})
+    assert not scored.checks.warnings()
+    writer = make_task(RunConfig.model_validate({**tiny_recipe("dpo", tmp_path), "model": scored.recipe.model}))
+    assert "answers without an end" in writer.checks.warnings()[0]
+
+
 @pytest.mark.parametrize("scores_already", [False, True])
 def test_a_base_that_pads_with_eos_gets_another_pad_unless_it_gives_scores_already(
     scores_already: bool, tmp_path: Path

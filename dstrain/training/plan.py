@@ -24,7 +24,7 @@ from dstrain.distributed.world import Ranks, SingleProcessWorld, World, data_par
 from dstrain.ds_config import Device, check_offload_folders, resolve_ds_config
 from dstrain.errors import CheckpointError, DataError, DstrainError
 from dstrain.host_limits import count_available_cores, describe_ignored_threads, threads_per_process
-from dstrain.launch.probe import find_gloo_interface, free_port
+from dstrain.launch.probe import find_gloo_interface
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.fused_kernels import check_kernels
 from dstrain.models.quantization import OPTIMIZERS_8BIT, check_bitsandbytes
@@ -101,11 +101,12 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     """Set threads and log levels of this process, alike under every launcher; return its device for `use_device`."""
     # Before torch and DeepSpeed read it.
     os.environ.update(worker.environment)
-    os.environ.setdefault("MASTER_PORT", str(free_port()))  # launchers set it for more than one process
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (
-        interface := find_gloo_interface(worker, os.environ.get("MASTER_ADDR", ""))
-    ):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if worker.world_size == 1:
+        os.environ.setdefault("MASTER_PORT", "29500")  # DeepSpeed looks for the name; nobody listens there
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = find_gloo_interface(worker, os.environ.get("MASTER_ADDR", ""))
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     # Explicitly: launchers set other defaults, and sums depend on the number of threads.
     threads = threads_per_process(worker.local_world_size, count_available_cores())
     torch.set_num_threads(threads)

@@ -48,7 +48,7 @@ class ReportSink:
 
     def __init__(self, run_dir: Path, interval: float = PAGE_INTERVAL_SECONDS) -> None:
         """`interval`: seconds between two pages at least."""
-        self._history, self._interval = RunHistory(run_dir), interval
+        self._run_dir, self._interval = run_dir, interval
         self._has_rows, self._is_closed = threading.Event(), threading.Event()
         self._exit_code = EXIT_DONE
         self._has_warned = False
@@ -80,24 +80,25 @@ class ReportSink:
         self._thread = thread
 
     def _run(self) -> None:
+        history = RunHistory(self._run_dir)
         while not self._is_closed.is_set():
             self._has_rows.wait()
             self._has_rows.clear()
             if not self._is_closed.is_set():
-                seconds = self._write("running")
+                seconds = self._write(history, "running")
                 self._is_closed.wait(max(self._interval, REST_PER_WORK * seconds))
         ends: dict[int, State] = {EXIT_DONE: "finished", EXIT_STOPPED: "stopped"}
-        self._write(ends.get(self._exit_code, "failed"))
+        self._write(history, ends.get(self._exit_code, "failed"))
 
-    def _write(self, state: State) -> float:
+    def _write(self, history: RunHistory, state: State) -> float:
         """Write the page; return the seconds that it took."""
         start = time.perf_counter()
-        path = self._history.run_dir / REPORT_FILE
+        path = self._run_dir / REPORT_FILE
         try:
-            self._history.refresh()
+            history.refresh()
             remove_stale_partials(path)
-            end = None if state == "running" else find_end(self._history)
-            write_page([describe_run(self._history, end or state)], path)
+            end = None if state == "running" else find_end(history)
+            write_page([describe_run(history, end or state)], path)
         except Exception as error:  # a page is never worth a run
             self._warn(error)
         return time.perf_counter() - start
@@ -105,7 +106,7 @@ class ReportSink:
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            path = self._history.run_dir / REPORT_FILE
+            path = self._run_dir / REPORT_FILE
             log.warning(
                 "%s cannot be written (%s: %s); the run continues without it", path, type(error).__name__, error
             )

@@ -21,11 +21,11 @@ from dstrain.commands.trained_model import (
 )
 from dstrain.config import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt
-from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS, describe_template_counts
+from dstrain.data.encoding.template_check import TEMPLATE_COLUMNS
 from dstrain.data.formats.answers import COMPLETIONS
 from dstrain.data.formats.conversations import ParsedPrompt
 from dstrain.data.formats.images import RecordWithImages
-from dstrain.data.prepare import PreparePolicy, check_bad_records, iter_encoded
+from dstrain.data.prepare import PreparePolicy, check_bad_records, describe_template_counts, iter_encoded
 from dstrain.data.records import EncodeResult, encode_valid, parse_record, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.token_store import BuildReport

@@ -93,26 +93,6 @@ def count_selected(keep: np.ndarray, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(keep[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True))
 
 
-def as_dataset(samples: Samples) -> Dataset:
-    """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count.
-
-    A method `lengths` returns the tokens of samples of one sequence each: (N,) ids -> (N,).
-    """
-    if isinstance(samples, Dataset):
-        return samples
-    lengths, report = getattr(samples, "lengths", None), getattr(samples, "report", None)
-    sequence_lengths = getattr(samples, "sequence_lengths", None)
-    if not callable(sequence_lengths):
-        sequence_lengths = of_one_sequence(lengths) if callable(lengths) else None
-    return SequenceDataset(
-        samples,
-        sizes=tuple(getattr(samples, "sizes", (len(samples),))),
-        weights=getattr(samples, "weights", None),
-        sequence_lengths=sequence_lengths,
-        report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
-    )
-
-
 def of_one_sequence(lengths: Callable[[np.ndarray], np.ndarray]) -> SequenceLengthsFunction:
     """Return the sequence lengths of samples of one sequence each."""
     return lambda ids: SequenceLengths(sequences=lengths(ids)[:, None], prefixes=0 * ids)

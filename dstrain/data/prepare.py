@@ -19,8 +19,8 @@ import numpy as np
 
 from dstrain.cache import cache_root
 from dstrain.data.dataset import SequenceDataset
-from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_cuts
-from dstrain.data.encoding.template_check import describe_template_counts
+from dstrain.data.encoding.rendering import CUT_COLUMNS, PlaceholderExpansion
+from dstrain.data.encoding.template_check import RENDERED, TEMPLATE_FIX
 from dstrain.data.formats.images import RecordWithImages, has_null_image, read_with_images
 from dstrain.data.formats.messages import IMAGE_KEYS
 from dstrain.data.process_pool import EncodedChunk, map_chunks
@@ -356,6 +356,16 @@ def format_bad_rows(
     return lines
 
 
+_LOST_TEXTS = {
+    "system_lost": "their system text",
+    "tools_lost": "their tools, calls or the results of calls",
+    "turns_lost": "the text of another turn",
+    "thoughts_lost": "thoughts",
+}
+_THOUGHTS_FIX = (
+    "set its variables with model.chat_template_kwargs, write them into the text as <think>...</think>, or "
+    + TEMPLATE_FIX
+)
 MAX_LISTED_RECORDS = 10
 """Skipped records that a command lists."""
 
@@ -371,6 +381,35 @@ def describe_examples(report: Mapping[str, Any]) -> list[str]:
         lines += [f"  {record}" for record in report["skipped_records"][:MAX_LISTED_RECORDS]]
         lines += [f"  … and {skipped - MAX_LISTED_RECORDS} more"] if skipped > MAX_LISTED_RECORDS else []
     return [line for line in lines if line]
+
+
+def describe_cuts(report: Mapping[str, Any]) -> str:
+    """Return a sentence on the truncated samples of a report; empty if it does not count them."""
+    cuts = report.get("cuts") or {}
+    if not set(CUT_COLUMNS) <= cuts.keys():
+        return ""
+    answers, prompts, turns = (int(cuts[name]) for name in CUT_COLUMNS)
+    total = f"of {report['kept']} samples"
+    if not answers + prompts:
+        return f"{total} none was cut to fit data.max_length"
+    lost = f", {turns} of them inside of the last user turn (data.max_prompt_length)" if turns else ""
+    return f"{total}, {answers} had an answer cut and {prompts} their prompt{lost or ', none its last user turn'}"
+
+
+def describe_template_counts(report: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each kind of text that the chat template drops, and on texts that are taken as they stand."""
+    cuts = report.get("cuts") or {}
+    sentences = []
+    if cuts.get(RENDERED):
+        sentences.append(
+            f"{cuts[RENDERED]} of {report['kept']} samples are texts that went through a chat template already: they are "
+            "taken as they stand (data.rendered)"
+        )
+    for name, dropped in _LOST_TEXTS.items():
+        if cuts.get(name):
+            fix = _THOUGHTS_FIX if name == "thoughts_lost" else TEMPLATE_FIX
+            sentences.append(f"the chat template drops {dropped} in {cuts[name]} of {report['kept']} samples ({fix})")
+    return sentences
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:

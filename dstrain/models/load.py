@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+VISION_CONFIG_KEYS = ("vision_config", "vq_config")
+"""Config settings that hold the vision tower's config."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 """Pad tokens that are in a vocabulary but not set as `pad_token`; the last is Llama 3.1's."""
 RESERVED_TOKEN = re.compile(r"\W*(reserved|unused|dummy|placeholder|control|special)\D*\d+\W*", re.IGNORECASE)
@@ -99,6 +101,14 @@ MISSING_MODEL = Fault(
 
 HUB_TIMEOUT_SECONDS = 10
 """Limit of each step (connect, read) of the one request that finds whether the Hub answers."""
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Return True for a config of a model that reads images and writes text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return known and any(getattr(config, name, None) is not None for name in VISION_CONFIG_KEYS)
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:

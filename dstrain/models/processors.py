@@ -14,8 +14,6 @@ from dstrain.models.patches import set_special_tokens
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-VISION_CONFIG_KEYS = ("vision_config", "vq_config")
-"""Config settings that hold the vision tower's config."""
 TOKEN_ID_KEYS = (
     "image_token_id",
     "boi_token_id",
@@ -27,14 +25,6 @@ TOKEN_ID_KEYS = (
 """Config settings with ids of the processor's special tokens."""
 PROCESSOR_KEY = "model.processor"
 PROCESSOR_FOLDER_FIX = "give a folder with its processor"
-
-
-def is_multimodal(config: PretrainedConfig) -> bool:
-    """Return True for a config of a model that reads images and writes text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    known = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return known and any(getattr(config, name, None) is not None for name in VISION_CONFIG_KEYS)
 
 
 def read_processor(name: str, key: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:

@@ -13,7 +13,6 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.loading.micro_batches import MicroBatchLimits, make_cost_function, of_rank, split_by_tokens
 from dstrain.distributed.world import SequenceGroup, SingleProcessWorld, World, data_parallel_rank
@@ -21,7 +20,7 @@ from dstrain.ds_config import RunSettings, complete_preset
 from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.preset import read_preset
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common.task import load_split
+from dstrain.tasks.common.task import as_dataset, load_split
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.deepspeed import DeepSpeedEngine
 from dstrain.training.engine.module import TrainModule

@@ -11,9 +11,9 @@ from unittest import mock
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import VisionProcessor
+from dstrain.tasks.common.task import as_dataset
 from dstrain.training.evaluate import Evaluation
 from tests.parity.cases import Made, made, world
 

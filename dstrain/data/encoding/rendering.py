@@ -11,11 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, with_sentinel
-from dstrain.data.encoding.chat_template import (
-    ASSISTANT_PREFIX,
-    has_chat_template,
-    render_conversation,
-)
+from dstrain.data.encoding.chat_template import ASSISTANT_PREFIX, has_chat_template, render_conversation
 from dstrain.data.encoding.rendered_text import (
     Rendered,
     check_inner_ends,
@@ -25,20 +21,16 @@ from dstrain.data.encoding.rendered_text import (
     read_rendered,
 )
 from dstrain.data.encoding.template_check import (
-    FIX,
     NOTHING_LOST,
     RENDERED_COUNTS,
     TEMPLATE_COLUMNS,
+    TEMPLATE_FIX,
     TemplateCheck,
     check_answers,
     check_template,
 )
 from dstrain.data.formats.conversations import Conversation
-from dstrain.data.formats.messages import (
-    HUMAN_PREFIX,
-    Message,
-    common_prefix_length,
-)
+from dstrain.data.formats.messages import HUMAN_PREFIX, Message, common_prefix_length
 from dstrain.data.formats.preferences import Prompt, Response
 from dstrain.data.records import encode_valid, try_parse
 from dstrain.data.vision.processor import VisionProcessor
@@ -160,7 +152,7 @@ def _check_answer(
     if check.reason:
         raise BadRecord(check.reason)
     if check.removed_turns:
-        raise BadRecord(f"the chat template writes the result of a tool into the answer; {FIX}")
+        raise BadRecord(f"the chat template writes the result of a tool into the answer; {TEMPLATE_FIX}")
     return replace(check, lost=check.lost | frozenset(check_answers(sample, text)))
 
 
@@ -484,19 +476,6 @@ def describe_limits(max_length: int, max_prompt_length: int | None) -> str:
     """Return the settings that truncate a sample, for a message."""
     more = "" if max_prompt_length is None else f" (data.max_prompt_length {max_prompt_length})"
     return f"data.max_length {max_length}{more}"
-
-
-def describe_cuts(report: Mapping[str, Any]) -> str:
-    """Return a sentence on the truncated samples of a report; empty if it does not count them."""
-    cuts = report.get("cuts") or {}
-    if not set(CUT_COLUMNS) <= cuts.keys():
-        return ""
-    answers, prompts, turns = (int(cuts[name]) for name in CUT_COLUMNS)
-    total = f"of {report['kept']} samples"
-    if not answers + prompts:
-        return f"{total} none was cut to fit data.max_length"
-    lost = f", {turns} of them inside of the last user turn (data.max_prompt_length)" if turns else ""
-    return f"{total}, {answers} had an answer cut and {prompts} their prompt{lost or ', none its last user turn'}"
 
 
 @dataclass(frozen=True, kw_only=True)

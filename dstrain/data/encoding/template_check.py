@@ -27,16 +27,7 @@ NOTHING_LOST = dict.fromkeys(TEMPLATE_COLUMNS, 0)
 """TEMPLATE_COLUMNS of a record that no template has changed."""
 RENDERED_COUNTS = {name: int(name == RENDERED) for name in TEMPLATE_COLUMNS}
 """TEMPLATE_COLUMNS of a record whose texts are taken as they stand."""
-_LOST_TEXTS = {
-    "system_lost": "their system text",
-    "tools_lost": "their tools, calls or the results of calls",
-    "turns_lost": "the text of another turn",
-    "thoughts_lost": "thoughts",
-}
-FIX = "name another template with model.chat_template"
-_THOUGHTS_FIX = (
-    "set its variables with model.chat_template_kwargs, write them into the text as <think>...</think>, or " + FIX
-)
+TEMPLATE_FIX = "name another template with model.chat_template"
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
 _MAX_CACHED_CHECKS = 10_000
 _MARK = re.compile("\ue010[^\ue011]*\ue011")
@@ -102,7 +93,7 @@ def _check_shape(sample: Conversation, locate: Locate, context: Collection[int])
         if leaked := _find_leaked_turns(marks, context, text, spans):
             role = sample.messages[leaked[0]]["role"]
             return TemplateCheck(
-                f"the chat template writes text of the {role} (turn {leaked[0] + 1}) into the learnt text; {FIX}"
+                f"the chat template writes text of the {role} (turn {leaked[0] + 1}) into the learnt text; {TEMPLATE_FIX}"
             )
     learnt = "".join(text[slice(*span)] for span in spans)
     for turn in sample.trained_turns:
@@ -115,11 +106,11 @@ def _check_shape(sample: Conversation, locate: Locate, context: Collection[int])
             else:
                 how = "drops" if missing not in text else "writes outside of the learnt text"
                 problem = f"{how} {what} of turn {turn + 1}"
-            return TemplateCheck(f"the chat template {problem}; {FIX}")
+            return TemplateCheck(f"the chat template {problem}; {TEMPLATE_FIX}")
         if absent := next((name for name in _call_names(message) if name not in learnt), None):
             return TemplateCheck(
                 f"the chat template does not write the tool calls of an assistant's turn (turn {turn + 1}: "
-                f"'{absent}'); {FIX}"
+                f"'{absent}'); {TEMPLATE_FIX}"
             )
     return TemplateCheck(lost=lost, removed_turns=removed)
 
@@ -226,7 +217,7 @@ def remove_turns(
         if sample.messages[turn]["content"].strip() not in text[start:end]:
             raise BadRecord(
                 f"the chat template writes the result of a tool (turn {turn + 1}) inside of the learnt text, and it cannot "
-                f"be told from the answer; {FIX}"
+                f"be told from the answer; {TEMPLATE_FIX}"
             )
         parts: list[Span] = []
         for first, last in remaining:
@@ -260,7 +251,7 @@ def check_answers(sample: Conversation, learnt: str) -> dict[str, int]:
         if answer in learnt or _squeeze(answer) in _squeeze(learnt):
             continue
         if "</think>" not in answer or _squeeze(answer.rpartition("</think>")[2]) not in _squeeze(learnt):
-            raise BadRecord(f"the chat template drops or changes the answer of turn {turn + 1}; {FIX}")
+            raise BadRecord(f"the chat template drops or changes the answer of turn {turn + 1}; {TEMPLATE_FIX}")
         if _squeeze(answer.partition("</think>")[0].rpartition("<think>")[2]) not in _squeeze(learnt):
             lost = {"thoughts_lost": 1}
     return lost
@@ -268,19 +259,3 @@ def check_answers(sample: Conversation, learnt: str) -> dict[str, int]:
 
 def _squeeze(text: str) -> str:
     return "".join(text.split())
-
-
-def describe_template_counts(report: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each kind of text that the chat template drops, and on texts that are taken as they stand."""
-    cuts = report.get("cuts") or {}
-    sentences = []
-    if cuts.get(RENDERED):
-        sentences.append(
-            f"{cuts[RENDERED]} of {report['kept']} samples are texts that went through a chat template already: they are "
-            "taken as they stand (data.rendered)"
-        )
-    for name, dropped in _LOST_TEXTS.items():
-        if cuts.get(name):
-            fix = _THOUGHTS_FIX if name == "thoughts_lost" else FIX
-            sentences.append(f"the chat template drops {dropped} in {cuts[name]} of {report['kept']} samples ({fix})")
-    return sentences

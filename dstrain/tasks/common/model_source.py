@@ -20,11 +20,10 @@ from dstrain.host_limits import count_available_cores
 from dstrain.models.adapters import load_adapters
 from dstrain.models.folder import find_tokenizer_place
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.models.load import build_meta_model, load_model, read_config, read_tokenizer, set_pad_token
+from dstrain.models.load import build_meta_model, is_multimodal, load_model, read_config, read_tokenizer, set_pad_token
 from dstrain.models.processors import (
     build_processor,
     count_special_tokens,
-    is_multimodal,
     limit_pixels,
     read_processor,
     sync_config_with_processor,

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.batch import PADDED, Batch, PackingMode
 from dstrain.config.schema import DatasetConfig, LoraConfig, ModelConfig, RunConfig
-from dstrain.data.dataset import Dataset, Samples, as_dataset
+from dstrain.data.dataset import Dataset, Samples, SequenceDataset, of_one_sequence
 from dstrain.errors import Fault, RecipeError, TaskError, suggest_name
 from dstrain.tasks.common.generation import Prompts
 
@@ -414,16 +414,10 @@ def select_subclass(task: type[Task], option: str, target: str) -> type[Task]:
 
 
 def load_split(task: Task, split: Split) -> Dataset | None:
-    """Return `load_dataset` with what the task's reward models read. Raises RecipeError, DataError."""
-    dataset = load_dataset(task, split)
-    if dataset is not None:
-        for scorer in task.loss_inputs.scorers:
-            dataset = scorer.prepare(dataset, split)
-    return dataset
+    """Return the task's examples of a split, with what its reward models read; None where there are none.
 
-
-def load_dataset(task: Task, split: Split) -> Dataset | None:
-    """Return the task's examples of a split as a `Dataset`, None where there are none."""
+    Raises RecipeError, DataError.
+    """
     examples = task.examples(split)
     if examples is None:
         return None
@@ -432,7 +426,30 @@ def load_dataset(task: Task, split: Split) -> Dataset | None:
         raise TaskError(
             f"task {task.recipe.task}: examples('{split}') returned a {kind}; return a list or another sequence"
         )
-    return as_dataset(examples)
+    dataset = as_dataset(examples)
+    for scorer in task.loss_inputs.scorers:
+        dataset = scorer.prepare(dataset, split)
+    return dataset
+
+
+def as_dataset(samples: Samples) -> Dataset:
+    """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count.
+
+    A method `lengths` returns the tokens of samples of one sequence each: (N,) ids -> (N,).
+    """
+    if isinstance(samples, Dataset):
+        return samples
+    lengths, report = getattr(samples, "lengths", None), getattr(samples, "report", None)
+    sequence_lengths = getattr(samples, "sequence_lengths", None)
+    if not callable(sequence_lengths):
+        sequence_lengths = of_one_sequence(lengths) if callable(lengths) else None
+    return SequenceDataset(
+        samples,
+        sizes=tuple(getattr(samples, "sizes", (len(samples),))),
+        weights=getattr(samples, "weights", None),
+        sequence_lengths=sequence_lengths,
+        report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
+    )
 
 
 @dataclass(frozen=True)

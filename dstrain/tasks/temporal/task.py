@@ -18,9 +18,8 @@ from dstrain.data.formats.messages import Message, has_images
 from dstrain.data.prepare import NO_TRAIN_DATA, RecordEncode
 from dstrain.data.records import EncodeResult, as_record, try_parse
 from dstrain.models.checks import ModelValidator
-from dstrain.models.load import MISSING_MODEL, check_vocab_size, read_config
+from dstrain.models.load import MISSING_MODEL, check_vocab_size, is_multimodal, read_config
 from dstrain.models.params import check_freeze_and_groups
-from dstrain.models.processors import is_multimodal
 from dstrain.models.weights import check_weight_files
 from dstrain.task import (
     BadRecord,

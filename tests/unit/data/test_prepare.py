@@ -16,21 +16,14 @@ import pytest
 from PIL import Image
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import StepSampler
-from dstrain.data.prepare import (
-    ImageRecordEncoder,
-    PreparePolicy,
-    align_store,
-    choose_held_out,
-    prepare,
-    split_dataset,
-)
+from dstrain.data.prepare import ImageRecordEncoder, PreparePolicy, align_store, choose_held_out, prepare, split_dataset
 from dstrain.data.sources.open import open_source
 from dstrain.data.token_store import GROUP, BuildReport, TokenizedDataset, TokenStore, load_or_build_store
 from dstrain.data.vision.images import decode_image
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
+from dstrain.tasks.common.task import as_dataset
 from dstrain.tasks.common.text import TextTask
 from tests.tiny import tiny_recipe
 from tests.vision_recipes import picture

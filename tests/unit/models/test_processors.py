@@ -14,14 +14,8 @@ from transformers.utils import is_torchvision_available
 from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.errors import RecipeError
-from dstrain.models.load import read_config
-from dstrain.models.processors import (
-    build_processor,
-    count_special_tokens,
-    is_multimodal,
-    read_processor,
-    sync_config_with_processor,
-)
+from dstrain.models.load import is_multimodal, read_config
+from dstrain.models.processors import build_processor, count_special_tokens, read_processor, sync_config_with_processor
 from tests.vision_recipes import GEMMA3, IDEFICS3, llava, picture
 
 TEXTS = ["a red cat sits on a mat"] * 4

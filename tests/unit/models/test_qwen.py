@@ -16,8 +16,9 @@ from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.data.loading.rows import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.errors import RecipeError
+from dstrain.models.load import is_multimodal
 from dstrain.models.params import components_by_id
-from dstrain.models.processors import is_multimodal, limit_pixels
+from dstrain.models.processors import limit_pixels
 from dstrain.tasks.common.forward import forward_logits
 from tests.vision_recipes import picture
 

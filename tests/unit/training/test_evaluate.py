@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dstrain.batch import Batch, StepResult
-from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import eval_micro_batches
+from dstrain.tasks.common.task import as_dataset
 from dstrain.training.evaluate import Evaluation
 from tests.parity.cases import made
 

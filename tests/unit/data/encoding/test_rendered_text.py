@@ -12,10 +12,11 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_conversations, encode_prompts
 from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import EncodingConfig
-from dstrain.data.encoding.template_check import RENDERED, describe_template_counts
+from dstrain.data.encoding.template_check import RENDERED
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.prepare import describe_template_counts
 from dstrain.errors import BadRecord
 from dstrain.tasks import make_task
 from tests.tiny import tiny_recipe

@@ -18,10 +18,11 @@ from dstrain.data.encoding.conversations import (
     encode_prompts,
 )
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.template_check import LOST_COLUMNS, describe_template_counts
+from dstrain.data.encoding.template_check import LOST_COLUMNS
 from dstrain.data.formats.conversations import ParsedPrompt, read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.prepare import describe_template_counts
 from dstrain.errors import BadRecord
 from tests.chat_templates import tokenizer_of
 from tests.vocabulary import message

@@ -11,11 +11,12 @@ import pytest
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences, encode_unpaired
-from dstrain.data.encoding.rendering import EncodingConfig, TokenBudget, describe_cuts
+from dstrain.data.encoding.rendering import EncodingConfig, TokenBudget
 from dstrain.data.encoding.trained_tokenizer import load_or_train_tokenizer, train_tokenizer
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.prepare import describe_cuts
 from dstrain.data.sources.base import ConcatSource
 from dstrain.data.sources.open import open_source
 from dstrain.errors import BadRecord, DataError

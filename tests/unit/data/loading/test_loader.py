@@ -12,16 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.batch import PADDED, Batch
-from dstrain.data.dataset import as_dataset, of_one_sequence
+from dstrain.data.dataset import of_one_sequence
 from dstrain.data.loading.loader import Loader, StepSampler, eval_micro_batches, iter_batches, make_batch
-from dstrain.data.loading.micro_batches import (
-    CostFunction,
-    MicroBatchLimits,
-    SampleCosts,
-    costs_of,
-)
+from dstrain.data.loading.micro_batches import CostFunction, MicroBatchLimits, SampleCosts, costs_of
 from dstrain.data.loading.rows import pad
 from dstrain.errors import BadRecord, DataError, RunError
+from dstrain.tasks.common.task import as_dataset
 
 EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
 

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders; regular files and their state; paths in messages.
+"""Atomic writes of files and folders; regular files and their state; JSON and arrays within limits; paths in messages.
 
 PATH.HOST-PID-TOKEN.partial     PATH while one process writes it
 """
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -17,15 +18,19 @@ import socket
 import stat
 import sys
 import time
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 from dstrain.errors import RecipeError, UsageError, one_line
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
@@ -307,6 +312,41 @@ def is_deep_json(value: Any, text: str) -> bool:
 
 
 _TOO_DEEP = f"it has more than {MAX_JSON_DEPTH} levels"
+
+
+def read_npy_header(file: IO[bytes], size: int) -> tuple[np.dtype, tuple[int, ...]]:
+    """Read the header of a .npy file of `size` bytes, up to the values; return their dtype and shape.
+
+    The header is compared with the file before memory is asked for. Raises ValueError if it cannot be read or does not
+    fit the size.
+    """
+    import numpy as np  # not at the top: --help answers at once
+
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, is_fortran_order, dtype = read_header(file)
+        length = math.prod(shape) * dtype.itemsize
+    # numpy evaluates the header as Python.
+    except (SyntaxError, tokenize.TokenError, MemoryError, RecursionError, TypeError, KeyError) as error:
+        raise ValueError(f"its header cannot be read ({type(error).__name__})") from error
+    if dtype.hasobject or is_fortran_order or min(shape, default=0) < 0:
+        raise ValueError("its header names values that dstrain does not write")
+    if length != size - file.tell():
+        raise ValueError(f"its header names {length} bytes of values, and it has {size - file.tell()}")
+    return dtype, shape
+
+
+def load_npy(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    """Return the array of a .npy file. Raises OSError, or ValueError for a damaged file."""
+    import numpy as np
+
+    with path.open("rb") as file:
+        read_npy_header(file, os.fstat(file.fileno()).st_size)
+    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
 
 
 def list_folder(folder: Path) -> list[str]:

@@ -15,11 +15,10 @@ import numpy as np
 
 from dstrain.cache import get_or_build, read_cached_json, read_manifest
 from dstrain.data.dataset import SequenceLengths, SequenceLengthsFunction, count_selected
-from dstrain.data.npy import load_npy
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.images import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import ColumnError
-from dstrain.files import stat_or_none
+from dstrain.files import load_npy, stat_or_none
 
 META_FILE = "meta.json"
 """File of a store's folder with its columns and its report."""

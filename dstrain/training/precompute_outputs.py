@@ -17,10 +17,10 @@ from dstrain.cache import check_once, load_entry, write_entry
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
-from dstrain.data.npy import load_npy
 from dstrain.data.token_store import AlignedStore, TokenizedDataset, TokenStore, open_column
 from dstrain.distributed.world import World, data_parallel_rank
 from dstrain.errors import DataError, TaskError
+from dstrain.files import load_npy
 from dstrain.models.params import is_zero3, zero3_init
 from dstrain.models.weights import weights_fingerprint
 from dstrain.process_setup import log_stdout

@@ -16,10 +16,10 @@ import numpy as np
 from dstrain.cache import get_or_build
 from dstrain.data.content import describe_range
 from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
-from dstrain.data.npy import load_npy
 from dstrain.data.sources.base import Columns
 from dstrain.data.sources.open import FolderSource, ends_with
 from dstrain.errors import one_line
+from dstrain.files import load_npy
 from dstrain.task import BadRecord, DataError, DatasetConfig, Source, open_source
 from dstrain.tasks.protein.structure_files import CIF, StructureText, check_cif_sequence, read_structure_text
 

@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dstrain.data.npy import read_npy_header
 from dstrain.errors import CheckpointError
-from dstrain.files import parse_json
+from dstrain.files import parse_json, read_npy_header
 from dstrain.training.state.layout import WEIGHT_KEY, ParamRange, StateSlice
 from dstrain.training.state.manifest import (
     BLOCK_BYTES,

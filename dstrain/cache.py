@@ -357,8 +357,8 @@ def file_state(path: Path) -> list[int]:
 def load_file_result(path: Path, result_name: Any) -> Any:
     """Return what `save_file_result` cached for a file; None if nothing, or if the file has changed."""
     try:
-        key = _result_key(path, result_name)
-        entry = read_cached_json(_result_path(key))
+        key, target = _locate_result(path, result_name)
+        entry = read_cached_json(target)
         is_written = entry.pop("hash") == hash_key(entry) and hash_key(entry["key"]) == hash_key(key)
         return entry["value"] if is_written and entry["state"] == file_state(path) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
@@ -375,22 +375,19 @@ def save_file_result(path: Path, result_name: Any, value: Any, read_start_ns: in
     with contextlib.suppress(OSError, DataError):
         # ctime, because mtime can be set back by programs such as rsync and tar.
         if state == file_state(path) and state[3] + RACY_WINDOW_NS <= read_start_ns:
-            key = _result_key(path, result_name)
+            key, target = _locate_result(path, result_name)
             entry = {"key": key, "state": state, "value": value}
-            target = _result_path(key)
             target.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(target, json.dumps(entry | {"hash": hash_key(entry)}))
 
 
-def _result_key(path: Path, result_name: Any) -> dict[str, Any]:
+def _locate_result(path: Path, result_name: Any) -> tuple[dict[str, Any], Path]:
+    """Return the key of a file's result, and where it is cached."""
     # The real path, so that a link and its target share a result.
-    return {"path": os.path.realpath(path), "what": result_name}
-
-
-def _result_path(key: Mapping[str, Any]) -> Path:
+    key = {"path": os.path.realpath(path), "what": result_name}
     name = hash_key(key)
     # In folders of two digits, so that none holds a file for each image of a data set.
-    return cache_root() / "digests" / name[:2] / f"{name}.json"
+    return key, cache_root() / "digests" / name[:2] / f"{name}.json"
 
 
 def file_digest(path: Path) -> str:

@@ -41,8 +41,7 @@ def prepare_process() -> None:
     raise_open_files_limit()
     open_closed_streams()
     escape_unsupported_characters()
-    reset_sigchld()
-    ignore_sigusr1()
+    reset_signals()
     stop_with_parent()
 
 
@@ -85,21 +84,14 @@ def escape_unsupported_characters() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def reset_sigchld() -> None:
-    """Set an ignored SIGCHLD to its default: otherwise subprocess reports exit code 0 for every
-    child.
-    """
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def ignore_sigusr1() -> None:
-    """Let SIGUSR1, which asks a run for a checkpoint, not end a process that has nothing to save yet.
-
-    By a handler: programs that this process starts do not inherit it.
-    """
-    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, lambda *_: None)
+def reset_signals() -> None:
+    """Set an ignored SIGCHLD to its default, and let SIGUSR1, which asks a run for a checkpoint, end no process."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise subprocess reports exit code 0 for every child
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda *_: None)  # by a handler: programs started here do not inherit it
 
 
 def limit_spinning() -> None:

@@ -447,7 +447,8 @@ class ColumnWriter:
     def _append_lists(self, name: str, chunk: Sequence[Example], rows: list[np.ndarray]) -> None:
         values, ends = self._ragged[name]
         if values is None and (first := next((row for row in rows if len(row)), None)) is not None:
-            values = self._open_values(name, float if first.dtype.kind == "f" else int)
+            kind = float if first.dtype.kind == "f" else int
+            values = ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[kind])
             self._ragged[name] = values, ends
         # Before the values are appended, which changes their count.
         ends.append((values.count if values else 0) + np.cumsum([len(row) for row in rows]))
@@ -473,12 +474,12 @@ class ColumnWriter:
             else:
                 self._scalars[name] = ColumnFile(self._folder / f"{name}.npy", _SCALAR_TYPES[type(value)])
 
-    def _open_values(self, name: str, kind: type) -> ColumnFile:
-        return ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[kind])
-
     def close(self) -> dict[str, Any]:
         """Close all files. Returns the count, and the columns with their types."""
-        ragged = {name: (values or self._open_values(name, int), ends) for name, (values, ends) in self._ragged.items()}
+        ragged = {}
+        for name, (values, ends) in self._ragged.items():
+            # No row had a value: nothing told whether they are floats.
+            ragged[name] = values or ColumnFile(self._folder / f"{name}.npy", _RAGGED_TYPES[int]), ends
         for column in (*self._scalars.values(), *(column for pair in ragged.values() for column in pair)):
             column.close()
         scalars = {name: column.dtype.str for name, column in self._scalars.items() if name not in ("sample", GROUP)}

@@ -23,7 +23,7 @@ from dstrain.process_setup import (
     log_if_slow,
     log_stderr,
     open_closed_streams,
-    reset_sigchld,
+    reset_signals,
 )
 
 PROGRAM = """
@@ -117,7 +117,7 @@ def test_a_letter_that_the_terminal_lacks_is_escaped(monkeypatch: pytest.MonkeyP
 def test_an_ignored_sigchld_is_reset() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        reset_sigchld()
+        reset_signals()
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, before)

@@ -326,11 +326,6 @@ class SpecialTokens:
             return replace(self, prefix_ids=())
         return self
 
-    def check_max_length(self, max_length: int) -> None:
-        """Raise DataError if `max_length` leaves no token for the text."""
-        if max_length <= len(self.prefix_ids) + len(self.suffix_ids):
-            raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")
-
 
 def get_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the special tokens that the tokenizer adds to a text, found by a call, and its EOS.
@@ -518,7 +513,8 @@ class Encoder:
         max_length leaves no room for text.
         """
         max_length, max_prompt_length = self.config.max_length, self.config.max_prompt_length
-        self.special_tokens.check_max_length(max_length)
+        if max_length <= len(self.special_tokens.prefix_ids) + len(self.special_tokens.suffix_ids):
+            raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")
         rendered = [try_parse(render, self, *item) for item in enumerate(samples)]
         examples = encode_valid(rendered, partial(encode_rendered, self))
         if self.expansion is None:

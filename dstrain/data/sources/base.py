@@ -190,14 +190,12 @@ class WrappedSource:
         return source.get_base_dir(inside)
 
     def watched_files(self) -> Iterable[WatchedFile]:
-        return [file for source in self._derived for file in source.watched_files()]
+        derived = [source for source in self.sources if isinstance(source, DerivedSource)]
+        return [file for source in derived for file in source.watched_files()]
 
     def summarize(self) -> list[str]:
-        return [sentence for source in self._derived for sentence in source.summarize()]
-
-    @property
-    def _derived(self) -> list[DerivedSource]:
-        return [source for source in self.sources if isinstance(source, DerivedSource)]
+        derived = [source for source in self.sources if isinstance(source, DerivedSource)]
+        return [sentence for source in derived for sentence in source.summarize()]
 
 
 class HeadSource(WrappedSource):

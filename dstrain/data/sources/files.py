@@ -40,27 +40,9 @@ JSON_MEMORY_FACTOR = 3
 """Bytes of memory per byte of a JSON list, at least: the file's bytes, the text and the objects."""
 
 
-def is_blank(line: bytes) -> bool:
-    """Return whether a line has no content besides whitespace and a byte order mark."""
-    return not line.removeprefix(BOM).strip()
-
-
-def has_surrogate_escape(text: str) -> bool:
-    """Return whether the text has an escape of a surrogate, one half of a character.
-
-    Usually the other half follows it; `check_record` finds out.
-    """
-    return bool(_SURROGATE_ESCAPE.search(text))
-
-
-def is_utf16(head: bytes) -> bool:
-    """Return whether a file with these first bytes is UTF-16."""
-    return head.startswith(_UTF16_PREFIXES)
-
-
 def decode_text(content: bytes) -> str:
     """Return the text of a file. Raises ValueError with the reason if it is not UTF-8."""
-    if is_utf16(content[:2]):
+    if content.startswith(_UTF16_PREFIXES):
         raise ValueError("is UTF-16; save it as UTF-8")
     try:
         return content.decode("utf-8-sig")
@@ -78,7 +60,7 @@ def decode_record(line: bytes) -> dict[str, Any]:
         value = decode_json(text)
     except ValueError as fault:
         raise ValueError(f"not valid JSON: {fault}; fix the line or remove it") from fault
-    return check_record(value, has_surrogate_escape(text))
+    return check_record(value, bool(_SURROGATE_ESCAPE.search(text)))
 
 
 class DuplicateKeyDict(dict[str, Any]):
@@ -223,7 +205,7 @@ class JsonLinesSource(BaseSource):
         """Raise DataError for UTF-16, in which no line decodes."""
         head = self._file.read(2)
         self._file.seek(0)
-        if is_utf16(head):
+        if head.startswith(_UTF16_PREFIXES):
             raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
 
     def _reject_long_values(self, path: Path) -> None:
@@ -255,7 +237,7 @@ class JsonLinesSource(BaseSource):
         for number, (line, size) in enumerate(_iter_lines(self._file, content.update), 1):
             if size > MAX_LINE_BYTES:
                 self._add_bad_row(f"{self.name}:{number}", f"has {format_bytes(size)}, and a line {_LINE_LIMIT_HINT}")
-            elif not is_blank(line):
+            elif line.removeprefix(BOM).strip():  # it is not blank
                 try:
                     # Every line is decoded once here, so that bad lines are known before training starts.
                     names.update(decode_record(line))
@@ -358,7 +340,7 @@ class JsonListSource(RowsSource):
             raise DataError(f'{self.name} has no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
-        return rows, has_surrogate_escape(text)
+        return rows, bool(_SURROGATE_ESCAPE.search(text))
 
     def _place(self, number: int) -> str:
         """Return `train.json[12]`, with the index in the list, from 0."""

@@ -68,8 +68,11 @@ class PairTask(TextTask):
         ]
 
     def scalar_columns(self, preference: Preference) -> dict[str, float]:
-        """Return the numbers that are stored with a pair."""
-        return preference_columns(preference)
+        """Return the numbers that are stored with a pair: `margin`, 0 by default, and `longer`, the difference of the answers'
+        lengths in characters.
+        """
+        longer = _count_characters(preference.chosen) - _count_characters(preference.rejected)
+        return {"margin": float(preference.margin or 0.0), "longer": float(longer)}
 
     def encode_key(self) -> dict[str, Any]:
         data = self.recipe.data
@@ -116,14 +119,6 @@ class PairTask(TextTask):
     ) -> dict[str, torch.Tensor]:
         """Return what the loss reads beside the rows, which are those of `sequences`, and `margin`."""
         return {}
-
-
-def preference_columns(preference: Preference) -> dict[str, float]:
-    """Return `margin`, 0 by default, and `longer`: the difference of the answers' lengths in characters."""
-    return {
-        "margin": float(preference.margin or 0.0),
-        "longer": float(_count_characters(preference.chosen) - _count_characters(preference.rejected)),
-    }
 
 
 def _count_characters(answer: Response) -> int:

@@ -127,15 +127,14 @@ class RecordTask(Task):
     @property
     def encodes_records(self) -> bool:
         """True where examples are encoded and cached."""
-        return self._has_encode_record or type(self).build_store is not RecordTask.build_store
-
-    @property
-    def _has_encode_record(self) -> bool:
-        return type(self).encode_record is not RecordTask.encode_record
+        task_class = type(self)
+        has_encode_record = task_class.encode_record is not RecordTask.encode_record
+        return has_encode_record or task_class.build_store is not RecordTask.build_store
 
     @property
     def checks(self) -> Checks:
-        return Checks(parse_record=self._encode_to_list if self._has_encode_record else None)
+        has_encode_record = type(self).encode_record is not RecordTask.encode_record
+        return Checks(parse_record=self._encode_to_list if has_encode_record else None)
 
     def examples(self, split: Split) -> Dataset | None:  # type: ignore[override]
         """Return the samples of a split, cut, mixed and split as `data` says; None where there is no held-out data."""

@@ -3,12 +3,13 @@
 python -m tools.trace_ways [-v] [WAY...]
 
 train: `dstrain train demo-rm`, the launching process as far as --dry-run goes, and a rank up to its first optimizer step.
-record: one DPO record with an image, from its line to a row of the token store, to a batch, to the loss and its gradient.
+record: DPO records with an image, from their lines to rows of the token store, to a batch, to the loss and its gradient.
+"Each record" counts what is called for each of them on the way to its row, in any thread.
 save: the first checkpoint of a run at ZeRO stage 1, in one process.
 resume: the functions that a rank calls before its first step only when it resumes.
 hosts: two launches with --no-ssh as two hosts, with a rank each, up to the first step.
 
-Calls in the main thread are counted. Not counted is what runs while a module is imported: its body, decorators, tables,
+Else calls in the main thread are counted. Not counted is what runs while a module is imported: its body, decorators, tables,
 class bodies. Comprehensions and lambdas count as functions, and each value that a generator yields as a call. From Python
 3.12 on most comprehensions are no functions of their own: the column after it counts functions without all of them. A
 move is a call in another file than the call before it. -v names the files and the functions that are called most.
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -80,14 +82,17 @@ class Tracer:
         self._last_file = file
 
 
-def trace(work: Callable[[], object]) -> Tracer:
-    """Return what `work` calls."""
+def trace(work: Callable[[], object], threads: bool = False) -> Tracer:
+    """Return what `work` calls; `threads`: also in the threads that it starts."""
     tracer = Tracer()
+    if threads:
+        threading.setprofile(tracer.record)
     sys.setprofile(tracer.record)
     try:
         work()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
     return tracer
 
 
@@ -169,11 +174,23 @@ def trace_record(folder: Path) -> Parts:
     task = make_task(RunConfig.model_validate(values))
     module = build_train_module(task)  # trains the tokenizer, which is not on the way
     os.environ["DSTRAIN_CACHE"] = f"{folder}/cold"
-    found: dict[str, Any] = {}
-    row = trace(lambda: found.update(examples=task.examples("train")))
-    batch = trace(lambda: found.update(batch=task.collate([found["examples"][index] for index in (1, 2)])))
-    loss = trace(lambda: module(found["batch"])[0].backward())
-    return {"line to row": [row], "row to batch": [batch], "batch to gradient": [loss], "record": [row, batch, loss]}
+    results: dict[str, Any] = {}
+    row = trace(lambda: results.update(examples=task.examples("train")))
+    batch = trace(lambda: results.update(batch=task.collate([results["examples"][index] for index in (1, 2)])))
+    loss = trace(lambda: module(results["batch"])[0].backward())
+    os.environ["DSTRAIN_CACHE"] = f"{folder}/colder"
+    each = trace(lambda: results.update(again=task.examples("train")), threads=True)
+    # One of the records has no image.
+    least = len(results["examples"]) - 1
+    each.calls = Counter({call: count for call, count in each.calls.items() if count >= least})
+    each.moves = 0  # of several threads it says nothing
+    return {
+        "line to row": [row],
+        "each record": [each],
+        "row to batch": [batch],
+        "batch to gradient": [loss],
+        "record": [row, batch, loss],
+    }
 
 
 def trace_save(folder: Path) -> Parts:

@@ -145,8 +145,7 @@ class Record(dict[str, Any]):
     def read(self, *keys: str) -> list[Any]:
         """Return the value of each key, None for one that the record lacks."""
         self.used.update({self.origins.get(key, key): key for key in keys if key in self})
-        values: dict[str, Any] = dict(self.items())
-        return [values.get(key) for key in keys]
+        return [dict.get(self, key) for key in keys]
 
     def derive(self, values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Record:
         """Return a record of other values that are made from this one's."""

@@ -140,32 +140,32 @@ def _from_preference(record: Record) -> Sample:
     return _make_conversation([*found.prompt, *answer], "chosen", len(found.prompt), found.tools)
 
 
-def _messages_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
-    def read(record: Mapping[str, Any]) -> Conversation:
+def _messages_reader(key: str) -> Callable[[Record], Sample]:
+    def read(record: Record) -> Conversation:
         messages = prepend_system([*read_history(record), *read_messages(record[key], key)], record)
         return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
 
 
-def _completion_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
+def _completion_reader(key: str) -> Callable[[Record], Sample]:
     """Return a reader of two texts, the second a continuation, or of two message lists.
 
     The second is trained on.
     """
 
-    def read(record: Mapping[str, Any]) -> Sample:
-        prompt, answer = record["prompt"], record[key]
+    def read(record: Record) -> Sample:
+        prompt, answer = record.read("prompt", key)
         if isinstance(prompt, str) and not prompt.strip():
             raise BadRecord("'prompt' is empty; write one, or call the answer 'text' to train on it alone")
-        before = prepend_system(read_history(record), record)
-        tools = read_tools(record)
+        history, tools = read_history(record), read_tools(record)
+        before = prepend_system(history, record)
         # Plain texts have no place for other turns and tools.
         if isinstance(prompt, str) and isinstance(answer, str) and not before and not tools:
             return _read_text_completion(prompt, answer, key)
         question = _messages_or_text(prompt, "prompt", "user")
         reply = _messages_or_text(answer, key, "assistant")
-        before = prepend_system([*read_history(record), *question], record)
+        before = prepend_system([*history, *question], record)
         if [message["role"] for message in (*before[-1:], *reply[:1])] == ["assistant", "assistant"]:
             raise BadRecord(
                 "the prompt ends with a turn of the assistant, which a chat template closes before the answer; write its text "
@@ -189,12 +189,10 @@ def _messages_or_text(value: Any, key: str, role: str) -> list[Message]:
     return [_make_message(role, value)] if isinstance(value, str) else read_messages(value, key)
 
 
-def _answer_reader(
-    read_question: Callable[[Mapping[str, Any]], list[Message]], key: str
-) -> Callable[[Mapping[str, Any]], Sample]:
+def _answer_reader(read_question: Callable[[Record], list[Message]], key: str) -> Callable[[Record], Sample]:
     """Return a reader of the messages of a question, and of the answer under `key`."""
 
-    def read(record: Mapping[str, Any]) -> Sample:
+    def read(record: Record) -> Sample:
         question = read_question(record)
         messages = prepend_system([*question, _make_message("assistant", read_text(record[key], key))], record)
         return _make_conversation(messages, key, tools=read_tools(record))
@@ -202,11 +200,11 @@ def _answer_reader(
     return read
 
 
-def _question_reader(key: str) -> Callable[[Mapping[str, Any]], list[Message]]:
+def _question_reader(key: str) -> Callable[[Record], list[Message]]:
     return lambda record: [*read_history(record), _make_message("user", read_text(record[key], key))]
 
 
-def _from_text(record: Mapping[str, Any]) -> Sample:
+def _from_text(record: Record) -> Sample:
     """Return a transcript with its assistant turns trained on, or any other text, all trained on."""
     text = read_text(record["text"], "text")
     _check_not_empty(text, "'text'")
@@ -215,7 +213,7 @@ def _from_text(record: Mapping[str, Any]) -> Sample:
     return PromptCompletion("", text)
 
 
-FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
+FORMAT_READERS: dict[tuple[str, ...], Callable[[Record], Sample]] = {
     **{(key,): _messages_reader(key) for key in MESSAGES_KEYS},
     # Before `prompt`, which may be a rendering of both, with the answer in it.
     **{

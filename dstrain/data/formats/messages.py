@@ -242,10 +242,10 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
     Dolly's name of the input is `context`. Raises BadRecord.
     """
-    key = "input"
-    if not record.get("input") and isinstance(_peek(record, "context"), str):
-        key = "context"
-    asked = "\n".join(read_text(record[name], name) for name in ("instruction", key) if record.get(name))
+    given = {name: record.get(name) for name in ("instruction", "input")}
+    if not given["input"] and isinstance(_peek(record, "context"), str):
+        given = {"instruction": given["instruction"], "context": record["context"]}
+    asked = "\n".join(read_text(value, name) for name, value in given.items() if value)
     if not asked.strip():
         raise BadRecord("'instruction' is empty; write one")
     return [*read_history(record), {"role": "user", "content": asked}]

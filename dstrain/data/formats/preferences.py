@@ -179,11 +179,12 @@ def is_preference_pair(record: Mapping[str, Any]) -> bool:
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """Return the preference in a record of any known form. Raises BadRecord."""
     record = to_chosen_rejected(record)
-    chosen, rejected = _read_pair(record)
+    chosen, rejected, given_prompt, given_margin = record.read("chosen", "rejected", "prompt", "margin")
+    chosen, rejected = _check_pair(record, chosen, rejected)
     key = next((key for key in (*CONVERSATION_KEYS, *QUESTION_KEYS) if key in record.present), "")
     is_common_prefix = False
-    if "prompt" in record.present:
-        prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
+    if given_prompt is not None:
+        prompt, chosen, rejected = _split_with_prompt(given_prompt, chosen, rejected)
     elif key in CONVERSATION_KEYS and not _are_full_conversations(chosen, rejected):
         prompt = read_messages(record[key], key)
         chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
@@ -211,7 +212,7 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
     return Preference(
-        prompt, chosen, rejected, _read_margin(record), read_tools(record), is_common_prefix=is_common_prefix
+        prompt, chosen, rejected, _read_margin(given_margin), read_tools(record), is_common_prefix=is_common_prefix
     )
 
 
@@ -226,11 +227,10 @@ def _are_full_conversations(chosen: Any, rejected: Any) -> bool:
     )
 
 
-def _read_pair(record: Record) -> tuple[Any, Any]:
-    """Return `chosen` and `rejected`, or LLaMA-Factory's older form, the two items of `output`."""
-    names = ("chosen", "rejected")
-    pair = dict(zip(names, record.read(*names), strict=True))
-    if pair["chosen"] is None and pair["rejected"] is None and "output" in record.present:
+def _check_pair(record: Record, chosen: Any, rejected: Any) -> tuple[Any, Any]:
+    """Return both answers, or those of LLaMA-Factory's older form, the two items of `output`. Raises BadRecord."""
+    pair = {"chosen": chosen, "rejected": rejected}
+    if chosen is None and rejected is None and "output" in record.present:
         output = record["output"]
         if not isinstance(output, list) or len(output) != 2:
             raise BadRecord(f"'output' is {json_type_name(output)}, not two answers; write [chosen, rejected]")
@@ -409,8 +409,7 @@ def _check_answer(answer: Response, key: str) -> Response:
     return last if is_text else answer
 
 
-def _read_margin(record: Mapping[str, Any]) -> float | None:
-    margin = record.get("margin")
+def _read_margin(margin: Any) -> float | None:
     if margin is None:
         return None
     # bool is a subclass of int.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -93,8 +94,8 @@ class RunCopy:
         """Duration of the last copy."""
         self.is_taken_over = False
         """True if the copies are those of another run, which --allow-change hands over to this one."""
-        self._owner: CopyOwner | None = None
-        self._previous_record: bytes | None = None
+        self._record: bytes | None = None
+        """Content of owner.json that `check_owner` has read, or `claim` has written."""
         self._lock = threading.Lock()
         self._wanted: str | None = None
         self._copying: str | None = None
@@ -107,27 +108,25 @@ class RunCopy:
         record its id, and no other folder has the run now; or if this run folder, which they record, has lost its
         checkpoints. `may_take_over`: --allow-change save.copy_to.
         """
-        if self._is_run_dir():
+        from fsspec.implementations.local import LocalFileSystem
+
+        is_local = isinstance(self._filesystem, LocalFileSystem)
+        if is_local and os.path.realpath(self._root) == os.path.realpath(self._run_dir):
             raise UsageError(f"{KEY}: {self.place} is the run folder itself; give another place for the copies")
-        try:
-            record, names = self._read(OWNER_FILE), self._list(self._root)
-        except Exception as error:  # each file system has errors of its own
-            raise self._access_error("read", error) from error
+        with self._accessing("read"):
+            self._record, names = self._read(OWNER_FILE), self._list(self._root)
+        if self._record is not None:
+            owner = parse_owner(self._record)
+            self.is_taken_over = owner is None or not self._is_own(owner, run_id)
+            if self.is_taken_over and not may_take_over:
+                raise self._owner_error()
+            return
         names = [name for name in names if not name.startswith(PROBE_PREFIX)]  # left by a start that was killed
-        if record is None and names:
+        if names:
             raise UsageError(
                 f"{KEY}: {self.place} has files that are no copies of a run ({first_names(names)}), and {self._run_dir} "
                 "would be copied over them; give another place"
             )
-        self._previous_record = record
-        if record is None:
-            return
-        owner = parse_owner(record)
-        if owner is not None and self._is_own(owner, run_id):
-            return
-        self.is_taken_over = True
-        if not may_take_over:
-            raise self._owner_error(owner)
 
     def _is_own(self, owner: CopyOwner, run_id: str | None) -> bool:
         if run_id is None:
@@ -142,64 +141,53 @@ class RunCopy:
         except UsageError:  # it exists, and this user may not read it
             return False
 
-    def _owner_error(self, owner: CopyOwner | None) -> UsageError:
-        whose = f"are those of the run {owner}" if owner else f"have an {OWNER_FILE} that cannot be read"
-        return UsageError(
-            f"{KEY}: the copies in {self.place} {whose}, and this run is {self._run_dir}; give this run another place, or "
-            f"let it go on from these copies and replace them with --allow-change {KEY}"
-        )
-
     def check_writable(self) -> None:
         """Raise UsageError if the folder of the copies cannot be written."""
         path = f"{self._root}/{PROBE_PREFIX}{secrets.token_hex(8)}"
-        try:
+        with self._accessing("written"):
             self._filesystem.makedirs(self._root, exist_ok=True)
             self._filesystem.pipe_file(path, b"")
             self._filesystem.rm_file(path)
-        except Exception as error:
-            raise self._access_error("written", error) from error
 
     def claim(self, run_id: str) -> None:
         """Record that the copies are this run's, from here on. Call it once the start is not refused any more.
 
         Raises UsageError if another run has done so since `check_owner`.
         """
-        self._owner = CopyOwner(run_id, os.path.abspath(self._run_dir), socket.gethostname(), format_current_time())
+        owner = CopyOwner(run_id, os.path.abspath(self._run_dir), socket.gethostname(), format_current_time())
+        with self._accessing("written"):
+            if self._read(OWNER_FILE) == self._record:
+                self._record = json.dumps(asdict(owner), indent=1).encode()
+                self._filesystem.makedirs(self._root, exist_ok=True)
+                self._filesystem.pipe_file(f"{self._root}/{OWNER_FILE}", self._record)
+            self._check_claim()  # another run may have written it at the same time
+
+    def _check_claim(self) -> None:
+        """Raise UsageError if owner.json is no longer what this start has read or written."""
+        if self._read(OWNER_FILE) != self._record:
+            raise self._owner_error()
+
+    def _owner_error(self) -> UsageError:
+        record = self._read(OWNER_FILE)
+        owner = None if record is None else parse_owner(record)
+        whose = f"are those of the run {owner}" if owner else f"have an {OWNER_FILE} that cannot be read"
+        return UsageError(
+            f"{KEY}: the copies in {self.place} {whose}, and this run is {self._run_dir}; give this run another place, or "
+            f"let it go on from these copies and replace them with --allow-change {KEY}"
+        )
+
+    @contextlib.contextmanager
+    def _accessing(self, action: str) -> Iterator[None]:
+        """Context that raises UsageError for an error of the file system; each one has errors of its own."""
         try:
-            self._keep_claim()
+            yield
         except UsageError:
             raise
         except Exception as error:
-            raise self._access_error("written", error) from error
-
-    def _keep_claim(self) -> None:
-        """Raise UsageError if the copies are another run's now; write owner.json if it is not this run's yet."""
-        assert self._owner is not None, "claim() comes first"
-        record = self._read(OWNER_FILE)
-        if not self._is_claimed(record) and record in (None, self._previous_record):
-            self._filesystem.makedirs(self._root, exist_ok=True)
-            self._filesystem.pipe_file(f"{self._root}/{OWNER_FILE}", json.dumps(asdict(self._owner), indent=1).encode())
-            self._previous_record = None
-            record = self._read(OWNER_FILE)  # another run may have written it at the same time
-        if not self._is_claimed(record):
-            raise self._owner_error(None if record is None else parse_owner(record))
-
-    def _is_claimed(self, record: bytes | None) -> bool:
-        owner = None if record is None else parse_owner(record)
-        claim = self._owner
-        return owner is not None and claim is not None and (owner.run_id, owner.folder) == (claim.run_id, claim.folder)
-
-    def _access_error(self, action: str, error: Exception) -> UsageError:
-        return UsageError(
-            f"{KEY}: {self.place} cannot be {action} ({describe_error(error)}); check the address, the permissions and the "
-            "credentials of its file system, or remove the key"
-        )
-
-    def _is_run_dir(self) -> bool:
-        from fsspec.implementations.local import LocalFileSystem
-
-        is_local = isinstance(self._filesystem, LocalFileSystem)
-        return is_local and os.path.realpath(self._root) == os.path.realpath(self._run_dir)
+            raise UsageError(
+                f"{KEY}: {self.place} cannot be {action} ({describe_error(error)}); check the address, the permissions and "
+                "the credentials of its file system, or remove the key"
+            ) from error
 
     def request(self, name: str) -> None:
         """Copy this checkpoint in the background, after the one that is being copied; an older request is dropped."""
@@ -244,7 +232,7 @@ class RunCopy:
 
         Returns the bytes of the checkpoint.
         """
-        self._keep_claim()
+        self._check_claim()
         source, target = self._checkpoints / name, f"{self._root}/checkpoints/{name}"
         entries = read_file_entries(source)
         if self._read(f"checkpoints/{name}/{MANIFEST_FILE}") != (source / MANIFEST_FILE).read_bytes():
@@ -258,7 +246,7 @@ class RunCopy:
         if best is not None:
             self._filesystem.pipe_file(f"{self._root}/checkpoints/{BEST_NAME}", best.path.name.encode())
         kept = list_checkpoint_names(self._checkpoints)
-        self._keep_claim()  # a copy may take hours
+        self._check_claim()  # a copy may take hours
         for other in self._list_names():
             if name in kept and other not in kept:  # the run folder is there, and has removed it
                 self._remove(f"{self._root}/checkpoints/{other}")

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from dstrain.errors import escape_controls
 
@@ -33,6 +34,8 @@ SPIN_COUNT = "1000"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Loaded at import: a child between fork and exec must not import.
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Each of them asks a worker to write a checkpoint and stop; SIGUSR1 to write one and go on."""
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -92,6 +95,24 @@ def reset_signals() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise subprocess reports exit code 0 for every child
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda *_: None)  # by a handler: programs started here do not inherit it
+
+
+@contextlib.contextmanager
+def handle_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context in which a function handles the forwarded signals. An ignored signal stays ignored, for nohup.
+
+    Outside the main thread, where Python sets no handlers, it does nothing.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS} if is_main_thread else {}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def limit_spinning() -> None:

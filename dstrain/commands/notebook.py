@@ -22,9 +22,9 @@ from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, BadRecord, RunError, UsageError
 from dstrain.files import parse_json
 from dstrain.launch.plan import LaunchOptions, rank_command
-from dstrain.launch.supervise import describe_exit, handle_signals
+from dstrain.launch.supervise import describe_exit
 from dstrain.launch.topology import worker_from_env
-from dstrain.process_setup import PARENT_ENV
+from dstrain.process_setup import PARENT_ENV, handle_signals
 from dstrain.report.run_log import read_rows
 from dstrain.tasks.common.generation import PromptReader
 from dstrain.training.checkpoints import list_checkpoint_rows

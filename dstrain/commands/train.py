@@ -25,11 +25,11 @@ from dstrain.host_limits import describe_ignored_threads
 from dstrain.launch.lease import Lease
 from dstrain.launch.plan import Launch, LaunchOptions, cpu_overload_warning, plan_launch
 from dstrain.launch.slurm import OUTPUT_FILE, SlurmLaunch, plan_slurm_launch, submit
-from dstrain.launch.supervise import exit_without_workers, handle_signals, supervise
+from dstrain.launch.supervise import exit_without_workers, supervise
 from dstrain.launch.topology import Worker, gpus_support_bf16
 from dstrain.planner.choose import AUTO
 from dstrain.planner.workload import Cluster
-from dstrain.process_setup import limit_spinning, log_stderr, log_stdout
+from dstrain.process_setup import handle_signals, limit_spinning, log_stderr, log_stdout
 from dstrain.schedule import scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.training.run_dir import check_run_dir_writable, discard_run_dir

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,10 +15,8 @@ from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, fir
 from dstrain.host_limits import HOST_MEMORY_FIX
 from dstrain.launch.spawn import RankEnd, WorkerGroup
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, RankRecord, finish_log_copy, log_path, print_error
-from dstrain.process_setup import log_stderr, set_child_subreaper
+from dstrain.process_setup import handle_signals, log_stderr, set_child_subreaper
 
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Each of them asks a worker to write a checkpoint and stop; SIGUSR1 to write one and go on."""
 EXIT_GRACE_SECONDS = 0.5
 """Time for children of the ranks to end by themselves after all ranks have ended."""
 FAILURE_GRACE_SECONDS = 8.0
@@ -79,24 +76,6 @@ def exit_without_workers(signum: int, frame: FrameType | None) -> None:
     """Handle a signal while no worker runs: exit with 1. SIGUSR1 asks for a checkpoint, and there is nothing to save."""
     if signum != signal.SIGUSR1:
         raise SystemExit(f"dstrain: {signal.Signals(signum).name}: no worker runs, so there is nothing to save")
-
-
-@contextlib.contextmanager
-def handle_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context in which a function handles the forwarded signals. An ignored signal stays ignored, for nohup.
-
-    Outside the main thread, where Python sets no handlers, it does nothing.
-    """
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS} if is_main_thread else {}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int]) -> None:

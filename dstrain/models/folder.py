@@ -76,16 +76,17 @@ POSITIVE_SIZES = frozenset({
     "head_dim", "vocab_size", "patch_size", "image_size",
 })  # fmt: skip
 """Keys of a config whose value is a whole number above 0, where there is one."""
-SIZE_KEY = re.compile(
-    r"(^|_)(ids?|index|sizes?|dims?|vocab|offset|floor|length|len|window|positions?|embeddings|ctx|embd|inner|model|ffn?"
-    r"|pixels|tokens?)(_|\d|$)"
-)
-"""Keys of dimensions, positions and ids. transformers makes lists of what other integers count, such as labels."""
-VALUE_KEY = re.compile("theta|base|seed")
-"""Keys of numbers that count nothing."""
-LAYER_KEY = re.compile("layer|depth|block")
-"""Keys that count layers: each is built."""
-MAX_LAYERS, MAX_COUNT, MAX_SIZE, MAX_VALUE = 10_000, 100_000, 10**9, 10**18
+SIZE_LIMITS = (
+    # Dimensions, positions and ids. transformers makes lists of what other integers count, such as labels.
+    (r"(^|_)(ids?|index|sizes?|dims?|vocab|offset|floor|length|len|window|positions?|embeddings|ctx|embd|inner|model|ffn?"
+     r"|pixels|tokens?)(_|\d|$)", 10**9),
+    # They count nothing.
+    ("theta|base|seed", 10**18),
+    # Each layer is built.
+    ("layer|depth|block", 10_000),
+    ("", 100_000),
+)  # fmt: skip
+"""Pattern of keys -> the largest number that a config may have there; the first that fits counts."""
 MAX_ENTRIES, MAX_VALUES = 100_000, 1_000_000
 """Limits for the entries of a list or map in a config, and for all its values."""
 
@@ -120,7 +121,7 @@ def _find_size_problem(name: str, value: Any) -> tuple[str, str]:
         if len(value) > MAX_ENTRIES:
             return f"has {len(value)} entries", f"correct it: {MAX_ENTRIES} at most"
         return "", ""
-    most = _find_limit(name)
+    most = next(limit for pattern, limit in SIZE_LIMITS if re.search(pattern, name))
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     problem = f"is {one_line(repr(value))[:40]}"
     if name in POSITIVE_SIZES and value is not None and not (is_integer and 1 <= value <= most):
@@ -128,15 +129,6 @@ def _find_size_problem(name: str, value: Any) -> tuple[str, str]:
     if is_integer and abs(value) > most:
         return problem, f"correct it: {most} at most"
     return "", ""
-
-
-def _find_limit(name: str) -> int:
-    """Return the largest number that a config may have under this name."""
-    if SIZE_KEY.search(name):
-        return MAX_SIZE
-    if VALUE_KEY.search(name):
-        return MAX_VALUE
-    return MAX_LAYERS if LAYER_KEY.search(name) else MAX_COUNT
 
 
 TEMPORAL_TYPE = "dstrain_temporal"

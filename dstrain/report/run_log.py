@@ -10,21 +10,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, TypeVar
 
 from dstrain.errors import RunError, fix_for_os_error
-from dstrain.files import (
-    RETRY_SECONDS,
-    TRANSIENT_ERRNOS,
-    atomic_write,
-    open_for_writing,
-    open_regular_file,
-    parse_json,
-)
+from dstrain.files import RETRY_SECONDS, TRANSIENT_ERRNOS, atomic_write, open_for_writing, open_regular_file, parse_json
 from dstrain.process_setup import log_stdout
 from dstrain.report.observe import observing
 
@@ -113,7 +105,12 @@ class RunLog:
             self._events = _JsonLinesFile(folder / "events.jsonl", repairs)
             for file in (self._metrics, self._events):
                 if file.set_aside is not None:
-                    self.announce(f"warning: {file.set_aside}", "file_set_aside", **asdict(file.set_aside))
+                    self.announce(
+                        "warning: {file} held lines that are not rows of this run, such as those of another program; it is "
+                        "kept as {kept_as}, and its {rows} rows were copied into a new {file}".format(**file.set_aside),
+                        "file_set_aside",
+                        **file.set_aside,
+                    )
 
     def log_metrics(self, row: Row) -> None:
         """Append a row to metrics.jsonl. Raises RunError if it cannot be written."""
@@ -185,8 +182,8 @@ class _JsonLinesFile:
 
     def __init__(self, path: Path, repairs: bool) -> None:
         self._path = path
-        self.set_aside: SetAside | None = None
-        """The file that had this name before, if it could not be appended to."""
+        self.set_aside: dict[str, Any] | None = None
+        """As `repair_file` returns it."""
         with _wrap_os_errors(path):
             self._file = open_for_writing(path, append=True)
             if repairs:
@@ -221,27 +218,12 @@ class _JsonLinesFile:
         self._file.close()
 
 
-@dataclass(frozen=True)
-class SetAside:
-    """A file of a run that held more than rows, and was renamed."""
-
-    file: str
-    kept_as: str
-    rows: int
-    """Rows that were copied into the new file."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.file} held lines that are not rows of this run, such as those of another program; it is kept as "
-            f"{self.kept_as}, and its {self.rows} rows were copied into a new {self.file}"
-        )
-
-
-def repair_file(path: Path) -> SetAside | None:
+def repair_file(path: Path) -> dict[str, Any] | None:
     """Make a file end after a whole row, before rows are appended. Raises OSError.
 
     A kill -9 or a power cut leaves an incomplete last line, or zeros: they are cut off. A whole row gets its line break.
-    A file with anything else is renamed and its rows are copied: nothing else of it is lost or changed.
+    A file with anything else is renamed and its rows are copied: nothing else of it is lost or changed. Returns the
+    names of both files and the number of rows then.
     """
     end, last_line = 0, b""
     with open_regular_file(path) as file:
@@ -272,7 +254,7 @@ def _is_row(line: bytes) -> bool:
     return line.isspace() or (not line.startswith(BOM) and parse_row(line) is not None)
 
 
-def _set_aside(path: Path) -> SetAside:
+def _set_aside(path: Path) -> dict[str, Any]:
     """Rename a file, and write a new one with its rows."""
     kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
     os.rename(path, kept)
@@ -288,7 +270,7 @@ def _set_aside(path: Path) -> SetAside:
                     count += 1
 
     atomic_write(path, write_rows)
-    return SetAside(path.name, kept.name, count)
+    return {"file": path.name, "kept_as": kept.name, "rows": count}
 
 
 @contextlib.contextmanager

@@ -99,16 +99,16 @@ def get_or_build(
     """
     folder = entry_path(kind, key)
     load_current = partial(_load, folder, key, load, find_change)
-    if (found := load_current()) is not None:
-        return found[0]
+    if (loaded := load_current()) is not None:
+        return loaded[0]
     with _explain_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _build_lock(folder) as was_interrupted:
             if was_interrupted:  # not at each build: the folder may hold a hundred thousand entries
                 remove_stale_partials(folder)
             # Again under the lock: another process may have built it meanwhile.
-            if (found := load_current(is_quiet=True)) is not None:
-                return found[0]
+            if (loaded := load_current(is_quiet=True)) is not None:
+                return loaded[0]
             _build(folder, key, build, lambda: load_current(is_quiet=True) is not None)
             _mark_checked(folder)
             return load(folder)
@@ -350,8 +350,8 @@ def file_state(path: Path) -> list[int]:
 
     Raises OSError.
     """
-    found = path.stat()
-    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+    status = path.stat()
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def load_file_result(path: Path, result_name: Any) -> Any:

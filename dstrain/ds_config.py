@@ -245,21 +245,21 @@ def _accumulates_in_fp32(preset: Preset, settings: RunSettings) -> bool:
 
 def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
     """Return the faults of this preset with this precision, device and optimizer."""
-    file, found = preset.path.name, []
+    file, conflicts = preset.path.name, []
     precision, accumulation = settings.precision, lookup(preset.block, ("data_types", "grad_accum_dtype"))
     if precision == "fp16" and settings.device_kind == "cpu":
-        found.append(("precision fp16", "fp16 needs a GPU", "write precision: bf16 or fp32 in the recipe"))
+        conflicts.append(("precision fp16", "fp16 needs a GPU", "write precision: bf16 or fp32 in the recipe"))
     if precision == "fp16" and preset.stage == 0:
         problem = "at stage 0 DeepSpeed does not scale an fp16 loss but unscales its gradients, which loses them"
-        found.append(("precision fp16", problem, "use the preset zero1, or write precision: bf16 or fp32"))
-    found += _find_zeropp_conflicts(preset, settings)
+        conflicts.append(("precision fp16", problem, "use the preset zero1, or write precision: bf16 or fp32"))
+    conflicts += _find_zeropp_conflicts(preset, settings)
     if (
         preset.stage == 0
         and accumulation is not None
         and accumulation.removeprefix("torch.") not in _DTYPE_NAMES[precision]
     ):
         problem = f"stage 0 cannot sum gradients in {accumulation} while training in {precision}"
-        found.append(("data_types.grad_accum_dtype", problem, "remove it, or use the preset zero1"))
+        conflicts.append(("data_types.grad_accum_dtype", problem, "remove it, or use the preset zero1"))
     for name in ("offload_optimizer", "offload_param"):
         device, path = (
             lookup(preset.block, (ZERO_BLOCK, name, "device")),
@@ -267,26 +267,26 @@ def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
         )
         if device == "nvme" and not (path or settings.nvme_path):
             problem = "offloading to nvme needs a folder on a fast local disk"
-            found.append((f"{ZERO_BLOCK}.{name}.nvme_path", problem, "write its path here"))
+            conflicts.append((f"{ZERO_BLOCK}.{name}.nvme_path", problem, "write its path here"))
     if settings.uses_custom_optimizer:
-        found += _find_cpu_adam_conflicts(preset)
+        conflicts += _find_cpu_adam_conflicts(preset)
     if settings.uses_muon:
-        found += _find_muon_conflicts(preset, precision)
-    return [Fault(f"{file} {where}", problem, fix) for where, problem, fix in found]
+        conflicts += _find_muon_conflicts(preset, precision)
+    return [Fault(f"{file} {where}", problem, fix) for where, problem, fix in conflicts]
 
 
 def _find_zeropp_conflicts(preset: Preset, settings: RunSettings) -> list[tuple[str, str, str]]:
     """Return (key, problem, fix) of keys of ZeRO++ that do not fit the device or the number of processes."""
-    found, size = [], lookup(preset.block, (ZERO_BLOCK, "zero_hpz_partition_size"), 1)
+    conflicts, size = [], lookup(preset.block, (ZERO_BLOCK, "zero_hpz_partition_size"), 1)
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if settings.device_kind == "cpu" and lookup(preset.block, (ZERO_BLOCK, key)) is True:
             problem = "DeepSpeed's quantized collectives need a GPU"
-            found.append((f"{ZERO_BLOCK}.{key}", problem, "use the preset zero3_hpz, or zero3, on a CPU"))
+            conflicts.append((f"{ZERO_BLOCK}.{key}", problem, "use the preset zero3_hpz, or zero3, on a CPU"))
     if settings.world_size > size and (size == 0 or settings.world_size % size):
         problem = f"is {size}, which does not divide the {settings.world_size} processes"
         fix = "write the number of GPUs of one host, in a copy of the preset"
-        found.append((f"{ZERO_BLOCK}.zero_hpz_partition_size", problem, fix))
-    return found
+        conflicts.append((f"{ZERO_BLOCK}.zero_hpz_partition_size", problem, fix))
+    return conflicts
 
 
 def _find_cpu_adam_conflicts(preset: Preset) -> list[tuple[str, str, str]]:
@@ -305,18 +305,18 @@ def _find_cpu_adam_conflicts(preset: Preset) -> list[tuple[str, str, str]]:
 
 def _find_muon_conflicts(preset: Preset, precision: Precision) -> list[tuple[str, str, str]]:
     """Return (key, problem, fix) of keys with which DeepSpeed's Muon fails, or silently computes another update."""
-    fix, found = "remove it, or write optim.name: adamw in the recipe", []
+    fix, conflicts = "remove it, or write optim.name: adamw in the recipe", []
     for key in ("reduce_scatter", "zero_quantized_gradients"):
         if preset.stage == 3 and lookup(preset.block, (ZERO_BLOCK, key)) is True:
             problem = "DeepSpeed's Muon needs complete gradients at stage 3 and raises an error with this"
-            found.append((f"{ZERO_BLOCK}.{key}", problem, fix))
+            conflicts.append((f"{ZERO_BLOCK}.{key}", problem, fix))
     accumulation = (lookup(preset.block, ("data_types", "grad_accum_dtype")) or precision).removeprefix("torch.")
     if _is_muon_dtype_sensitive(preset) and accumulation not in _DTYPE_NAMES[precision]:
         problem = (
             f"with gradients summed in {accumulation}, DeepSpeed's Muon computes a wrong update at stage {preset.stage}"
         )
-        found.append(("data_types.grad_accum_dtype", problem, fix))
-    return found
+        conflicts.append(("data_types.grad_accum_dtype", problem, fix))
+    return conflicts
 
 
 def _is_muon_dtype_sensitive(preset: Preset) -> bool:

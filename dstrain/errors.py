@@ -330,8 +330,8 @@ def _explain_failed_build(error: BaseException) -> RunError:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
         texts.append(str(error))
-    found = re.search(r"(\w+) op, which|extension '(\w+)'", "\n".join(texts))
-    kernel = f"the kernel {found[1] or found[2]}" if found else "a kernel"
+    name = re.search(r"(\w+) op, which|extension '(\w+)'", "\n".join(texts))
+    kernel = f"the kernel {name[1] or name[2]}" if name else "a kernel"
     # Of the innermost errors first: the outermost says only that it failed.
     lines = [line.strip() for text in reversed(texts) for line in text.splitlines() if line.strip()]
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # as torch looks for it

@@ -396,8 +396,8 @@ class WatchedFile:
     @classmethod
     def from_path(cls, path: Path) -> Self:
         """Return the entry for the file's present state."""
-        found = stat_or_none(path)
-        return cls(path=str(path), bytes=found and found.st_size, ctime_ns=found and found.st_ctime_ns)
+        status = stat_or_none(path)
+        return cls(path=str(path), bytes=status and status.st_size, ctime_ns=status and status.st_ctime_ns)
 
     def find_change(self) -> str | None:
         """Return that the file has changed, as a clause without the fix; None if it has not."""

@@ -116,8 +116,8 @@ def get_available_memory(limits: Sequence[CgroupLimit] | None = None) -> int:
 def find_cgroup_limits() -> tuple[CgroupLimit, ...]:
     """Return the limits of this process's cgroups, of version 2 and 1, without those that limit nothing."""
     names = {False: ("memory.max", "memory.current"), True: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-    found = [CgroupLimit(*(group / name for name in names[is_v1])) for group, is_v1 in iter_cgroup_paths()]
-    return tuple(limit for limit in found if (_read_number(limit.limit_file) or UNLIMITED) < UNLIMITED)
+    limits = [CgroupLimit(*(group / name for name in names[is_v1])) for group, is_v1 in iter_cgroup_paths()]
+    return tuple(limit for limit in limits if (_read_number(limit.limit_file) or UNLIMITED) < UNLIMITED)
 
 
 def _iter_available(limits: Sequence[CgroupLimit]) -> Iterator[int]:
@@ -186,8 +186,8 @@ def _find_in_kernel_log(pid: int) -> str | None:
             os.close(log)
     for line in reversed(lines):
         if f"Killed process {pid} (" in line:
-            found = re.search(r"anon-rss:(\d+)kB", line)
-            return format_bytes(int(found[1]) * 1024) if found else "an unknown amount"
+            resident = re.search(r"anon-rss:(\d+)kB", line)
+            return format_bytes(int(resident[1]) * 1024) if resident else "an unknown amount"
     return None
 
 
@@ -205,7 +205,7 @@ def _read_cgroup_kills(group: Path, is_v1: bool) -> int | None:
 def _read_counter(path: Path) -> int | None:
     """Return the value of the line `oom_kill N`."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
+        line = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
     except (OSError, ValueError):
         return None
-    return int(found[1]) if found else None
+    return int(line[1]) if line else None

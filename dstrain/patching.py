@@ -45,8 +45,8 @@ def check_version(library: str, first: str, below: str) -> None:
 
 def _parse(version: str) -> tuple[int, ...]:
     """Return the release of a version: (2, 13, 0) of `2.13.0+cpu`."""
-    found = _RELEASE.match(version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    release = _RELEASE.match(version)
+    return tuple(int(part) for part in release[0].split(".")) if release else ()
 
 
 @contextmanager

@@ -104,4 +104,6 @@ def takes_positions(collate: Callable[..., Any]) -> bool:
         parameters = inspect.signature(collate).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return False
-    return "positions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "positions" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

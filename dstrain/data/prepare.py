@@ -578,7 +578,7 @@ def check_source(
     `parse` raises BadRecord for a bad record. A record whose image is null gets a note: it is used as text only.
     `show_progress(done, total)` is called for each record.
     """
-    found = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])
+    validation = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])
     shown: list[tuple[str, Future[ImageCheck]]] = []
     columns: dict[str, ColumnReport] = {}
     known: dict[Path | str | DeferredImage, Future[ImageCheck]] = {}
@@ -590,12 +590,12 @@ def check_source(
                 record = as_record(source[index])
                 item = parse_record(parse, record)
             except BadRecord as refused:
-                found.bad.append(BadRow(where, refused.reason))
+                validation.bad.append(BadRow(where, refused.reason))
                 continue
             if isinstance(source, NotedSource):
-                found.warnings += [BadRow(where, note) for note in source.get_notes(index)]
+                validation.warnings += [BadRow(where, note) for note in source.get_notes(index)]
             if isinstance(item, RecordWithImages) and not item.images:
-                found.warnings += [
+                validation.warnings += [
                     BadRow(where, f"'{key}' is null: {TEXT_ONLY_NOTE}")
                     for key in IMAGE_KEYS
                     if has_null_image(record, key)
@@ -608,12 +608,12 @@ def check_source(
                     shown[-1][1].result()  # bounds memory: earlier images are done by now, or nearly
         for where, asked in shown:
             fault, notes = asked.result()
-            found.bad += [BadRow(where, fault)] if fault else []
-            found.warnings += [BadRow(where, note) for note in notes]
-    found.columns = {file: one.to_json() for file, one in columns.items()}
+            validation.bad += [BadRow(where, fault)] if fault else []
+            validation.warnings += [BadRow(where, note) for note in notes]
+    validation.columns = {file: report.to_json() for file, report in columns.items()}
     # Faults of images came after those of all records. Files of a folder have no number and no images.
-    found.bad.sort(key=lambda row: int((re.findall(r"[:\[](\d+)\]?$", row.location) or [0])[-1]))
-    return found
+    validation.bad.sort(key=lambda row: int((re.findall(r"[:\[](\d+)\]?$", row.location) or [0])[-1]))
+    return validation
 
 
 def _submit_image(

@@ -163,9 +163,13 @@ def as_record(record: Mapping[str, Any]) -> Record:
 
 def nan_to_null(record: Mapping[str, Any]) -> Record:
     """Return the record with null where pandas wrote NaN for a missing value; a margin must be a number."""
-    found = as_record(record)
-    missing = {key for key, value in found.items() if isinstance(value, float) and value != value and key != "margin"}
-    return found.derive({key: None if key in missing else value for key, value in found.items()}) if missing else found
+    tracked = as_record(record)
+    missing = {key for key, value in tracked.items() if isinstance(value, float) and value != value and key != "margin"}
+    return (
+        tracked.derive({key: None if key in missing else value for key, value in tracked.items()})
+        if missing
+        else tracked
+    )
 
 
 _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -206,11 +210,11 @@ def encode_valid(
     Raises TaskError where `encode` does not return one result for each.
     """
     valid = [item for item in items if not isinstance(item, BadRecord)]
-    found = list(encode(valid))
-    if len(found) != len(valid):
-        problem = f"the task's encoder returned {len(found)} results for {len(valid)} records"
+    results = list(encode(valid))
+    if len(results) != len(valid):
+        problem = f"the task's encoder returned {len(results)} results for {len(valid)} records"
         raise TaskError(f"{problem}; return an example, a list of examples or a BadRecord for each record")
-    encoded = iter(found)
+    encoded = iter(results)
     return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
 
 

@@ -228,9 +228,9 @@ def _plan_this_host(
     """Return this host's part of a launch with --no-ssh. Raises UsageError."""
     if options.node_rank is None or not 0 <= options.node_rank < len(hosts):
         given = options.node_rank
-        what = "is missing" if given is None else f"cannot be {given} (--node-rank {given})"
+        problem = "is missing" if given is None else f"cannot be {given} (--node-rank {given})"
         raise UsageError(
-            f"--no-ssh: this host's index among the {len(hosts)} hosts {what}; "
+            f"--no-ssh: this host's index among the {len(hosts)} hosts {problem}; "
             f"add --node-rank K, from 0 on {hosts[0].name} to {len(hosts) - 1} on {hosts[-1].name}"
         )
     port = options.master_port or DEFAULT_MASTER_PORT
@@ -252,26 +252,26 @@ def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: 
     `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which may not exist.
     Raises UsageError.
     """
-    found = {
+    variables = {
         name: value
         for name, value in env.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in ("CUDA_VISIBLE_DEVICES", *HOST_ONLY_VARIABLES)
     }
     for path in env_files:
         # Later sources win: the recipe is the most specific.
-        found |= read_env_file(path, env)
-    return found | resolve_env_entries(entries, env)
+        variables |= read_env_file(path, env)
+    return variables | resolve_env_entries(entries, env)
 
 
 def resolve_env_entries(entries: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `launch.env`: NAME=value, or NAME with the value here. Raises UsageError if it is not set."""
-    found = {}
+    variables = {}
     for entry in entries:
         name, given, value = entry.partition("=")
         if not given and name not in env:
             raise UsageError(f"launch.env: {name} is not set here; set it, write {name}=value, or remove it")
-        found[name] = value if given else env[name]
-    return found
+        variables[name] = value if given else env[name]
+    return variables
 
 
 def list_deepspeed_env_files(env: Mapping[str, str]) -> list[Path]:
@@ -293,7 +293,7 @@ def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         return {}
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not valid UTF-8 (byte {error.start}); re-save the file as UTF-8") from None
-    found, faults = {}, []
+    variables, faults = {}, []
     for number, line in enumerate(lines, start=1):
         text = line.strip().removeprefix("export ")
         if not text or text.startswith("#"):
@@ -305,7 +305,7 @@ def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         value = match[2]
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found[match[1]] = re.sub(r"\$\{?(\w+)\}?", lambda name: env.get(name[1], name[0]), value)
+        variables[match[1]] = re.sub(r"\$\{?(\w+)\}?", lambda name: env.get(name[1], name[0]), value)
     if faults:
         raise UsageError(faults)
-    return found
+    return variables

@@ -35,8 +35,8 @@ _PRESETS_DIR, _EXCLUDED_PREFIX = "ds_configs", "launchers/"
 
 def read_package_versions() -> dict[str, str]:
     """Return versions by name, '' for a package that is not installed; of Python major and minor version only."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "dstrain": dstrain.__version__}
-    return found | dict.fromkeys(CHECKED_PACKAGES, "") | installed_versions(CHECKED_PACKAGES)
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "dstrain": dstrain.__version__}
+    return versions | dict.fromkeys(CHECKED_PACKAGES, "") | installed_versions(CHECKED_PACKAGES)
 
 
 @cache
@@ -94,9 +94,9 @@ def get_interfaces_by_address() -> dict[str, str]:
     kinds = (socket.AF_INET, socket.AF_INET6)
     interfaces: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
-        for found in sorted(addresses, key=lambda one: one.family != socket.AF_INET):
-            if found.family in kinds and not found.address.startswith(("127.", "::1", "fe80")):
-                interfaces[found.address.split("%")[0]] = name
+        for entry in sorted(addresses, key=lambda entry: entry.family != socket.AF_INET):
+            if entry.family in kinds and not entry.address.startswith(("127.", "::1", "fe80")):
+                interfaces[entry.address.split("%")[0]] = name
     return interfaces
 
 
@@ -195,8 +195,8 @@ def find_route_interface(address: str) -> str:
     """
     interfaces = get_interfaces_by_address()
     with contextlib.suppress(OSError):
-        if found := interfaces.get(find_own_address(address)):
-            return found
+        if interface := interfaces.get(find_own_address(address)):
+            return interface
     names = set(interfaces.values())
     return names.pop() if len(names) == 1 else ""
 
@@ -217,7 +217,7 @@ def find_gloo_interface(worker: Worker, master_addr: str) -> str:
 def _is_external_address(address: str) -> bool:
     """Return True if an address or name resolves to something else than loopback on this host."""
     try:
-        found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][4][0]
+        resolved = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][4][0]
     except OSError:
         return False
-    return not str(found).startswith("127.") and found != "::1"
+    return not str(resolved).startswith("127.") and resolved != "::1"

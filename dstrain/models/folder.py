@@ -66,8 +66,8 @@ def revision_faults(model: ModelConfig) -> list[Fault]:
     path = model.path
     if model.revision is None or (path and not is_local_path(path) and not os.path.isdir(os.path.expanduser(path))):
         return []
-    what = "model.path is not set" if path is None else f"'{path}' is a local folder"
-    return [Fault("model.revision", f"is '{model.revision}', but {what}", "remove it: only Hub ids have revisions")]
+    reason = "model.path is not set" if path is None else f"'{path}' is a local folder"
+    return [Fault("model.revision", f"is '{model.revision}', but {reason}", "remove it: only Hub ids have revisions")]
 
 
 POSITIVE_SIZES = frozenset({

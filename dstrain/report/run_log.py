@@ -208,11 +208,11 @@ class _JsonLinesFile:
     def truncate_after(self, predicate: Callable[[Row], bool]) -> int:
         """Remove all lines after the last row that matches; return their number."""
         with _wrap_os_errors(self._path, "read"):
-            found = find_last_row(self._path, predicate)
-        if found.later_lines:
+            last = find_last_row(self._path, predicate)
+        if last.later_lines:
             with _wrap_os_errors(self._path):
-                os.ftruncate(self._file.fileno(), found.end)
-        return found.later_lines
+                os.ftruncate(self._file.fileno(), last.end)
+        return last.later_lines
 
     def close(self) -> None:
         self._file.close()

@@ -143,12 +143,12 @@ def with_frozen_outputs(plan: RunPlan, world: World) -> RunPlan:
     splits = add_outputs_and_select(job, {"train": plan.train_dataset, "eval": plan.eval_dataset})
     train_dataset = splits["train"]
     assert train_dataset is not None
-    found = replace(plan, train_dataset=train_dataset, eval_dataset=splits["eval"])
+    new_plan = replace(plan, train_dataset=train_dataset, eval_dataset=splits["eval"])
     if "inputs" in plan.fingerprints:  # on rank 0
         inputs = with_selected_samples(plan.fingerprints["inputs"], plan.task, train_dataset)
-        found = replace(found, fingerprints={**plan.fingerprints, "inputs": inputs})
+        new_plan = replace(new_plan, fingerprints={**plan.fingerprints, "inputs": inputs})
     is_shorter = len(train_dataset) < len(plan.train_dataset)
-    return found.with_training_samples(train_dataset, world.size) if is_shorter else found
+    return new_plan.with_training_samples(train_dataset, world.size) if is_shorter else new_plan
 
 
 def build_run(

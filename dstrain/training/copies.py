@@ -206,8 +206,8 @@ class RunCopy:
     def pop_outcomes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of copies that have ended since the last call: their names and fields."""
         with self._lock:
-            found, self._outcomes = self._outcomes, []
-        return found
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def _run(self) -> None:
         while True:
@@ -253,11 +253,11 @@ class RunCopy:
         return sum(entry["size"] for entry in entries.values())
 
     def _run_files(self) -> list[Path]:
-        found = []
+        files = []
         for path in (self._run_dir / name for name in COPIED_NAMES):
-            found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
-            found += [path] if path.is_file() else []
-        return found
+            files += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
+            files += [path] if path.is_file() else []
+        return files
 
     def _put(self, files: dict[Path, str]) -> None:
         """Copy files, several at once where the file system can."""

@@ -71,11 +71,11 @@ class Rendezvous:
             self.store = connect_store(self._timeout)
         except OSError as error:  # on rank 0 alone: nobody else listens
             port, host = int(os.environ["MASTER_PORT"]), socket.gethostname()
-            what = f"rank 0 cannot listen on port {port} of {host} ({error.strerror or error})"
+            problem = f"rank 0 cannot listen on port {port} of {host} ({error.strerror or error})"
             if error.errno == errno.EADDRINUSE:
-                what = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
+                problem = f"the rendezvous port {port} of {host} is already in use{describe_port_owner(port)}"
             fix = "rerun the command, with another --master-port if you gave one, or end that process"
-            raise PeerFailureError("meeting the other processes", what, fix) from error
+            raise PeerFailureError("meeting the other processes", problem, fix) from error
         self._store = PrefixStore("dstrain", self.store)
         with rendezvous_errors(self._timeout), foreign_values():
             fault = self._exchange_members()
@@ -88,7 +88,7 @@ class Rendezvous:
 
         Returns the message on versions that differ, '' if none do.
         """
-        own = {
+        this_rank = {
             "host": socket.gethostname(),
             "machine": get_host_id(),
             "cache": os.path.realpath(cache_root()),
@@ -96,26 +96,26 @@ class Rendezvous:
         }
         # Before the others may look for it: reading a key that is missing blocks.
         self._store.set(f"heartbeat/{self.rank}", "0")
-        set_value(self._store, f"hello/{self.rank}", own)
+        set_value(self._store, f"hello/{self.rank}", this_rank)
         if self.rank == 0:
             hellos = [_parse_hello(content) for content in self._store.multi_get(self._rank_keys("hello"))]
             places, hosts = [hello["place"] for hello in hellos], [hello["host"] for hello in hellos]
             first = dict(reversed([(place, rank) for rank, place in enumerate(places)]))
-            found = {
+            members = {
                 "hosts": (names := sorted(set(hosts))),
                 "host": [names.index(host) for host in hosts],
                 "first": [first[place] for place in places],
                 "fault": _find_version_fault(hellos),
             }
-            set_value(self._store, "members", found)
-        found = get_value(self._store, "members", dict)
-        hosts = [one_line(found["hosts"][index]) for index in found["host"]]
-        self._first_with_cache = [int(first) for first in found["first"]]
+            set_value(self._store, "members", members)
+        members = get_value(self._store, "members", dict)
+        hosts = [one_line(members["hosts"][index]) for index in members["host"]]
+        self._first_with_cache = [int(first) for first in members["first"]]
         if not len(hosts) == len(self._first_with_cache) == self.size:
             raise ValueError(len(hosts))
         self.liveness = Liveness(self._store, self.rank, hosts, self._timeout)
         self.liveness.start()
-        return one_line(str(found["fault"]))
+        return one_line(str(members["fault"]))
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -236,9 +236,9 @@ class Rendezvous:
 
 def _parse_hello(content: bytes) -> dict[str, Any]:
     """Return {"host", "place", "software"} of a rank."""
-    found = decode(content, dict)
-    software = {str(name): one_line(version) for name, version in found["software"].items()}
-    return {"host": one_line(found["host"]), "place": (found["machine"], found["cache"]), "software": software}
+    hello = decode(content, dict)
+    software = {str(name): one_line(version) for name, version in hello["software"].items()}
+    return {"host": one_line(hello["host"]), "place": (hello["machine"], hello["cache"]), "software": software}
 
 
 def _find_version_fault(hellos: list[dict[str, Any]]) -> str:
@@ -247,9 +247,9 @@ def _find_version_fault(hellos: list[dict[str, Any]]) -> str:
     for rank, hello in enumerate(hellos):
         # Ranks of one host share an installation; another host may have an older one.
         differs: Mapping[str, str] = hello["software"] if hello["host"] != first["host"] else first["software"]
-        for name, wanted, found in iter_version_diffs(first["software"], differs):
+        for name, wanted, version in iter_version_diffs(first["software"], differs):
             return (
-                f"rank {rank} on {hello['host']} has {name} {found}, and rank 0 on {first['host']} has {wanted}; "
+                f"rank {rank} on {hello['host']} has {name} {version}, and rank 0 on {first['host']} has {wanted}; "
                 "install the same versions on every host"
             )
     return ""

@@ -46,10 +46,10 @@ def with_saved_tokenizer(checkpoint: CheckpointInfo, config: RunConfig, allowed_
     if not folder.is_dir():
         return config
     if (folder / "processor_config.json").is_file():
-        own = {} if isinstance(model.processor, str) else {"processor": str(folder), "tokenizer": None}
+        saved = {} if isinstance(model.processor, str) else {"processor": str(folder), "tokenizer": None}
     else:
-        own = {} if isinstance(model.tokenizer, str) else {"tokenizer": str(folder)}
-    return config.model_copy(update={"model": model.model_copy(update=own)})
+        saved = {} if isinstance(model.tokenizer, str) else {"tokenizer": str(folder)}
+    return config.model_copy(update={"model": model.model_copy(update=saved)})
 
 
 def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:

@@ -125,19 +125,21 @@ def _unknown_form_message(record: Record) -> str:
     halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if first in record.present]
     # A space around a name would not be seen.
     keys = ", ".join(key if key == key.strip() else repr(key) for key in record) or "none"
-    found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {keys}"
-    return f"no conversation: {found}; write 'messages', or rename columns with data.columns"
+    problem = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {keys}"
+    return f"no conversation: {problem}; write 'messages', or rename columns with data.columns"
 
 
 def _from_preference(record: Record) -> Sample:
     """Return the chosen answer, trained on, after its prompt, which is not."""
-    found = read_preference(record)
+    preference = read_preference(record)
     record.used.pop(record.origins.get("rejected", "rejected"), None)
-    if isinstance(found.prompt, str):
-        assert isinstance(found.chosen, str), "messages answer messages"
-        return PromptCompletion(found.prompt, found.chosen)
-    answer = [_make_message("assistant", found.chosen)] if isinstance(found.chosen, str) else found.chosen
-    return _make_conversation([*found.prompt, *answer], "chosen", len(found.prompt), found.tools)
+    if isinstance(preference.prompt, str):
+        assert isinstance(preference.chosen, str), "messages answer messages"
+        return PromptCompletion(preference.prompt, preference.chosen)
+    answer = (
+        [_make_message("assistant", preference.chosen)] if isinstance(preference.chosen, str) else preference.chosen
+    )
+    return _make_conversation([*preference.prompt, *answer], "chosen", len(preference.prompt), preference.tools)
 
 
 def _messages_reader(key: str) -> Callable[[Record], Sample]:
@@ -267,13 +269,13 @@ def _reject_media(record: Record) -> None:
     turns = [value for value in values if isinstance(value, list)]
     parts = [message.get("content") for turn in turns for message in turn if isinstance(message, Mapping)]
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = [key for key in MEDIA_KEYS if key in record.present and not is_null_image(record[key])]
-    found += [str(part["type"]) for part in typed if part.get("type") in MEDIA_PART_TYPES]
-    if found and found[0].startswith("image"):
-        raise BadRecord(f"'{found[0]}' is not text, and sft trains on text only; train on images with task vlm")
-    if found:
+    media = [key for key in MEDIA_KEYS if key in record.present and not is_null_image(record[key])]
+    media += [str(part["type"]) for part in typed if part.get("type") in MEDIA_PART_TYPES]
+    if media and media[0].startswith("image"):
+        raise BadRecord(f"'{media[0]}' is not text, and sft trains on text only; train on images with task vlm")
+    if media:
         raise BadRecord(
-            f"'{found[0]}' is neither text nor an image, which is all that can be trained on; remove the record"
+            f"'{media[0]}' is neither text nor an image, which is all that can be trained on; remove the record"
         )
 
 

@@ -220,8 +220,8 @@ def read_system(record: Mapping[str, Any]) -> list[Message]:
 def prepend_system(messages: list[Message], record: Mapping[str, Any]) -> list[Message]:
     """Return the messages after the record's system text, which is not repeated where they begin with it."""
     system = read_system(record)
-    own = messages[0] if messages and messages[0]["role"] == "system" else None
-    repeats = system and own and own["content"].strip() == system[0]["content"].strip()
+    first = messages[0] if messages and messages[0]["role"] == "system" else None
+    repeats = system and first and first["content"].strip() == system[0]["content"].strip()
     return messages if repeats else system + messages
 
 

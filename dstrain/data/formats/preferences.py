@@ -74,44 +74,44 @@ def to_chosen_rejected(record: Mapping[str, Any]) -> Record:
     `rejected_messages`. HelpSteer 3: `context`, `response1`, `response2` and `overall_preference`. Argilla: `chosen_response` and `rejected_response`. RLHF-V: JSON of the pair in `text`. Raises
     BadRecord.
     """
-    found = nan_to_null(record)
-    present = found.present
+    tracked = nan_to_null(record)
+    present = tracked.present
     if "chosen" in present or "rejected" in present:
-        return found
+        return tracked
     if {"response_0", "response_1"} <= present:
-        return _from_responses(found, ("response_0", "response_1"), "better_response_id", (0, 1))
+        return _from_responses(tracked, ("response_0", "response_1"), "better_response_id", (0, 1))
     if {"response_1", "response_2"} <= present:
-        return _from_responses(found, ("response_1", "response_2"), "overall_response", (1, 2))
+        return _from_responses(tracked, ("response_1", "response_2"), "overall_response", (1, 2))
     if {"response1", "response2"} <= present:
-        return _from_overall_preference(found)
+        return _from_overall_preference(tracked)
     if {"preferred_output", "non_preferred_output"} <= present:
-        value = maybe_parse_json(found.get("input"))
+        value = maybe_parse_json(tracked.get("input"))
         if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
             raise BadRecord('\'input\' has no \'messages\'; write {"messages": [{"role", "content"}, …]}')
         if unknown := sorted({*value} - {"messages", "tools", "parallel_tool_calls"}):
             raise BadRecord(f"'input.{unknown[0]}' is not read; remove it")
-        pair = {"chosen": found["preferred_output"], "rejected": found["non_preferred_output"]}
+        pair = {"chosen": tracked["preferred_output"], "rejected": tracked["non_preferred_output"]}
         origins = {
             "chosen": "preferred_output",
             "rejected": "non_preferred_output",
             "prompt": "input",
             "tools": "input",
         }
-        rest = found.without("input", "preferred_output", "non_preferred_output")
+        rest = tracked.without("input", "preferred_output", "non_preferred_output")
         return rest.derive({**rest, **pair, "prompt": value["messages"], "tools": value.get("tools")}, origins)
     if {"chosen_response", "rejected_response"} <= present:
-        return _rename(found, {"chosen": "chosen_response", "rejected": "rejected_response"})
-    if isinstance(text := dict.get(found, "text"), str) and text.lstrip().startswith("{"):
+        return _rename(tracked, {"chosen": "chosen_response", "rejected": "rejected_response"})
+    if isinstance(text := dict.get(tracked, "text"), str) and text.lstrip().startswith("{"):
         value = maybe_parse_json(text)
         if isinstance(value, Mapping) and {"chosen", "rejected"} <= value.keys():
             # The keys inside are columns too: each of them is read, or named.
             origins = {key: f"text.{key}" for key in value}
-            found.columns.update({origins[key]: item for key, item in value.items()})
-            found.used["text"] = "text"
-            return found.derive({**found.without("text"), **value}, origins)
+            tracked.columns.update({origins[key]: item for key, item in value.items()})
+            tracked.used["text"] = "text"
+            return tracked.derive({**tracked.without("text"), **value}, origins)
     if "messages" in present and ("rejected_response" in present or "rejected_messages" in present):
-        return _from_rejected_answer(found)
-    return found
+        return _from_rejected_answer(tracked)
+    return tracked
 
 
 def _from_responses(record: Record, keys: tuple[str, str], better_key: str, names: tuple[int, int]) -> Record:
@@ -310,10 +310,10 @@ def _prepend_system(prompt: Prompt, record: Record) -> Prompt:
     if not system:
         return prompt
     if isinstance(prompt, list):
-        found = prepend_system(prompt, record)
-        if len(found) > 1 and found[0]["role"] == found[1]["role"] == "system":
+        messages = prepend_system(prompt, record)
+        if len(messages) > 1 and messages[0]["role"] == messages[1]["role"] == "system":
             raise BadRecord("the prompt has a system turn, and 'system' is another text; keep one of them")
-        return found
+        return messages
     if not record.present.intersection(("prompt", *QUESTION_KEYS)):
         raise BadRecord(
             "'system' is given with texts that contain the prompt; write 'prompt', "

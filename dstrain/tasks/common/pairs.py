@@ -63,8 +63,8 @@ class PairTask(TextTask):
             self.tokenizer, samples, data.max_length, data.max_prompt_length, images, data.rendered
         )
         return [
-            one if isinstance(one, BadRecord) else one | self.scalar_columns(sample)
-            for sample, one in zip(samples, encoded, strict=True)
+            example if isinstance(example, BadRecord) else example | self.scalar_columns(sample)
+            for sample, example in zip(samples, encoded, strict=True)
         ]
 
     def scalar_columns(self, preference: Preference) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.attention.recurrent import PackedRecurrence
 from dstrain.models.chunk_sizes import TILE_TOKENS
 from dstrain.models.recompute import chunk_gradients, save_forward_state
 
@@ -85,7 +86,7 @@ def _is_function_of_tokens(module: torch.nn.Module, suffix: str) -> bool:
 
 
 def use_leaf_modules(model: torch.nn.Module) -> None:
-    """Let ZeRO-3 gather the weights of an MLP once for all of its tiles. Call it before `deepspeed.initialize`.
+    """Let ZeRO-3 gather the weights of a module once for all of its tiles or sequences, before `deepspeed.initialize`.
 
     ZeRO-3 has hooks in each linear layer, which would gather its weights for each tile; ranks whose passes have other
     numbers of tiles would wait for each other. A leaf module has hooks for all of its weights.
@@ -94,7 +95,8 @@ def use_leaf_modules(model: torch.nn.Module) -> None:
 
     for owner in [*model.modules()]:
         for name, module in owner.named_children():
-            if isinstance(vars(module).get("forward"), TiledForward) and any(True for _ in module.children()):
+            runs_in_parts = isinstance(vars(module).get("forward"), TiledForward | PackedRecurrence)
+            if runs_in_parts and any(True for _ in module.children()):
                 set_z3_leaf_module(module, True)
                 if type(module).__name__ in ADDED_IN_PLACE:
                     # An attribute of the object comes before a module of that name.

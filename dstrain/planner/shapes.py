@@ -122,6 +122,8 @@ class ModelShape:
     """Sizes of a decoder, with or without a vision encoder, and all its parameters. Compared by identity."""
 
     model_type: str
+    text_type: str = ""
+    """Type of the text model; that of the model itself where it takes no images."""
     hidden: int
     intermediate: int
     layers: int
@@ -471,7 +473,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         return None
     vision, tower = family(config.get("vision_config") or {}, config)
     tensors = (*tower, *PROJECTORS[model_type](vision, decoder.hidden, config), *decoder.tensors)
-    return replace(decoder, model_type=model_type, tensors=tensors, vision=vision)
+    return replace(decoder, model_type=model_type, text_type=text["model_type"], tensors=tensors, vision=vision)
 
 
 def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:
@@ -483,6 +485,7 @@ def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:
     heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
     shape = ModelShape(
         model_type=str(config["model_type"]),
+        text_type=str(config["model_type"]),
         hidden=hidden,
         intermediate=int(values["intermediate_size"]),
         layers=int(values["num_hidden_layers"]),
@@ -544,8 +547,11 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
         inner = (experts + find("n_shared_experts num_shared_experts", 0)) * expert
         inner += find("shared_expert_intermediate_size", 0)
     heads = find("num_attention_heads n_head n_heads num_heads", 12)
+    model_type = str(config.get("model_type"))
+    has_own_text_type = text is not config or "vision_config" not in config
     return ModelShape(
-        model_type=str(config.get("model_type")),
+        model_type=model_type,
+        text_type=str(text.get("model_type") or model_type) if has_own_text_type else f"{model_type}_text",
         hidden=hidden,
         intermediate=inner,
         experts_per_token=experts,

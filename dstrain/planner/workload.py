@@ -14,11 +14,7 @@ from dstrain.config.resolve import BatchPlan
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, RecipeError, UsageError
 from dstrain.launch.topology import find_gpu, list_gpu_uuids, visible_devices
-from dstrain.models.attention.model_types import (
-    NO_MASK_MODEL_TYPES,
-    PACKED_MODEL_TYPES,
-    PACKED_VISION_MODEL_TYPES,
-)
+from dstrain.models.attention.layer_kinds import find_wrapper_problem, read_layer_kinds
 from dstrain.models.chunk_sizes import QUERY_BLOCK, SAVED_BYTES, TILE_TOKENS
 from dstrain.planner.shapes import ModelShape
 
@@ -93,10 +89,16 @@ def make_workload(config: RunConfig, shape: ModelShape, batch: BatchPlan, device
         rows = max(1, tokens // length)
     images, image_tokens = count_images(shape, length)
     lora, tiled = config.model.lora, config.model.tiled_mlp
-    # Models of these types are known to take packed batches.
-    is_known = shape.model_type in (PACKED_MODEL_TYPES | PACKED_VISION_MODEL_TYPES.keys())
+    takes_images = shape.text_type != shape.model_type
+    kinds = read_layer_kinds(shape.text_type)
+    is_known = kinds.unknown is None and not (takes_images and find_wrapper_problem(shape.model_type))
     packed = bool(config.batch.packing) and shape.task.packs_batches and is_known and not config.model.trust_remote_code
     sequence = config.parallel.sequence
+    if sequence > 1 and kinds.recurrent:
+        problem = (
+            f"is {sequence}, but {kinds.recurrent[0]} reads a sequence token by token, which processes cannot share"
+        )
+        raise RecipeError(Fault("parallel.sequence", problem, "write 1"))
     if sequence > 1 and (not packed or shape.heads % sequence):
         reason = "a multiple of it is not the number of attention heads, {}" if packed else "batches are not packed"
         problem = f"is {sequence}, but {reason.format(shape.heads)}"
@@ -105,7 +107,7 @@ def make_workload(config: RunConfig, shape: ModelShape, batch: BatchPlan, device
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, sequence=sequence, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
-        has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
+        has_mask=not packed and (takes_images or not is_known),
         checkpointed=float(config.model.gradient_checkpointing), is_scored=shape.task.is_scored, device=device,
         has_adapter_dropout=lora is not None and lora.dropout > 0 and not shape.task.disables_dropout,
         tile_tokens=0 if tiled is False else TILE_TOKENS if isinstance(tiled, (bool, str)) else tiled,

@@ -15,6 +15,20 @@ from tests.workers import Workers
 
 SAMPLES = [5, 0, 9, 13, 2, 14, 7]
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+HYBRID = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+"""Sizes of models with recurrent layers and attention."""
+DELTA_NET = {
+    **HYBRID, "model_type": "qwen3_5_text", "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA2 = {
+    **HYBRID, "model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2,
+    "mamba_chunk_size": 16, "attn_layer_indices": [1],
+}  # fmt: skip
+CONVOLUTION = {**HYBRID, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rm": ("rm", {"moved": True}),
     "rm, adapters": ("rm", {"moved": True, **LORA}),
@@ -23,6 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "orpo": ("dpo", {"options": {"loss_type": "orpo"}}),
     "dpo, safe": ("dpo, safe", {"moved": True}),
+    "dpo, delta nets": ("dpo", {"moved": True, "model": {"config": DELTA_NET, "gradient_checkpointing": True}}),
+    "dpo, mamba 2": ("dpo", {"moved": True, "model": {"config": MAMBA2, "gradient_checkpointing": True}}),
+    "dpo, adapters, convolutions": ("dpo", {"moved": True, "model": {"config": CONVOLUTION, **LORA["model"]}}),
+    "rm, delta nets": ("rm", {"moved": True, "model": {"config": DELTA_NET}}),
+    "sft, delta nets": ("sft", {"model": {"config": DELTA_NET}}),
     "sft": ("sft", {}),
     "kto": ("kto", {"moved": True, "seed": 6}),
     **{f"{task}, with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
@@ -30,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "distill, a teacher remembered": ("distill", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
 }
-QUICK = (("rm", 3), ("rm, adapters", 2), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 1), ("dpo, safe", 1),
+QUICK = (("rm", 3), ("dpo, delta nets", 3), ("dpo, delta nets", 1), ("dpo, mamba 2", 2), ("rm, adapters", 2), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 1), ("dpo, safe", 1),
          ("distill, a teacher remembered", 3), ("distill, a teacher in memory", 0),
          *((f"{task}, with images", 3) for task in ("vlm", "rm", "dpo")))  # fmt: skip
 """Cases and stages that stand for the others."""
@@ -38,6 +57,7 @@ BY_TWO = (
     (1, "dpo, adapters", 3), (1, "rm, with images", 3), (1, "dpo, with images", 3),
     (2, "rm, with images", 3), (1, "kto", 1), (2, "sft", 0), (1, "rm", 3), (1, "rm, adapters", 2), (1, "dpo", 2),
     (1, "distill, a teacher remembered", 3), (2, "distill, a teacher in memory", 0),
+    (1, "dpo, delta nets", 3), (1, "dpo, delta nets", 1), (1, "dpo, mamba 2", 2),
     (1, "vlm, with images", 3), (2, "dpo, adapters", 3), (2, "dpo, with images", 3),
 )  # fmt: skip
 """Cells that others stand for: two processes for one; with images vlm, with adapters rm, without shards dpo, safe."""

@@ -13,8 +13,10 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.models.attention.by_group import Heads, attention_by_group
+from dstrain.models.attention.layer_kinds import read_layer_kinds
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout, VarlenTensors
 from dstrain.models.attention.model_types import family_unsupported_reason
+from dstrain.models.attention.recurrent import enable_packed_recurrence
 from dstrain.models.attention.sequence import heads_for_tokens, share_decoder_inputs, tokens_for_heads
 from dstrain.models.params import unwrap_peft
 
@@ -163,7 +165,7 @@ def packing_unsupported_reason(config: Any, shares_prefixes: bool) -> str | None
 
 
 def enable_packed_attention(model: torch.nn.Module) -> None:
-    """Let the model's attention layers take the keyword arguments of `packed_model_kwargs`. Idempotent.
+    """Let the model's attention and recurrent layers take the arguments of `packed_model_kwargs`. Idempotent.
 
     The attention function of the model's implementation is registered again under its own name, with a function that
     calls the original for batches that are not packed. So the config, its name for masks and exports stay as they are.
@@ -181,6 +183,7 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
             part.set_attn_implementation(EAGER)
         elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
             AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
+        enable_packed_recurrence(part, read_layer_kinds(part.config.model_type))
         has_layers = isinstance(getattr(part, "layers", None), torch.nn.ModuleList)  # a text model without a head
         if has_layers and share_decoder_inputs not in part._forward_pre_hooks.values():
             part.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)

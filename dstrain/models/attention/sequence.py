@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dstrain.models.attention.layer_kinds import read_layer_kinds
+
 if TYPE_CHECKING:
     from dstrain.distributed.world import SequenceGroup
     from dstrain.models.attention.layout import PackedLayout
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 def sequence_unsupported_reason(text_config: Any, size: int) -> str | None:
     """Return why `size` processes cannot compute the layers of this text config together, or None."""
+    kinds = read_layer_kinds(text_config.model_type)
+    if kinds.recurrent:
+        return f"{kinds.recurrent[0]} reads a sequence token by token, which processes cannot share"
     heads = getattr(text_config, "num_attention_heads", 0)
     if heads % size == 0:
         return None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dstrain.batch import Batch
 from dstrain.data.loading.rows import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
-from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES, attends_both_ways
+from dstrain.models.attention.model_types import needs_no_mask
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.attention.sequence import sum_over_sequence
 from dstrain.models.heads import ChunkFunction, HeadInput, ScoreFields, TokenScores, capture_head_input
@@ -204,11 +204,12 @@ def needs_attention_mask(model: torch.nn.Module) -> bool:
     Without a mask torch's attention uses `is_causal`, for which a GPU has flash attention. With a mask that contains a
     0 it uses an explicit mask (B, 1, L, L) (B rows, L tokens), and a slower kernel.
     """
-    config = getattr(model, "config", None)
+    if getattr(
+        model, "needs_padding_mask", False
+    ):  # the loss of a router is a mean over the tokens that the mask names
+        return True
     of_transformers = type(model).__module__.startswith("transformers.")  # not code that came with the weights
-    known = of_transformers and getattr(config, "model_type", None) in NO_MASK_MODEL_TYPES
-    # The loss of a router is a mean over the tokens that the mask names.
-    return not known or attends_both_ways(config) or bool(getattr(model, "needs_padding_mask", False))
+    return not (of_transformers and needs_no_mask(model.config))
 
 
 def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -28,6 +28,10 @@ GROUPS = (
 _WINDOWS = {"sliding_window": WINDOW}
 _TWO_TYPES = {**_WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_HYBRID = ["linear_attention", "full_attention"]
+_DELTA_NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name, **values} for name, values in FAMILIES.items()},
     **{
@@ -48,6 +52,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3 with windows": {"model_type": "smollm3", "use_sliding_window": True, **_TWO_TYPES},
     "starcoder2 with windows": {"model_type": "starcoder2", **_WINDOWS},
     "qwen3_moe with windows": {"model_type": "qwen3_moe", "use_sliding_window": True, **_EXPERTS, **_WINDOWS},
+    "qwen3_5_text": {"model_type": "qwen3_5_text", "head_dim": 8, **_DELTA_NET, "layer_types": _HYBRID},
+    "bamba": {
+        "model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2,
+        "mamba_chunk_size": 16, "attn_layer_indices": [1],
+    },
+    "jamba": {
+        "model_type": "jamba", "num_experts": 1, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "attn_layer_period": 2, "attn_layer_offset": 1,
+    },
+    "minimax_m2": {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }  # fmt: skip
 
 

@@ -49,6 +49,8 @@ class LayerKinds:
     """Class whose attention has a window (`sliding_window`) that the model's masks do not have; None: no class has."""
     reads_padding: tuple[str, ...] = ()
     """Recurrent classes that do not read the attention mask: padding on the left changes their state."""
+    takes_lengths: tuple[str, ...] = ()
+    """Recurrent classes whose kernels read a packed row in one call (`cu_seq_lens_q`, `seq_idx`)."""
     restarts: tuple[str, ...] = ()
     """Recurrent classes that cannot begin in a given state, so that each branch reads its prefix again."""
 
@@ -84,6 +86,7 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
         attention=tuple(attention), recurrent=tuple(module.name for module in recurrent),
         window_without_mask=_find_unmasked_window(modules),
         reads_padding=tuple(module.name for module in recurrent if not module.takes("attention_mask")),
+        takes_lengths=tuple(module.name for module in recurrent if module.takes_lengths),
         restarts=tuple(module.name for module in recurrent if not module.begins_in_state),
     )  # fmt: skip
 
@@ -184,6 +187,11 @@ class ModuleSource:
         if "update_recurrent_state" not in self._cache_methods:
             return True
         return any(keyword.arg in INITIAL_STATES for call in self.calls for keyword in call.keywords)
+
+    @property
+    def takes_lengths(self) -> bool:
+        """Whether it hands the limits of sequences on to kernels of linear attention."""
+        return any(isinstance(node, ast.Constant) and node.value == "cu_seq_lens_q" for node in self._nodes)
 
     @property
     def hands_on_window(self) -> bool:
@@ -369,16 +377,22 @@ def _find_classes(model_type: str) -> tuple[str, dict[str, ModuleSource]]:
         for name in [model_type, *aliases]:
             folder = _models_folder() / modules.get(name, name).replace("-", "_")
             for path in sorted(folder.glob("modeling_*.py")):
-                classes = _read_classes(path)
+                classes = _read_file(path)
                 if class_name in classes:
                     return class_name, classes
     return "", {}
 
 
-def _read_classes(path: Path) -> dict[str, ModuleSource]:
+@cache
+def _read_file(path: Path) -> dict[str, ModuleSource]:
+    return read_classes(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+
+
+def read_classes(module: ast.Module) -> dict[str, ModuleSource]:
+    """Return the classes of a module by name."""
     tables: dict[str, frozenset[str]] = {}
     classes: dict[str, ModuleSource] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
+    for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             tables[_name(node.targets[0])] = frozenset(_name(value) for value in node.value.values)
         elif isinstance(node, ast.ClassDef):

@@ -129,6 +129,15 @@ class PackedLayout:
         counts = [1 if one.branch else len(self.groups[one.group].branches) for one in self.segments]
         return copy_to_device(np.repeat(counts, [one.length for one in self.segments]).astype(np.int32), device)
 
+    def sequence_numbers(self, device: torch.device) -> torch.Tensor:
+        """Return the number of each token's segment, (1, T) int32."""
+
+        def build() -> torch.Tensor:
+            lengths = [segment.length for segment in self.segments]
+            return copy_to_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None], device)
+
+        return self.cached(("numbers", device), build)
+
     def varlen_tensors(self, device: torch.device) -> VarlenTensors:
         """Return the index tensors of a varlen kernel, for keys that are gathered as [prefix; branch]."""
         return self.cached(("varlen", device), lambda: self._varlen_tensors(device))

@@ -83,8 +83,13 @@ class LayerStates:
 class PackedRecurrence:
     """The forward function of a recurrent layer, which also takes packed rows: each sequence begins in its own state."""
 
-    def __init__(self, layer: torch.nn.Module, restarts: bool) -> None:
-        self.base, self.restarts = layer.forward, restarts
+    def __init__(self, layer: torch.nn.Module, kinds: LayerKinds) -> None:
+        name = type(layer).__name__
+        self.base, self.restarts, self.takes_lengths = (
+            layer.forward,
+            name in kinds.restarts,
+            name in kinds.takes_lengths,
+        )
         names = [*inspect.signature(type(layer).forward).parameters]
         self.input_name = names[1]
         self.cache_name = next(name for name in names if name in CACHE_NAMES)
@@ -101,6 +106,10 @@ class PackedRecurrence:
         if layout is None:
             return self.base(hidden_states, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in (self.cache_name, "attention_mask")}
+        if self.takes_lengths and reads_rows_at_once(hidden_states.device.type, layout):
+            device = hidden_states.device
+            limits = layout.varlen_tensors(device).cu_queries
+            return self.base(hidden_states, **kwargs, cu_seq_lens_q=limits, seq_idx=layout.sequence_numbers(device))
         row = hidden_states[0]
         outputs: dict[int, torch.Tensor] = {}
         states: dict[int, LayerStates] = {}
@@ -158,6 +167,19 @@ class PackedRecurrence:
         return torch.cat([tokens[segment.prefix_start : segment.prefix_start + segment.prefix], own])
 
 
+def reads_rows_at_once(device_type: str, layout: PackedLayout) -> bool:
+    """Return whether kernels compute a packed row in one call: on a GPU, where sequences share no prefix.
+
+    They are those of flash-linear-attention and causal-conv1d, where both are installed. The second begins no sequence
+    in a given state, so rows with prefixes are read in several calls.
+    """
+    if device_type != "cuda" or any(segment.prefix for segment in layout.segments):
+        return False
+    from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
+
+    return is_flash_linear_attention_available() and is_causal_conv1d_available()
+
+
 def group_by_length(segments: Sequence[Segment], length: Callable[[Segment], int]) -> Iterator[list[Segment]]:
     """Yield the segments in groups of similar length, the longest first."""
     group: list[Segment] = []
@@ -176,7 +198,7 @@ def enable_packed_recurrence(model: torch.nn.Module, kinds: LayerKinds) -> None:
         for layer in owner.children():
             name = type(layer).__name__
             if name in kinds.recurrent and not isinstance(vars(layer).get("forward"), PackedRecurrence):
-                recurrence = PackedRecurrence(layer, name in kinds.restarts)
+                recurrence = PackedRecurrence(layer, kinds)
                 layer.forward = recurrence
                 layer.register_forward_pre_hook(recurrence.place_input, with_kwargs=True)
                 owner.register_forward_pre_hook(_make_hand_on(recurrence), with_kwargs=True)

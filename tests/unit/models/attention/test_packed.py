@@ -172,7 +172,6 @@ def test_code_that_came_with_the_weights_is_refused() -> None:
 VISION_REFUSED = {
     "gemma3": r"Gemma3Model has masks of another kind \(create_masks_for_vision_model\)",
     "paligemma": r"PaliGemmaModel lets tokens attend to later ones \(block_sequence_ids\)",
-    "cohere2_vision": r"Cohere2VisionModel does not hand its arguments on to its text model",
     "minicpmv4_7": r"MiniCPMV4_7Model counts the positions of images in its own way",
     "qwen2_audio": r"transformers has no model of type qwen2_audio that takes images",
 }

@@ -20,19 +20,15 @@ from dstrain.batch import Batch
 from dstrain.commands.publish import Publication, list_files, make_card, push_to_hub, write_card
 from dstrain.commands.trained_model import LoadedModel, load_trained_model
 from dstrain.commands.untrusted import check_probe_data, is_precision_enabled
-from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
-from dstrain.models.adapters import expected_warnings_hidden, merge_adapters
-from dstrain.models.folder import find_quantization, read_adapter
+from dstrain.models.adapters import merge_adapters
+from dstrain.models.folder import read_adapter
 from dstrain.models.params import unwrap_peft
 from dstrain.models.quantization import dequantized_weights, preload_bitsandbytes
-from dstrain.models.router_loss import router_logits_disabled
-from dstrain.models.weight_names import describe_name_changes, keep_file_names, list_tensors, read_base_names
-from dstrain.models.weights import save_module
+from dstrain.models.weight_names import describe_name_changes, list_tensors
 from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
-from dstrain.tasks.common.registry import copy_task_files
 from dstrain.tasks.common.task import EXPORT_RECIPE
 from dstrain.training.export_answers import ProbeAnswers, answer_probes, check_answers
 from dstrain.training.export_checks import (
@@ -46,7 +42,7 @@ from dstrain.training.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
-from dstrain.training.generation_config import write_generation_config
+from dstrain.training.export_folder import keep_base_names, write_model_folder
 from dstrain.training.saver import get_free_bytes
 from dstrain.training.state.files import CheckpointReader
 from dstrain.units import format_bytes
@@ -221,7 +217,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
     whole: Any = merge_adapters(model) if merge_lora else model
     if merge_lora:
         check_params_finite(whole)
-    base_names = _keep_base_names(whole, task)
+    base_names = keep_base_names(whole, task)
     _save_model(whole, folder, task, answers, merge_lora, max_shard_size, card)
     notes = describe_name_changes(whole, base_names, list_tensors(folder)) if base_names else []
     return _Expected(
@@ -234,21 +230,6 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool, max_shard
         compute_digests(get_state_tensors(whole)),
         notes,
     )
-
-
-def _keep_base_names(model: Any, task: Task) -> frozenset[str]:
-    """Let a model be saved under the names of its base's files, and return them; empty where there are none to compare.
-
-    Adapters and a task's own classes have names of their own; a quantized base has more tensors.
-    """
-    from transformers import PreTrainedModel
-
-    of_transformers = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
-    names = read_base_names(task.recipe.model)
-    if not names or not of_transformers:
-        return frozenset()
-    keep_file_names(model, names)
-    return names if find_quantization(model.config.to_dict()) is None else frozenset()
 
 
 def _save_model(
@@ -269,23 +250,14 @@ def _save_model(
     _check_disk_space(folder, count_bytes(get_export_tensors(model) if of_a_library else get_state_tensors(model)))
     with _as_checkpoint_error(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
-        if hasattr(model, "save_pretrained"):
-            # transformers cannot generate with a config that asks for them.
-            with router_logits_disabled(unwrap_peft(model)), expected_warnings_hidden():
-                model.save_pretrained(str(folder), **({"max_shard_size": max_shard_size} if of_a_library else {}))
-        else:
-            save_module(model, folder)
-        copy_task_files(task, folder)
-        task.export.save_extras(folder)
-        if answers is not None:
-            write_generation_config(unwrap_peft(model).generation_config, answers.source.tokenizer, folder)
-        recipe = folder / EXPORT_RECIPE
-        recipe.write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
+        tokenizer = None if answers is None else answers.source.tokenizer
+        write_model_folder(model, folder, task, tokenizer, merge_lora, max_shard_size)
         write_card(folder, card)
         # safetensors writes files that only their owner may read; the recipe has the permissions that the umask gives.
+        readable = stat.S_IMODE((folder / EXPORT_RECIPE).stat().st_mode)
         for path in folder.rglob("*"):
             if path.is_file():
-                path.chmod(stat.S_IMODE(recipe.stat().st_mode))
+                path.chmod(readable)
         if of_a_library:
             check_exported_files(folder, get_export_tensors(model))  # taken again: for some families it returns copies
 

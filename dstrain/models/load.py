@@ -151,7 +151,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates some values, and fails with any error on others
-        raise RecipeError(Fault("model.config", _error_reason(error), "correct the value")) from error
+        raise RecipeError(Fault("model.config", error_reason(error), "correct the value")) from error
 
 
 def _undeclared_settings(config_class: type) -> set[str]:
@@ -175,7 +175,7 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False, revisio
         if not Path(name).expanduser().is_dir() or "trust_remote_code" in str(error):
             raise
         cause = error.__cause__
-        reason = _error_reason(cause) if isinstance(cause, Exception) else "unknown"
+        reason = error_reason(cause) if isinstance(cause, Exception) else "unknown"
         if not find_tokenizer_files(Path(name).expanduser()):
             fix = "set model.tokenizer to a folder or hub id that has one"
             raise RecipeError(Fault(key, f"there is no tokenizer in '{name}'", fix)) from error
@@ -197,7 +197,7 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         with log_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
             return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
-        reason = _error_reason(error)
+        reason = error_reason(error)
         if revision is not None and "not a valid git identifier" in str(error):
             problem, fix = f"is '{revision}', which '{name}' does not have", "name a branch, tag or commit of it"
             raise RecipeError(Fault("model.revision", problem, fix)) from error
@@ -234,11 +234,11 @@ def check_hub_reachable(name: str, key: str, revision: str | None = None) -> Non
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:  # the HTTP library differs between versions of huggingface_hub
         fix = "check the network, download it elsewhere into the cache and set HF_HUB_OFFLINE=1, or give a local folder"
-        reason = f"{constants.ENDPOINT} does not answer ({_error_reason(error)})"
+        reason = f"{constants.ENDPOINT} does not answer ({error_reason(error)})"
         raise RecipeError(Fault(key, f"{problem}; {reason}", fix)) from error
 
 
-def _error_reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return a library's error message in one line, with the error's type where the error was not raised on purpose."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -338,7 +338,7 @@ def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConf
         about_attention = isinstance(error, ImportError) or re.search("attention|attn_impl", str(error), re.IGNORECASE)
         if model.attn_implementation != "auto" and about_attention:
             key, fix = "model.attn_implementation", "use another implementation; auto takes one that the family has"
-        raise RecipeError(Fault(key, f"the model cannot be built ({_error_reason(error)})", fix)) from error
+        raise RecipeError(Fault(key, f"the model cannot be built ({error_reason(error)})", fix)) from error
 
 
 def _model_kwargs(model: ModelConfig) -> dict[str, Any]:

@@ -61,6 +61,15 @@ def _has_router_loss(model: torch.nn.Module, coefficient: float | None) -> bool:
     return any(_is_decoder(module, text.model_type) for module in model.modules())
 
 
+def find_router_loss(model: torch.nn.Module) -> tuple[Callable[..., Any], tuple[int, int]]:
+    """Return transformers' function of the model's family, and its numbers of experts of a layer and of a token."""
+    config: Any = model.config
+    found, counts = _find_loss_function(model), _count_experts(config.get_text_config())
+    assert found is not None, "check_router_loss"
+    assert counts is not None, "check_router_loss"
+    return found, counts
+
+
 def _find_loss_function(model: torch.nn.Module) -> Callable[..., Any] | None:
     """Return transformers' function of the model's family: Fedus et al. (arXiv 2101.03961), equations 4 to 6."""
     for module in model.modules():
@@ -89,10 +98,8 @@ class RouterLoss:
         """Ask the model's decoder for the router's logits, and read them after each of its forward passes."""
         config: Any = model.config
         text = config.get_text_config()
-        found, counts = _find_loss_function(model), _count_experts(text)
-        assert found is not None, "check_router_loss"
-        assert counts is not None, "check_router_loss"
-        self.coefficient, self._function, self._counts = coefficient, found, counts
+        self.coefficient = coefficient
+        self._function, self._counts = find_router_loss(model)
         self._model = model
         self._losses: list[torch.Tensor] | None = None
         self._dummy_rows = 0

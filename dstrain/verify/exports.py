@@ -64,7 +64,9 @@ def check_export(shrunk: ShrunkModel) -> CheckResult:
         write_export(task, model, Path(folder) / "export")
         reloaded = reload_export(Path(folder) / "export", shrunk.given.trust_remote_code)
     figure = difference(log_probs_of(reloaded, batch), expected)
-    return judge("export reloaded", figure, SINGLE, "transformers computes something else from the exported folder", "fp32")
+    return judge(
+        "export reloaded", figure, SINGLE, "transformers computes something else from the exported folder", "fp32"
+    )
 
 
 def check_tied_embeddings(shrunk: ShrunkModel) -> CheckResult:
@@ -82,7 +84,9 @@ def check_tied_embeddings(shrunk: ShrunkModel) -> CheckResult:
         write_export(task, model, Path(folder) / "export")
         reloaded = reload_export(Path(folder) / "export", shrunk.given.trust_remote_code)
     if _is_tied(reloaded) != is_tied:
-        problem = f"head and embeddings are {'one matrix' if is_tied else 'two matrices'} here, and not after the export"
+        problem = (
+            f"head and embeddings are {'one matrix' if is_tied else 'two matrices'} here, and not after the export"
+        )
         return CheckResult(check=check, state="failed", reason=problem)
     figure = max(difference(one, other) for one, other in zip(_ends(reloaded), _ends(model), strict=True))
     note = f"head and embeddings are {'one matrix' if is_tied else 'two matrices'}"
@@ -118,7 +122,9 @@ def check_resized_embeddings(shrunk: ShrunkModel) -> CheckResult:
         write_export(task, model, export)
         reloaded = reload_export(export, shrunk.given.trust_remote_code)
         batch = _with_new_tokens(next(single_batches(task, list_rows(task))), size)
-        rows = [(difference(one, other), one.shape[0]) for one, other in zip(_ends(reloaded), _ends(model), strict=True)]
+        rows = [
+            (difference(one, other), one.shape[0]) for one, other in zip(_ends(reloaded), _ends(model), strict=True)
+        ]
         if any(figure or found != size for figure, found in rows):
             problem = "the export's embeddings or head do not have the rows of the added tokens as they were trained"
             return CheckResult(check=check, state="failed", figure=max(figure for figure, _ in rows), reason=problem)
@@ -232,7 +238,10 @@ def compare_headers(
     optional = {name for name in expected.keys() ^ found.keys() if any(name.endswith(part) for part in tied)}
     # A model that predicts tokens leaves out what the base's files hold for other purposes (towers, further heads).
     unread = {name for name in expected.keys() - found.keys() if _is_unread(name, small)}
-    lost, new = sorted(expected.keys() - found.keys() - optional - unread), sorted(found.keys() - expected.keys() - optional)
+    lost, new = (
+        sorted(expected.keys() - found.keys() - optional - unread),
+        sorted(found.keys() - expected.keys() - optional),
+    )
     if lost:
         problems.append(f"the export lacks {first_names(lost)}")
     if new:

@@ -130,9 +130,7 @@ def make_shrunk_model(given: ModelConfig, work: Path) -> ShrunkModel:
             sync_config_with_processor(small, saved)
     _save_model(small, base, folder)
     saved.save_pretrained(str(folder))
-    return ShrunkModel(
-        folder=folder, data=data, given=base, takes_images=is_multimodal(config), tokenizer_note=note
-    )
+    return ShrunkModel(folder=folder, data=data, given=base, takes_images=is_multimodal(config), tokenizer_note=note)
 
 
 def _count_tokens(config: Any, tokenizer: Any) -> int:
@@ -204,7 +202,9 @@ def write_records(folder: Path, with_images: bool) -> None:
     lines: dict[str, list[str]] = {"sft": [], "vlm": [], "dpo": []}
     for index in range(SAMPLES):
         names = _write_images(folder, index) if with_images else []
-        asked = f"{'<image>' * len(names)}How do I mend the {_THINGS[index]}{', and how long does it take' * (index % 3)}?"
+        asked = (
+            f"{'<image>' * len(names)}How do I mend the {_THINGS[index]}{', and how long does it take' * (index % 3)}?"
+        )
         answers = [_draw_answer(draw, steps) for steps in (1 + 5 * (index % 2), 2 + index)]
         prompt, images = [{"role": "user", "content": asked}], {"images": names} if names else {}
         messages = [*prompt, {"role": "assistant", "content": answers[0]}]

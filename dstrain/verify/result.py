@@ -39,7 +39,11 @@ def judge(check: str, figure: float, limit: float, problem: str, note: str = "",
     # `not <=`, so that nan fails too.
     is_wrong = not figure <= limit
     return CheckResult(
-        check=check, state="failed" if is_wrong else state, figure=figure, limit=limit, reason=problem if is_wrong else note
+        check=check,
+        state="failed" if is_wrong else state,
+        figure=figure,
+        limit=limit,
+        reason=problem if is_wrong else note,
     )
 
 

@@ -61,7 +61,9 @@ _LAYER_INDICES = re.compile(
 )
 _VOCABULARY = re.compile(r"vocab_size|vocab_size_per_layer_input|unpadded_vocab_size|text_vocab_size")
 _TOKEN_ID = re.compile(r".*token_(id|index)|.*_patch_id")
-_TOWERS = re.compile(r".*(vision|audio|visual|speech|vit|vq|image|tower|sam|qformer|perceiver|codec|projector|resampler).*")
+_TOWERS = re.compile(
+    r".*(vision|audio|visual|speech|vit|vq|image|tower|sam|qformer|perceiver|codec|projector|resampler).*"
+)
 """Names of configs inside a config that are not those of the text model."""
 
 
@@ -190,14 +192,20 @@ def _keep_ratios(small: dict[str, Any], values: Mapping[str, Any]) -> None:
         small["linear_num_value_heads"] = 2 * min(answers // keys, 2)
     if isinstance(values.get("qk_rope_head_dim"), int) and isinstance(values.get("qk_nope_head_dim"), int):
         small["qk_head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]
-        same = next((name for name in ("qk_head_dim", "qk_rope_head_dim") if values.get(name) == values.get("head_dim")), None)
+        same = next(
+            (name for name in ("qk_head_dim", "qk_rope_head_dim") if values.get(name) == values.get("head_dim")), None
+        )
         if same and "head_dim" in values:
             small["head_dim"] = small[same]
     if isinstance(values.get("attention_hidden_size"), int) and isinstance(values.get("attention_head_dim"), int):
         small["attention_hidden_size"] = values["attention_hidden_size"] * WIDTH // values["hidden_size"]
         small["attention_head_dim"] = small["attention_hidden_size"] // small["num_attention_heads"]
     expand = next((values[name] for name in ("mamba_expand", "expand") if isinstance(values.get(name), int)), None)
-    for heads, width in (("mamba_n_heads", "mamba_d_head"), ("num_heads", "head_dim"), ("n_mamba_heads", "mamba_headdim")):
+    for heads, width in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("num_heads", "head_dim"),
+        ("n_mamba_heads", "mamba_headdim"),
+    ):
         if expand and heads in values and isinstance(values.get(width), int) and "hidden_size" in small:
             small[heads] = expand * small["hidden_size"] // small[width]
     if "mamba_d_ssm" in values:

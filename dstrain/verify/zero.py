@@ -86,7 +86,9 @@ def _batches_of_rank(task: Task, world: World) -> list[Batch]:
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every trained parameter, whole, in fp64. Collective."""
     with gathered(model.parameters()):
-        return {name: one.detach().double().cpu().clone() for name, one in model.named_parameters() if one.requires_grad}
+        return {
+            name: one.detach().double().cpu().clone() for name, one in model.named_parameters() if one.requires_grad
+        }
 
 
 @contextlib.contextmanager

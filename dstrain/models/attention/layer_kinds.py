@@ -234,7 +234,10 @@ class ModuleSource:
         if not all(_hands_on_keywords(call) for call in calls):
             return "does not hand its arguments on to the attention function"
         stored = {node.id for node in self._nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        handed_on = {_name(argument) for call in calls for argument in call.args}
+        arguments = [
+            argument for call in calls for argument in (*call.args, *(keyword.value for keyword in call.keywords))
+        ]
+        handed_on = {_name(argument) for argument in arguments}
         changed = sorted(name for name in handed_on & stored if "mask" in name)
         return f"changes its mask ({', '.join(changed)})" if changed else None
 

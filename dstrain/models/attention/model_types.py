@@ -69,10 +69,6 @@ def layer_unsupported_reason(config: Any) -> str | None:
     return None
 
 
-PADDING_READERS = ("rwkv", "minimax")
-"""Model types whose state no cache of transformers keeps, and which let padding on the left into it."""
-
-
 def length_limit(config: Any) -> tuple[str, int] | None:
     """Return (type, N) of rotary frequencies that change for a whole batch if one of its rows has more than N tokens."""
     text = config.get_text_config()
@@ -89,10 +85,13 @@ def length_limit(config: Any) -> tuple[str, int] | None:
 
 
 def needs_equal_prompt_lengths(config: Any) -> bool:
-    """Return whether an answer depends on the padding of its prompt, or on longer prompts beside it."""
-    text = config.get_text_config()
-    reads_padding = text.model_type in PADDING_READERS or bool(read_layer_kinds(text.model_type).reads_padding)
-    return reads_padding or length_limit(config) is not None
+    """Return whether an answer may depend on the padding of its prompt, or on longer prompts beside it.
+
+    Layers of unknown kinds may let padding on the left into a state (RWKV, xLSTM, MiniMax's lightning attention), or
+    count positions from the start of the padded row (TrOCR).
+    """
+    kinds = read_layer_kinds(config.get_text_config().model_type)
+    return kinds.unknown is not None or bool(kinds.reads_padding) or length_limit(config) is not None
 
 
 def _rope_types(parameters: dict[str, Any]) -> list[str]:

@@ -36,7 +36,13 @@ EXACT, SINGLE = 1e-6, 1e-5
 """Greatest difference in fp64, and of models that compute in fp32 whatever the weights are."""
 MADE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8}},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * 2,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},

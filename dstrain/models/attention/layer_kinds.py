@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,7 +22,8 @@ CAUSAL_MASKS = frozenset(
 """Functions of transformers' masking_utils whose masks follow from the groups of a packed row."""
 EXTRA_MASKS = frozenset({"or_mask_function", "and_mask_function", "block_sequence_ids"})
 """Arguments of theirs that let tokens attend to later ones, such as those of the same image."""
-BOTH_WAYS = "use_bidirectional_attention"
+TEXT_GUARDS = ("use_bidirectional_attention", "token_type_ids is not None")
+"""Conditions for them that hold in no pass of a text model: `attends_both_ways` reads the setting, and no text has types."""
 WINDOW_MASKS = frozenset({"create_sliding_window_causal_mask", "create_masks_for_generate"})
 STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 """Methods of transformers' caches that keep the state of a recurrent layer or a short convolution."""
@@ -43,6 +44,8 @@ class LayerKinds:
     """Classes that call transformers' attention functions."""
     recurrent: tuple[str, ...] = ()
     """Classes that keep a state in the cache: linear attention, state-space models, short convolutions."""
+    without_arguments: tuple[str, ...] = ()
+    """Those of both kinds that do not get the arguments of the pass from the layer around them."""
     unknown: str | None = None
     """Which class mixes tokens in another way, and how; None: no class does."""
     window_without_mask: str | None = None
@@ -76,14 +79,22 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
     if not mixers:
         return LayerKinds(unknown=f"no layer of {class_name} calls transformers' attention functions")
     head = classes.get(_auto_table("modeling_auto.py", CAUSAL_TABLE).get(model_type, ""))
+    without_arguments: set[str] = set()
     for module in [*modules, *([] if head is None else [head])]:
-        problem = module.mixing_problem() or module.argument_problem(classes, mixers)
+        problem = module.mixing_problem()
+        for call in module.incomplete_calls(classes, mixers):
+            called = module.called_classes(call, classes)
+            if called <= mixers and module.takes_keywords and all(classes[name].takes_keywords for name in called):
+                without_arguments |= called
+            else:
+                problem = problem or f"does not hand its arguments on to {ast.unparse(call.func)}"
         if problem is not None:
             return LayerKinds(unknown=f"{module.name} {problem}")
     if attention and not classes[class_name].takes("position_ids"):
         return LayerKinds(unknown=f"{class_name} takes no positions")
     return LayerKinds(
         attention=tuple(attention), recurrent=tuple(module.name for module in recurrent),
+        without_arguments=tuple(sorted(without_arguments)),
         window_without_mask=_find_unmasked_window(modules),
         reads_padding=tuple(module.name for module in recurrent if not module.takes("attention_mask")),
         takes_lengths=tuple(module.name for module in recurrent if module.takes_lengths),
@@ -104,7 +115,7 @@ def find_wrapper_problem(model_type: str) -> str | None:
         return f"transformers has no model of type {model_type} that takes images"
     model, head = classes[class_name], classes[head_name]
     for module in (model, head):
-        problem = module.mask_problem()
+        problem = module.mask_problem(guards=())
         if problem is not None:
             return f"{module.name} {problem}"
     for module, callee in ((head, model.name), (model, "text_config")):
@@ -155,6 +166,12 @@ class ModuleSource:
         """Return whether `forward` has this argument."""
         forward = self.methods.get("forward")
         return forward is not None and argument in {one.arg for one in (*forward.args.args, *forward.args.kwonlyargs)}
+
+    @property
+    def takes_keywords(self) -> bool:
+        """Return whether `forward` takes any further argument, as `**kwargs`."""
+        forward = self.methods.get("forward")
+        return forward is not None and forward.args.kwarg is not None
 
     def children(self, classes: dict[str, ModuleSource]) -> set[str]:
         """Return the classes of the file that the constructor names."""
@@ -212,28 +229,27 @@ class ModuleSource:
             return "has a convolution over tokens whose state no cache keeps"
         return self.mask_problem()
 
-    def argument_problem(self, classes: dict[str, ModuleSource], mixers: Set[str]) -> str | None:
-        """Return which module with attention or a recurrence inside does not get all arguments of the pass, or None.
-
-        A recurrent module need not: it gets the groups from the module that calls it.
-        """
+    def incomplete_calls(self, classes: dict[str, ModuleSource], mixers: Set[str]) -> list[ast.Call]:
+        """Return the calls of modules with one of the mixers inside that do not hand on all arguments of the pass."""
         handing_on = {ast.unparse(call.func) for call in self.calls if _hands_on_keywords(call)}
+        incomplete = []
         for call in self.calls:
-            called = self._called_classes(call, classes)
-            inside = {name for child in called for name in _reachable(classes, child)}
-            needs_groups = any(not classes[name].is_recurrent for name in called) and bool(inside & mixers)
+            inside = {name for child in self.called_classes(call, classes) for name in _reachable(classes, child)}
             callee, has_mask = ast.unparse(call.func), any("mask" in name for name in _argument_names(call))
             # A call without a mask beside one with all arguments is that of another kind of layer under the same name.
             is_complete = _hands_on_keywords(call) or (callee in handing_on and not has_mask)
-            if needs_groups and not is_complete and "cross" not in callee:
-                return f"does not hand its arguments on to {callee}"
-        return None
+            if inside & mixers and not is_complete and "cross" not in callee:
+                incomplete.append(call)
+        return incomplete
 
     def _attention_problem(self) -> str | None:
         calls = [call for call in self.calls if _called_name(call) == "attention_interface"]
         if not all(_hands_on_keywords(call) for call in calls):
             return "does not hand its arguments on to the attention function"
-        stored = {node.id for node in self._nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        assignments = [
+            node for node in self._nodes if isinstance(node, ast.Assign) and "encoder" not in _name(node.value)
+        ]
+        stored = {_name(target) for assignment in assignments for target in assignment.targets}
         arguments = [
             argument for call in calls for argument in (*call.args, *(keyword.value for keyword in call.keywords))
         ]
@@ -252,8 +268,11 @@ class ModuleSource:
         bodies = [_without_docstring(source.methods.get(name)) for source in (self, other)]
         return bodies[0] == bodies[1] != ""
 
-    def mask_problem(self) -> str | None:
-        """Return which mask lets tokens attend to others than earlier ones, or None."""
+    def mask_problem(self, guards: Sequence[str] = TEXT_GUARDS) -> str | None:
+        """Return which mask lets tokens attend to others than earlier ones, or None.
+
+        `guards`: conditions for such masks that never hold.
+        """
         assignments = [node for node in self._nodes if isinstance(node, ast.Assign)]
         of_encoder = [
             node for node in assignments if "encoder" in _name(node.targets[0])
@@ -262,8 +281,9 @@ class ModuleSource:
         others = sorted(name for name in names if re.fullmatch("create_.*mask.*", name) and name not in CAUSAL_MASKS)
         if others:
             return f"has masks of another kind ({', '.join(others)})"
-        both_ways = [node for node in self._nodes if isinstance(node, ast.If) and BOTH_WAYS in ast.unparse(node.test)]
-        checked = {part for node in both_ways for part in ast.walk(node)}  # `attends_both_ways` reads that setting
+        conditions = [node for node in self._nodes if isinstance(node, ast.If)]
+        both_ways = [node for node in conditions if any(name in ast.unparse(node.test) for name in guards)]
+        checked = {part for node in both_ways for part in ast.walk(node)}
         for node in self._nodes:
             for argument in EXTRA_MASKS:
                 is_key = isinstance(node, ast.Constant) and node.value == argument
@@ -272,7 +292,7 @@ class ModuleSource:
                     return f"lets tokens attend to later ones ({argument})"
         return None
 
-    def _called_classes(self, call: ast.Call, classes: dict[str, ModuleSource]) -> set[str]:
+    def called_classes(self, call: ast.Call, classes: dict[str, ModuleSource]) -> set[str]:
         """Return the classes of the module that a call runs; none for functions.
 
         The call is `self.attention(...)`, or `layer(...)` in a loop through `self.layers`.
@@ -372,9 +392,12 @@ def _self_attribute(node: ast.AST) -> str:
 def _find_classes(model_type: str) -> tuple[str, dict[str, ModuleSource]]:
     """Return the class of a type's text model, and the classes of the file that defines it; "" and {} without one."""
     modules = _auto_table("auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
-    for table in (MODEL_TABLE, CAUSAL_TABLE):
-        types = _auto_table("modeling_auto.py", table)
-        class_name = types.get(model_type, "")
+    config_class = _auto_table("auto_mappings.py", "CONFIG_MAPPING_NAMES").get(model_type, "")
+    for table in (MODEL_TABLE, CAUSAL_TABLE, None):
+        types = {} if table is None else _auto_table("modeling_auto.py", table)
+        # The text models of some families are in no table.
+        by_config = f"{config_class.removesuffix('Config')}Model" if table is None and config_class else ""
+        class_name = types.get(model_type, by_config)
         # Some types are other names of one class, such as exaone of Llama's, and have no file.
         aliases = [name for name, value in types.items() if value == class_name and class_name]
         for name in [model_type, *aliases]:

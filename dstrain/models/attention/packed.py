@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
@@ -183,10 +183,42 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
             part.set_attn_implementation(EAGER)
         elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
             AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
-        enable_packed_recurrence(part, read_layer_kinds(part.config.model_type))
+        kinds = read_layer_kinds(part.config.model_type)
+        enable_packed_recurrence(part, kinds)
+        _hand_on_groups(part, kinds.without_arguments)
         has_layers = isinstance(getattr(part, "layers", None), torch.nn.ModuleList)  # a text model without a head
         if has_layers and share_decoder_inputs not in part._forward_pre_hooks.values():
             part.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)
+
+
+def _hand_on_groups(model: torch.nn.Module, class_names: Collection[str]) -> None:
+    """Let modules of these classes get the groups of the module that calls them. Idempotent.
+
+    A layer that is recomputed gets its arguments again, so that the groups are those of its pass.
+    """
+    for owner in [*model.modules()]:
+        for child in owner.children():
+            has_hook = any(isinstance(hook, _GroupsOfOwner) for hook in child._forward_pre_hooks.values())
+            if type(child).__name__ in class_names and not has_hook:
+                hook = _GroupsOfOwner()
+                owner.register_forward_pre_hook(hook.keep, with_kwargs=True)
+                child.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _GroupsOfOwner:
+    """Forward pre-hook of a module that does not get the arguments of the module around it."""
+
+    def __init__(self) -> None:
+        self.layout: PackedLayout | None = None
+
+    def keep(self, owner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module around it."""
+        self.layout = kwargs.get("packed_groups")
+
+    def __call__(
+        self, child: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs if self.layout is None else {**kwargs, "packed_groups": self.layout}
 
 
 def has_packed_attention(model: torch.nn.Module) -> bool:

@@ -93,8 +93,6 @@ class PackedRecurrence:
         names = [*inspect.signature(type(layer).forward).parameters]
         self.input_name = names[1]
         self.cache_name = next(name for name in names if name in CACHE_NAMES)
-        self.layout: PackedLayout | None = None
-        """Groups of the pass under way, for layers whose decoder does not hand them on."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the layer; of a packed row (1, T, H), in calls of sequences of similar length.
@@ -102,7 +100,7 @@ class PackedRecurrence:
         Rows are padded on the right, which no token before it reads. A prefix is a call of its own, since the state
         behind its last token starts all branches; a layer that cannot begin in a state reads [prefix; branch] again.
         """
-        layout = kwargs.pop("packed_groups", self.layout)
+        layout: PackedLayout | None = kwargs.pop("packed_groups", None)
         if layout is None:
             return self.base(hidden_states, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in (self.cache_name, "attention_mask")}
@@ -194,18 +192,8 @@ def group_by_length(segments: Sequence[Segment], length: Callable[[Segment], int
 
 def enable_packed_recurrence(model: torch.nn.Module, kinds: LayerKinds) -> None:
     """Let the recurrent layers of a text model read packed rows. Idempotent."""
-    for owner in [*model.modules()]:
-        for layer in owner.children():
-            name = type(layer).__name__
-            if name in kinds.recurrent and not isinstance(vars(layer).get("forward"), PackedRecurrence):
-                recurrence = PackedRecurrence(layer, kinds)
-                layer.forward = recurrence
-                layer.register_forward_pre_hook(recurrence.place_input, with_kwargs=True)
-                owner.register_forward_pre_hook(_make_hand_on(recurrence), with_kwargs=True)
-
-
-def _make_hand_on(recurrence: PackedRecurrence) -> Callable[..., None]:
-    def hand_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recurrence.layout = kwargs.get("packed_groups")
-
-    return hand_on
+    for layer in model.modules():
+        is_recurrent = type(layer).__name__ in kinds.recurrent
+        if is_recurrent and not isinstance(vars(layer).get("forward"), PackedRecurrence):
+            layer.forward = PackedRecurrence(layer, kinds)
+            layer.register_forward_pre_hook(layer.forward.place_input, with_kwargs=True)

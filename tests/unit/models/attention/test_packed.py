@@ -145,7 +145,7 @@ REFUSED = {
     "llama4_text": ({}, r"Llama4TextModel has masks of another kind \(create_chunked_causal_mask\)"),
     "deepseek_v32": ({}, r"DeepseekV32Attention changes its mask \(attention_mask\)"),
     "falcon": ({}, r"no layer of FalconModel calls transformers' attention functions"),
-    "stablelm": ({}, r"StableLmDecoderLayer does not hand its arguments on to self\.self_attn"),
+    "mamba": ({}, r"MambaModel does not hand its arguments on to mixer_block"),
     "recurrent_gemma": ({}, r"RecurrentGemmaRecurrentBlock has a convolution over tokens whose state no cache keeps"),
     "bert": ({}, r"BertModel has masks of another kind \(create_bidirectional_mask\)"),
     "t5": ({}, r"t5 attends in both directions in its encoder"),

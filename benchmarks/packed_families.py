@@ -37,7 +37,7 @@ EXACT, SINGLE = 1e-6, 1e-5
 MADE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "cohere_compass_text": {
         "layer_types": ["full_attention"] * 2,
         "num_hidden_layers": 2,

@@ -300,7 +300,12 @@ def test_auto_packs_where_nothing_is_in_the_way() -> None:
     ("task", "changes", "reason"),
     [
         ("sft", {"batch": {"packing": False}}, "batch.packing is false"),
-        ("sft", {"model": {"config": GPT2}}, "batches are padded, not packed: GPT2Attention changes its mask"),
+        (
+            "sft",
+            {"model": {"config": family("falcon")}},
+            "batches are padded, not packed: no layer of FalconModel calls",
+        ),
+        ("sft", {"model": {"config": family("qwen3_next")}}, "Qwen3NextGatedDeltaNet reads a sequence token by token"),
         ("sft", {"parallel": {"sequence": 3}}, r"has 4 attention heads, which 3 processes cannot share evenly; 2 or 4"),
         ("sft", {"model": {"config": family("mixtral"), "router_aux_loss_coef": 0.01}}, "the loss of a router"),
         ("protein", {}, "task protein has no packed batches"),

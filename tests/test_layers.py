@@ -23,6 +23,7 @@ LAYERS = (
     ("tasks.docqa", "tasks.protein", "tasks.temporal"),
     ("planner",),
     ("training",),
+    ("verify",),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -290,6 +290,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dstrain doctor",
         "dstrain doctor --hostfile hosts --run-dir /shared/runs --json",
     ),
+    "dstrain verify": (
+        "dstrain verify /models/Qwen3-8B",
+        "dstrain verify Qwen/Qwen3-8B --output verify.html",
+    ),
     "dstrain selftest": (
         "dstrain selftest",
         "dstrain selftest --preset zero3_offload --keep selftest",

@@ -29,7 +29,14 @@ def check_lora(shrunk: ShrunkModel) -> CheckResult:
     model: Any = build_exact_model(task)
     batch = task.collate(examples_of(task))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    limit, precision = exact_limit(model, batch)
     plain = log_probs_of(model, batch)
+    _draw_adapters(model)
+    change = difference(log_probs_of(model, batch), plain)
+    if change < CHANGED:
+        problem = "the forward pass does not apply the adapters"
+        return CheckResult(check=check, state="failed", figure=change, reason=problem)
+    model.load_state_dict(before, strict=False)
     engine = TorchEngine(
         TrainModule(task, model), build_param_groups(model, task.recipe.optim), task.recipe.optim, torch.device("cpu")
     )
@@ -38,12 +45,7 @@ def check_lora(shrunk: ShrunkModel) -> CheckResult:
         return CheckResult(check=check, state="failed", reason=problem)
     _draw_adapters(model)
     model.eval()
-    limit, precision = exact_limit(model, batch)
     adapted = log_probs_of(model, batch)
-    change = difference(adapted, plain)
-    if change < CHANGED:
-        problem = "the adapters are trained, and the forward pass does not apply them"
-        return CheckResult(check=check, state="failed", figure=change, reason=problem)
     merged = log_probs_of(merge_adapters(model), batch)
     problem = "the merged model computes something else than the base with its adapters"
     return judge(check, difference(merged, adapted), limit, problem, precision)

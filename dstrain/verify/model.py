@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,14 +21,16 @@ from dstrain.models.load import error_reason, load_model, read_config, read_toke
 from dstrain.models.processors import (
     PROCESSOR_BUILDERS,
     build_processor,
+    count_special_tokens,
     is_multimodal,
     read_processor,
     sync_config_with_processor,
 )
 from dstrain.models.weight_names import keep_file_names, read_base_names
-from dstrain.models.weights import load_report_disabled
+from dstrain.models.weights import load_report_disabled, open_tensors
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
+from dstrain.units import format_count
 from dstrain.verify.shrink import shrink_config
 
 VOCABULARY = 320
@@ -64,6 +67,7 @@ class ShrunkModel:
             "tiled_mlp": False,
             "router_aux_loss_coef": 0.0,
             "trust_remote_code": self.given.trust_remote_code,
+            "attn_implementation": self.given.attn_implementation,
         }
         recipe: dict[str, Any] = {
             "task": name,
@@ -78,6 +82,14 @@ class ShrunkModel:
         for section, values in changes.items():
             recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
         return make_task(RunConfig.model_validate(recipe))
+
+    def describe(self) -> str:
+        """Return how many layers and parameters it has, and whose tokenizer."""
+        weights = open_tensors(sorted(self.folder.glob("*.safetensors"))).values()
+        count, text = sum(math.prod(tensor.shape) for tensor in weights), self.config.get_text_config()
+        own = "processor" if self.takes_images else "tokenizer"
+        note = self.tokenizer_note or f"the model's own {own}"
+        return f"{text.num_hidden_layers} layers of width {text.hidden_size}, {format_count(count)} weights; {note}"
 
     @cached_property
     def config(self) -> Any:
@@ -130,7 +142,11 @@ def make_shrunk_model(given: ModelConfig, work: Path) -> ShrunkModel:
             sync_config_with_processor(small, saved)
     _save_model(small, base, folder)
     saved.save_pretrained(str(folder))
-    return ShrunkModel(folder=folder, data=data, given=base, takes_images=is_multimodal(config), tokenizer_note=note)
+    shrunk = ShrunkModel(folder=folder, data=data, given=base, takes_images=is_multimodal(config), tokenizer_note=note)
+    checks = shrunk.task().checks
+    checks.required_keys()
+    checks.run()
+    return shrunk
 
 
 def _count_tokens(config: Any, tokenizer: Any) -> int:
@@ -162,8 +178,10 @@ def _find_processor(given: ModelConfig, config: Any) -> tuple[Any, Any, str]:
         if is_multimodal(config) and config.model_type not in PROCESSOR_BUILDERS:
             raise
         fault = error.faults[0]
-    tokenizer = train_tokenizer(list(_iter_texts()), VOCABULARY)
-    note = f"a tokenizer made here is used: {fault.problem}"
+    size = min(VOCABULARY, config.get_text_config().vocab_size)
+    added = count_special_tokens(config) if is_multimodal(config) else 0
+    tokenizer = train_tokenizer(list(_iter_texts()), size - added)
+    note = f"a tokenizer made here: {fault.problem}"
     if not is_multimodal(config):
         return tokenizer, tokenizer, note
     return build_processor(config, tokenizer), tokenizer, note

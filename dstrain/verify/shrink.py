@@ -118,7 +118,7 @@ def _find_layers(model: torch.nn.Module, number: int) -> Sequence[torch.nn.Modul
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == number]
     if not lists:
         return []
-    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))  # type: ignore[return-value]
+    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
 def _rebuild(config: PretrainedConfig, values: Mapping[str, Any]) -> PretrainedConfig:
@@ -239,6 +239,12 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
     return parts
 
 
+def _count_items(name: str, value: Any) -> int:
+    """Return of how many layers a setting speaks: a list with an item of each, or a text with a letter of each."""
+    is_text = isinstance(value, str) and name.endswith("pattern")
+    return len(value) if is_text or isinstance(value, list) else 0
+
+
 def _cut_layers(values: Mapping[str, Any], layers: int, before: int | None = None) -> dict[str, Any]:
     """Return the settings with so many layers; `before`: layers of the text model, None: those that are named here."""
     counts = [value for name, value in values.items() if _LAYERS.fullmatch(name) and isinstance(value, int)]
@@ -257,7 +263,7 @@ def _cut_layers(values: Mapping[str, Any], layers: int, before: int | None = Non
             cut[name] = kept if before is not None else [*range(len(value))][:layers] if value else value
         elif _LAYER_INDICES.fullmatch(name) and isinstance(value, int) and before is None:
             cut[name] = value if value < 0 else min(value, layers - 1)
-        elif (isinstance(value, list) and len(value) == own > 1) or (isinstance(value, str) and len(value) == own > 1):
+        elif _count_items(name, value) == own > 1:
             cut[name] = value[:layers]
         elif name == "num_kv_shared_layers" and isinstance(value, int) and value:
             cut[name] = min(value, layers // 2)

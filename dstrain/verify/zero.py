@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import subprocess
 import sys
@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.batch import Batch
-from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import World, joined_world
-from dstrain.errors import RunError
+from dstrain.files import parse_json
 from dstrain.launch.command import free_port, host_environment
 from dstrain.models.params import build_param_groups, gathered, zero3_init
+from dstrain.models.weights import disable_transformers_logging, open_tensors
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.process_setup import PARENT_ENV
 from dstrain.tasks import Task, make_task
@@ -34,24 +35,34 @@ from dstrain.verify.model import SAMPLES, ShrunkModel, examples_of
 from dstrain.verify.result import SINGLE, CheckResult, distance, judge
 
 STAGES = (2, 3)
-PROCESSES, STEPS, LR = 2, 2, 0.5
-TIMEOUT_SECONDS = 150.0
+PROCESSES, STEPS = 2, 2
+STEP_SHARE = 0.05
+"""Learning rate as a part of the norm of the weights: the update has to be large beside their rounding."""
+TIMEOUT_SECONDS = 300.0
 RECIPE_FILE = "zero.json"
 WEIGHTS_FILE = "zero{stage}.safetensors"
 
 
 def check_zero(shrunk: ShrunkModel) -> list[CheckResult]:
     """Weights after two steps with ZeRO 2 and 3 are those after two steps of plain PyTorch."""
-    task = shrunk.task()
-    work = shrunk.folder.parent
-    (work / RECIPE_FILE).write_text(task.recipe.model_dump_json(), encoding="utf-8")
+    task, work = write_recipe(shrunk), shrunk.folder.parent
     with _started_processes(work) as processes:
-        expected = _plain_updates(task)  # while the processes import DeepSpeed
+        expected = plain_updates(task)  # while the processes import DeepSpeed
         problem = _wait(processes, work)
-    return [_compare(work, stage, expected, problem) for stage in STAGES]
+    return [compare_updates(work, stage, expected, problem) for stage in STAGES]
 
 
-def _compare(work: Path, stage: int, expected: Mapping[str, torch.Tensor], problem: str) -> CheckResult:
+def write_recipe(shrunk: ShrunkModel) -> Task:
+    """Write the recipe of the steps for the other processes; return its task."""
+    tensors = open_tensors(sorted(shrunk.folder.glob("*.safetensors"))).values()
+    norm = math.sqrt(sum(float(tensor.read().float().square().sum()) for tensor in tensors))
+    task = shrunk.task(optim={"lr": STEP_SHARE * norm})
+    (shrunk.folder.parent / RECIPE_FILE).write_text(task.recipe.model_dump_json(), encoding="utf-8")
+    return task
+
+
+def compare_updates(work: Path, stage: int, expected: Mapping[str, torch.Tensor], problem: str) -> CheckResult:
+    """Return the result of a stage. `problem`: why a process failed; empty where none did."""
     check, file = f"ZeRO {stage}", work / WEIGHTS_FILE.format(stage=stage)
     if not file.is_file():
         return CheckResult(check=check, state="failed", reason=problem or "no process has written its weights")
@@ -60,7 +71,7 @@ def _compare(work: Path, stage: int, expected: Mapping[str, torch.Tensor], probl
     return judge(check, figure, SINGLE, wrong, f"fp32; {PROCESSES} processes, {STEPS} steps, gloo")
 
 
-def _plain_updates(task: Task) -> dict[str, torch.Tensor]:
+def plain_updates(task: Task) -> dict[str, torch.Tensor]:
     """Return what two steps of plain PyTorch add to each parameter."""
     module = build_train_module(task)
     groups = build_param_groups(module.model, task.recipe.optim)
@@ -73,7 +84,7 @@ def _take_steps(task: Task, engine: Any) -> dict[str, torch.Tensor]:
     before = _weights(model)
     batches = _batches_of_rank(task, engine.world)
     for _ in range(STEPS):
-        engine.step(batches, lr=LR)
+        engine.step(batches, lr=task.recipe.optim.lr)
     return {name: value - before[name] for name, value in _weights(model).items()}
 
 
@@ -134,16 +145,15 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip() if lines else "it printed nothing"
 
 
-def run_rank(work: Path) -> None:
-    """Take the steps of this process with each stage; rank 0 writes the updates. Collective."""
-    recipe = RunConfig.model_validate(json.loads((work / RECIPE_FILE).read_text(encoding="utf-8")))
+def write_updates(work: Path, world: World) -> None:
+    """Take the steps of this process with each stage; rank 0 writes what they add to the weights. Collective."""
+    recipe = RunConfig.model_validate(parse_json((work / RECIPE_FILE).read_bytes()))
     task = make_task(recipe)
-    with joined_world(torch.device("cpu"), timedelta(seconds=TIMEOUT_SECONDS)) as world:
-        for stage in STAGES:
-            updates = _take_steps(task, _make_engine(task, stage, world))
-            if world.rank == 0:
-                save_file(updates, work / WEIGHTS_FILE.format(stage=stage))
-            world.barrier()
+    for stage in STAGES:
+        updates = _take_steps(task, _make_engine(task, stage, world))
+        if world.rank == 0:
+            save_file(updates, work / WEIGHTS_FILE.format(stage=stage))
+        world.barrier()
 
 
 def _make_engine(task: Task, stage: int, world: World) -> DeepSpeedEngine:
@@ -160,8 +170,8 @@ def _make_engine(task: Task, stage: int, world: World) -> DeepSpeedEngine:
 
 if __name__ == "__main__":
     from dstrain.launch.worker import exit_with_parent
-    from dstrain.models.weights import disable_transformers_logging
 
     exit_with_parent()
-    with disable_transformers_logging(progress_bar=True):
-        run_rank(Path(sys.argv[1]))
+    patience = timedelta(seconds=TIMEOUT_SECONDS)
+    with disable_transformers_logging(progress_bar=True), joined_world(torch.device("cpu"), patience) as joined:
+        write_updates(Path(sys.argv[1]), joined)

@@ -14,8 +14,8 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import first_names
-from dstrain.models.folder import find_quantization, resolve_base_model
-from dstrain.models.weight_names import INDEX_FILE, list_tensors
+from dstrain.models.folder import find_quantization
+from dstrain.models.weight_names import HEADS, INDEX_FILE, list_tensors
 from dstrain.models.weights import find_cached_config, open_tensors
 from dstrain.tasks import Task
 from dstrain.training.build_model import build_model
@@ -162,15 +162,28 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_base_headers(given: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of the user's model; empty where only its config is here."""
-    base = resolve_base_model(given)
-    folder = Path(str(base.path)).expanduser()
-    if not folder.is_dir():
-        config = find_cached_config(str(base.path), base.revision)
-        if config is None:
-            return {}
-        folder = config.parent
-    return read_headers(folder)
+    """Return the tensors of the user's model; empty where only its config can be read."""
+    name, revision = str(given.path), given.revision
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return read_headers(folder)
+    cached = find_cached_config(name, revision)
+    found = {} if cached is None else read_headers(cached.parent)
+    return found or _read_hub_headers(name, revision)
+
+
+def _read_hub_headers(name: str, revision: str | None) -> dict[str, StoredTensor]:
+    """Return the tensors of a repository from the headers of its files; empty where the Hub does not give them."""
+    from huggingface_hub import constants, get_safetensors_metadata
+
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    try:
+        files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
+    except Exception:  # no network, no safetensors: the HTTP library's errors differ between versions
+        return {}
+    tensors = [item for file in files for item in file.tensors.items()]
+    return {name: StoredTensor(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
 
 
 def check_names(shrunk: ShrunkModel) -> CheckResult:
@@ -185,8 +198,12 @@ def check_names(shrunk: ShrunkModel) -> CheckResult:
         write_export(task, model, Path(folder) / "export")
         found = read_headers(Path(folder) / "export")
     own_save, original = read_headers(shrunk.folder), read_base_headers(shrunk.given)
-    place = str(resolve_base_model(shrunk.given).path)
-    config = AutoConfig.from_pretrained(str(Path(place).expanduser()), trust_remote_code=shrunk.given.trust_remote_code)
+    place = str(shrunk.given.path)
+    config = AutoConfig.from_pretrained(
+        str(Path(place).expanduser()),
+        revision=shrunk.given.revision,
+        trust_remote_code=shrunk.given.trust_remote_code,
+    )
     quantization = find_quantization(config.to_dict())
     if original and quantization is None:
         expected, source = map_to_small(original, own_save), f"the {len(original)} tensors of {place}"
@@ -236,6 +253,8 @@ def compare_headers(
     """
     problems = []
     optional = {name for name in expected.keys() ^ found.keys() if any(name.endswith(part) for part in tied)}
+    # A model that scores has another head than one that predicts tokens.
+    optional |= {name for name in found.keys() - expected.keys() if {*HEADS} & {*name.split(".")}}
     # A model that predicts tokens leaves out what the base's files hold for other purposes (towers, further heads).
     unread = {name for name in expected.keys() - found.keys() if _is_unread(name, small)}
     lost, new = (

@@ -132,7 +132,7 @@ def make_shrunk_model(given: ModelConfig, work: Path) -> ShrunkModel:
     saved, tokenizer, note = _find_processor(given, config)
     # Never above the model's own: its ids of special tokens are within.
     size = _count_tokens(config, tokenizer) if not note else len(tokenizer)
-    small = shrink_config(config, auto_class_of(config), size)
+    small = shrink_config(config, auto_class_of(config), size, given.trust_remote_code)
     if note:
         if saved is tokenizer:
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -190,9 +190,9 @@ def _find_processor(given: ModelConfig, config: Any) -> tuple[Any, Any, str]:
 def _save_model(config: Any, base: ModelConfig, folder: Path) -> None:
     """Save a model with random weights as its family's files are: their names and dtypes. Raises RecipeError."""
     auto_class = auto_class_of(config)
-    wanted = getattr(config, "dtype", None) or torch.float32
+    wanted, trust = getattr(config, "dtype", None) or torch.float32, base.trust_remote_code
     try:
-        model: Any = load_model(auto_class, ModelConfig(config={}), config, SEED)
+        model: Any = load_model(auto_class, ModelConfig(config={}, trust_remote_code=trust), config, SEED)
     except RecipeError:
         raise
     except Exception as error:  # any error of the family's code
@@ -206,7 +206,7 @@ def _save_model(config: Any, base: ModelConfig, folder: Path) -> None:
     # transformers alone knows which parameters of a family stay in fp32: it reads the weights in the wanted dtype.
     with load_report_disabled():
         model.save_pretrained(str(folder))
-        model = auto_class.from_pretrained(str(folder), dtype=wanted)
+        model = auto_class.from_pretrained(str(folder), dtype=wanted, trust_remote_code=trust)
     if names := read_base_names(base):
         keep_file_names(model, names)
     for file in folder.glob("*.safetensors*"):

@@ -141,8 +141,8 @@ def check_padded_rows(shrunk: ShrunkModel) -> CheckResult:
 def check_packed_rows(shrunk: ShrunkModel) -> CheckResult:
     """Sequences of one packed row do not see each other; a family that is not packed has padded batches."""
     task: Any = shrunk.task()
-    reason = packing_unsupported_reason(shrunk.config, shares_prefixes=False)
-    if reason is not None and not task.packing.is_packed:
+    if not task.packing.is_packed:
+        reason = packing_unsupported_reason(shrunk.config, shares_prefixes=False) or task.packing.message
         return CheckResult(check="packed rows", state="padded", reason=reason)
     return _compare_with_single_rows("packed rows", task)
 

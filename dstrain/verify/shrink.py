@@ -67,27 +67,30 @@ _TOWERS = re.compile(
 """Names of configs inside a config that are not those of the text model."""
 
 
-def shrink_config(config: PretrainedConfig, auto_class: Any, vocab_size: int) -> PretrainedConfig:
+def shrink_config(
+    config: PretrainedConfig, auto_class: Any, vocab_size: int, trust_remote_code: bool = False
+) -> PretrainedConfig:
     """Return the config of a small model of the same family, with at least two layers of each kind of the text model.
 
     The first layers are kept, so that every pattern of layers stays what it is. Raises RecipeError for a config from
     which no model can be built any more.
     """
     narrow = _rebuild(config, _shrink_values(config.to_dict(), vocab_size))
-    kinds = list_layer_kinds(narrow, auto_class)
+    kinds = list_layer_kinds(narrow, auto_class, trust_remote_code)
     return _rebuild(narrow, _cut_layers(narrow.to_dict(), count_layers_to_keep(kinds), len(kinds)))
 
 
-def list_layer_kinds(config: PretrainedConfig, auto_class: Any) -> list[str]:
+def list_layer_kinds(config: PretrainedConfig, auto_class: Any, trust_remote_code: bool = False) -> list[str]:
     """Return a text for each layer of the text model; layers of one kind have the same."""
-    model, text = build_meta_model(auto_class, ModelConfig(path="."), config), config.get_text_config()
+    named = ModelConfig(path=".", trust_remote_code=trust_remote_code)
+    model, text = build_meta_model(auto_class, named, config), config.get_text_config()
     lists = [value for _, value in sorted(text.to_dict().items()) if _is_per_layer(value, _num_layers(text))]
     layers = _find_layers(model, _num_layers(text))
     kinds = []
     for index, layer in enumerate(layers):
-        named = [str(values[index]) for values in lists if not isinstance(values[index], int | float)]
+        words = [str(values[index]) for values in lists if not isinstance(values[index], int | float)]
         modules = [f"{name}:{type(module).__name__}" for name, module in layer.named_modules()]
-        kinds.append(" ".join([*named, *modules]))
+        kinds.append(" ".join([*words, *modules]))
     return kinds
 
 

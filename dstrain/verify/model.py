@@ -35,6 +35,8 @@ from dstrain.verify.shrink import shrink_config
 
 VOCABULARY = 320
 """Entries of a tokenizer that is trained here."""
+ADDED_TOKENS = 8
+"""Entries that a family's class may add to such a tokenizer when it reads it."""
 SAMPLES = 4
 """Of a batch: rows of unequal lengths, longer and shorter than the windows of a shrunk model."""
 MAX_LENGTH = 4096
@@ -131,7 +133,7 @@ def make_shrunk_model(given: ModelConfig, work: Path) -> ShrunkModel:
     write_records(data, is_multimodal(config))
     saved, tokenizer, note = _find_processor(given, config)
     # Never above the model's own: its ids of special tokens are within.
-    size = _count_tokens(config, tokenizer) if not note else len(tokenizer)
+    size = len(tokenizer) + ADDED_TOKENS if note else _count_tokens(config, tokenizer)
     small = shrink_config(config, auto_class_of(config), size, given.trust_remote_code)
     if note:
         if saved is tokenizer:

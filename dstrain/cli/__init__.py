@@ -632,7 +632,7 @@ def verify(model: str, overrides: tuple[str, ...], output: Path | None, as_json:
 
     command.check_output(output)
     given = command.read_model_argument(model, overrides)
-    report = command.verify_model(given, lambda line: click.echo(f"verify: {line}", err=True))
+    report = command.verify_model(given, lambda line: click.echo(f"verify: {line}", err=True), model)
     if output is not None:
         command.write_page(report, output)
     echo(command.as_json(report) if as_json else command.show_table(report))

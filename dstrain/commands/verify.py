@@ -69,7 +69,9 @@ def read_model_argument(name: str, overrides: Sequence[str] = ()) -> ModelConfig
         key = text.partition("=")[0].strip()
         if key not in ALLOWED_KEYS:
             raise UsageError(f"--set {key}: is not read here; verify takes {', '.join(ALLOWED_KEYS)}")
-    recipe = read_recipe(None, [f"model.path={json.dumps(name)}", *overrides], "sft", None, TaskOptions())
+    folder = Path(name).expanduser()
+    place = str(folder.absolute()) if folder.is_dir() else name  # a relative one looks like a Hub id
+    recipe = read_recipe(None, [f"model.path={json.dumps(place)}", *overrides], "sft", None, TaskOptions())
     return recipe.config.model
 
 
@@ -83,8 +85,8 @@ def check_output(output: Path | None) -> None:
         raise UsageError(f"--output {output}: there is no folder {output.parent}; create it")
 
 
-def verify_model(model: ModelConfig, report_line: Callable[[str], None]) -> VerifyReport:
-    """Make a small model of this family and run every check. Raises UsageError for one that cannot be read or made."""
+def verify_model(model: ModelConfig, report_line: Callable[[str], None], name: str = "") -> VerifyReport:
+    """Make a small model of this family and run every check; `name`: as the user wrote it. Raises UsageError for one that cannot be read or made."""
     start = time.monotonic()
     quiet_libraries()
     with scratch_folder() as work, _private_cache(work), disable_transformers_logging(True, warnings=True):
@@ -92,7 +94,7 @@ def verify_model(model: ModelConfig, report_line: Callable[[str], None]) -> Veri
         shrunk = make_shrunk_model(model, work)
         results = [*run_checks(shrunk, report_line)]
         return VerifyReport(
-            model=str(model.path),
+            model=name or str(model.path),
             model_type=str(shrunk.config.model_type),
             small_model=shrunk.describe(),
             results=results,

@@ -5,6 +5,7 @@ python -m tests.unit.verify.table     writes docs/measurements/verify.md
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,8 @@ PAGE = ROOT / "docs/measurements/verify.md"
 INTRO = """\
 # Ten families verified
 
-`python -m tests.unit.verify.table`, {about}, commit {commit}.
+`python -m tests.unit.verify.table`, {about},
+commit {commit}, {versions}.
 
 Each model is a small config of its family, without weights and without a tokenizer. So the names of an export are
 compared with those that transformers saves for the config; [Verify a model](../verify.md) says what each check does.
@@ -39,7 +41,7 @@ def verify(family: str) -> VerifyReport:
 def render(reports: Sequence[VerifyReport], commit: str) -> str:
     """Return the page: a row for each check, a column for each family."""
     first = reports[0]
-    about = f"CPU with {first.cores} cores and other work, {first.date}, {first.versions}"
+    about = f"CPU with {first.cores} cores and a load of {os.getloadavg()[2]:.0f}, {first.date}"
     lines = [f"| check | {' | '.join(report.model_type for report in reports)} |", "|---" * (len(reports) + 1) + "|"]
     for number, check in enumerate(result.check for result in first.results):
         found = [report.results[number] for report in reports]
@@ -50,13 +52,15 @@ def render(reports: Sequence[VerifyReport], commit: str) -> str:
         ]
         lines.append(f"| {check} | {' | '.join(marked)} |")
     lines.append(f"| seconds | {' | '.join(f'{report.seconds:.0f}' for report in reports)} |")
-    reasons = [
-        f"- {report.model_type}, {result.check}: {result.reason}"
+    reasons = dict.fromkeys(
+        f"| {report.model_type} | {result.state} | {result.reason.removeprefix('batches are padded, not packed: ')} |"
         for report in reports
         for result in report.results
         if result.state in ("padded", "refused", "failed")
-    ]
-    return INTRO.format(about=about, commit=commit) + "\n".join([*lines, "", "Why:", "", *reasons, ""])
+    )
+    why = ["| model | result | why |", "|---|---|---|", *reasons]
+    about_run = INTRO.format(about=about, commit=commit, versions=first.versions)
+    return about_run + "\n".join([*lines, "", *why, ""])
 
 
 def main() -> int:

@@ -40,9 +40,12 @@ def test_a_model_that_holds_ends_with_0_and_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write_model("llama", tmp_path / "models" / "base")
     page = tmp_path / "page.html"
-    result = invoke("verify", str(write_model("llama", tmp_path / "base")), "--output", str(page))
+    result = invoke("verify", "models/base", "--output", "page.html")
     assert result.exit_code == 0, result.output
+    assert "models/base: llama; checked with 2 layers of width 64" in result.output
     assert "padded rows  ok" in result.output
     assert "every promise holds" in result.output
     assert "the model's own tokenizer" in result.output

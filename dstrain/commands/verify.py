@@ -126,10 +126,11 @@ def _figure(result: CheckResult) -> str:
 
 
 def _cells(report: VerifyReport) -> list[tuple[str, str, str, str]]:
-    return [
-        (one.check, one.state.upper() if not one.holds else one.state, _figure(one), one.reason)
-        for one in report.results
-    ]
+    cells = []
+    for result in report.results:
+        state = result.state if result.holds else result.state.upper()
+        cells.append((result.check, state, _figure(result), result.reason))
+    return cells
 
 
 def _about(report: VerifyReport) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,7 +88,7 @@ def check_tied_embeddings(shrunk: ShrunkModel) -> CheckResult:
             f"head and embeddings are {'one matrix' if is_tied else 'two matrices'} here, and not after the export"
         )
         return CheckResult(check=check, state="failed", reason=problem)
-    figure = max(difference(one, other) for one, other in zip(_ends(reloaded), _ends(model), strict=True))
+    figure = max(difference(*pair) for pair in zip(_ends(reloaded), _ends(model), strict=True))
     note = f"head and embeddings are {'one matrix' if is_tied else 'two matrices'}"
     return judge(check, figure, 0.0, "the exported head or embeddings have other values", note)
 
@@ -122,12 +122,11 @@ def check_resized_embeddings(shrunk: ShrunkModel) -> CheckResult:
         write_export(task, model, export)
         reloaded = reload_export(export, shrunk.given.trust_remote_code)
         batch = _with_new_tokens(next(single_batches(task, list_rows(task))), size)
-        rows = [
-            (difference(one, other), one.shape[0]) for one, other in zip(_ends(reloaded), _ends(model), strict=True)
-        ]
-        if any(figure or found != size for figure, found in rows):
+        pairs = [*zip(_ends(reloaded), _ends(model), strict=True)]
+        figure = max(difference(*pair) for pair in pairs)
+        if figure or any(len(exported) != size for exported, _ in pairs):
             problem = "the export's embeddings or head do not have the rows of the added tokens as they were trained"
-            return CheckResult(check=check, state="failed", figure=max(figure for figure, _ in rows), reason=problem)
+            return CheckResult(check=check, state="failed", figure=figure, reason=problem)
         figure = difference(log_probs_of(reloaded, batch), log_probs_of(model, batch))
     return judge(check, figure, SINGLE, "the added tokens have other log-probabilities after the export", "fp32")
 
@@ -154,11 +153,11 @@ class StoredTensor:
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a folder; names alone of files that are not there."""
-    found = {name: StoredTensor(None, None) for name in list_tensors(folder)}
+    headers = {name: StoredTensor(None, None) for name in list_tensors(folder)}
     for name, tensor in open_tensors(sorted(folder.glob("*.safetensors"))).items():
-        if name in found or not (folder / INDEX_FILE).is_file():
-            found[name] = StoredTensor(tensor.shape, tensor.dtype)
-    return found
+        if name in headers or not (folder / INDEX_FILE).is_file():
+            headers[name] = StoredTensor(tensor.shape, tensor.dtype)
+    return headers
 
 
 def read_base_headers(given: ModelConfig) -> dict[str, StoredTensor]:
@@ -168,8 +167,8 @@ def read_base_headers(given: ModelConfig) -> dict[str, StoredTensor]:
     if folder.is_dir():
         return read_headers(folder)
     cached = find_cached_config(name, revision)
-    found = {} if cached is None else read_headers(cached.parent)
-    return found or _read_hub_headers(name, revision)
+    headers = {} if cached is None else read_headers(cached.parent)
+    return headers or _read_hub_headers(name, revision)
 
 
 def _read_hub_headers(name: str, revision: str | None) -> dict[str, StoredTensor]:
@@ -196,8 +195,8 @@ def check_names(shrunk: ShrunkModel) -> CheckResult:
     model: Any = build_model(task)
     with TemporaryDirectory(dir=shrunk.folder.parent) as folder:
         write_export(task, model, Path(folder) / "export")
-        found = read_headers(Path(folder) / "export")
-    own_save, original = read_headers(shrunk.folder), read_base_headers(shrunk.given)
+        exported = read_headers(Path(folder) / "export")
+    small, original = read_headers(shrunk.folder), read_base_headers(shrunk.given)
     place = str(shrunk.given.path)
     config = AutoConfig.from_pretrained(
         str(Path(place).expanduser()),
@@ -206,15 +205,17 @@ def check_names(shrunk: ShrunkModel) -> CheckResult:
     )
     quantization = find_quantization(config.to_dict())
     if original and quantization is None:
-        expected, source = map_to_small(original, own_save), f"the {len(original)} tensors of {place}"
+        expected, source = map_to_small(original, small), f"the {len(original)} tensors of {place}"
     else:
         why = "its weights are quantized, and exports are not" if original else "only its config is here"
-        expected, source = own_save, f"what transformers saves for this config: {why}"
+        expected, source = small, f"what transformers saves for this config: {why}"
     tied = {name for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
-    problems = compare_headers(found, expected, own_save, tied)
+    problems = compare_headers(exported, expected, small, tied)
     if problems:
         return CheckResult(check=check, state="failed", figure=float(len(problems)), reason="; ".join(problems[:3]))
-    return CheckResult(check=check, state="ok", figure=0.0, limit=0.0, reason=f"{len(found)} tensors, as in {source}")
+    return CheckResult(
+        check=check, state="ok", figure=0.0, limit=0.0, reason=f"{len(exported)} tensors, as in {source}"
+    )
 
 
 def map_to_small(original: Mapping[str, StoredTensor], small: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -241,42 +242,46 @@ def _numbers(name: str) -> list[tuple[str, int]]:
 
 
 def compare_headers(
-    found: Mapping[str, StoredTensor],
+    exported: Mapping[str, StoredTensor],
     expected: Mapping[str, StoredTensor],
     small: Mapping[str, StoredTensor],
     tied: set[str],
 ) -> list[str]:
     """Return the differences of an export's tensors, one sentence each.
 
-    `expected`: of the user's files, whose sizes are larger; `small`: of transformers' own save, whose sizes are the same;
-    `tied`: names of parameters of which one in a file is enough.
+    `expected`: of the user's files, whose sizes are larger; `small`: of transformers' save, whose sizes are the same;
+    `tied`: ends of the names of tied parameters, of which a file needs one.
     """
-    problems = []
-    optional = {name for name in expected.keys() ^ found.keys() if any(name.endswith(part) for part in tied)}
-    # A model that scores has another head than one that predicts tokens.
-    optional |= {name for name in found.keys() - expected.keys() if {*HEADS} & {*name.split(".")}}
+    lost = {name for name in expected.keys() - exported.keys() if not name.endswith((*tied,))}
     # A model that predicts tokens leaves out what the base's files hold for other purposes (towers, further heads).
-    unread = {name for name in expected.keys() - found.keys() if _is_unread(name, small)}
-    lost, new = (
-        sorted(expected.keys() - found.keys() - optional - unread),
-        sorted(found.keys() - expected.keys() - optional),
-    )
-    if lost:
-        problems.append(f"the export lacks {first_names(lost)}")
+    lost = {name for name in lost if not _is_unread(name, small)}
+    new = {name for name in exported.keys() - expected.keys() if not name.endswith((*tied,))}
+    # A model that scores has another head than one that predicts tokens.
+    new = {name for name in new if not {*HEADS} & {*name.split(".")}}
+    problems = [f"the export lacks {first_names(sorted(lost))}"] if lost else []
     if new:
-        problems.append(f"the export names {first_names(new)}, which the base's files do not")
-    for name in sorted(found.keys() & expected.keys()):
-        one, other, same = found[name], expected[name], small.get(name)
-        if other.shape is not None and len(one.shape or ()) != len(other.shape):
-            problems.append(f"{name} has {len(one.shape or ())} dimensions, and {len(other.shape)} in the base")
-        elif same is not None and one.shape != same.shape:
-            problems.append(f"{name} has the shape {one.shape}, and transformers saves {same.shape}")
-        if other.dtype is not None and one.dtype != other.dtype:
-            problems.append(f"{name} is {one.dtype}, and {other.dtype} in the base")
+        problems.append(f"the export names {first_names(sorted(new))}, which the base's files do not")
+    for name in sorted(exported.keys() & expected.keys()):
+        problems += _compare_tensors(name, exported[name], expected[name], small.get(name))
     return problems
+
+
+def _compare_tensors(
+    name: str, exported: StoredTensor, expected: StoredTensor, small: StoredTensor | None
+) -> Iterator[str]:
+    rank = len(exported.shape or ())
+    if expected.shape is not None and rank != len(expected.shape):
+        yield f"{name} has {rank} dimensions, and {len(expected.shape)} in the base"
+    elif small is not None and exported.shape != small.shape:
+        yield f"{name} has the shape {exported.shape}, and transformers saves {small.shape}"
+    if expected.dtype is not None and exported.dtype != expected.dtype:
+        yield f"{name} is {exported.dtype}, and {expected.dtype} in the base"
 
 
 def _is_unread(name: str, small: Mapping[str, StoredTensor]) -> bool:
     """Return whether transformers reads nothing with such a name for this family: not even with other numbers."""
-    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    return pattern not in {re.sub(r"\.\d+(?=\.|$)", ".*", one) for one in small}
+    return _without_numbers(name) not in {_without_numbers(other) for other in small}
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -89,8 +89,8 @@ class ShrunkModel:
         """Return how many layers and parameters it has, and whose tokenizer."""
         weights = open_tensors(sorted(self.folder.glob("*.safetensors"))).values()
         count, text = sum(math.prod(tensor.shape) for tensor in weights), self.config.get_text_config()
-        own = "processor" if self.takes_images else "tokenizer"
-        note = self.tokenizer_note or f"the model's own {own}"
+        kind = "processor" if self.takes_images else "tokenizer"
+        note = self.tokenizer_note or f"the model's own {kind}"
         return f"{text.num_hidden_layers} layers of width {text.hidden_size}, {format_count(count)} weights; {note}"
 
     @cached_property

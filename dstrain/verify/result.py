@@ -47,30 +47,26 @@ def judge(check: str, figure: float, limit: float, problem: str, note: str = "",
     )
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(measured: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two tensors, relative to the largest value; inf where the shapes differ."""
-    if found.shape != expected.shape:
+    if measured.shape != expected.shape:
         return math.inf
     if not expected.numel():
         return 0.0
-    largest = float(expected.detach().abs().max().double())
-    return float((found.detach().double() - expected.detach().double()).abs().max()) / max(largest, 1e-30)
+    exact, wanted = measured.detach().double(), expected.detach().double()
+    return float((exact - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
 
 
-def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+def distance(measured: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """Return the relative distance of two gradients or updates, and the parameter that differs the most."""
-    squares, wrong, worst, where = 0.0, 0.0, -1.0, ""
-    for name in expected.keys() | found.keys():
-        one, other = (values.get(name) for values in (found, expected))
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        assert one is not None, "each name is in one of the two"
-        other = torch.zeros_like(one) if other is None else other
-        error = float((one.double() - other.double()).square().sum())
-        squares += float(other.double().square().sum())
-        wrong += error
-        if error > worst:
-            worst, where = error, name
-    return math.sqrt(wrong) / max(math.sqrt(squares), 1e-30), where
+    errors: dict[str, float] = {}
+    for name in measured.keys() | expected.keys():
+        pair = [values[name].double() for values in (measured, expected) if name in values]
+        # A parameter without a gradient has one of zero.
+        errors[name] = float((pair[0] - pair[1] if len(pair) == 2 else pair[0]).square().sum())
+    size = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name], default="")
+    return math.sqrt(sum(errors.values())) / max(size, 1e-30), worst
 
 
 def worst_of(figures: Sequence[tuple[float, str]]) -> tuple[float, str]:

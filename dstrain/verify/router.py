@@ -52,5 +52,5 @@ def _loss_of_single_rows(model: Any, task: Any) -> torch.Tensor:
             output = model(input_ids=batch.tensors["input_ids"], **batch.vision, output_router_logits=True)
         by_layer.append([logits.reshape(-1, logits.shape[-1]) for logits in output.router_logits])
     logits = tuple(torch.cat(layers) for layers in zip(*by_layer, strict=True))
-    found: torch.Tensor = function(logits, *counts, None)
-    return found
+    loss: torch.Tensor = function(logits, *counts, None)
+    return loss

@@ -75,7 +75,7 @@ def list_rows(task: Task) -> list[Row]:
     examples = examples_of(task)
     images = task.collator.load_images(examples) or [[] for _ in examples]  # type: ignore[attr-defined]
     if not hasattr(task, "rows"):
-        return [Row(one["input_ids"], one["loss_mask"], shown) for one, shown in zip(examples, images, strict=True)]
+        return [Row(item["input_ids"], item["loss_mask"], shown) for item, shown in zip(examples, images, strict=True)]
     answers = task.rows(examples)  # those of all chosen answers, then those of the rejected ones
     masks, repeated = answer_masks(answers), images * (len(answers) // len(images))
     return [Row(ids, mask, shown) for (ids, _), mask, shown in zip(answers, masks, repeated, strict=True)]
@@ -96,14 +96,15 @@ def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Scores:
     """Return the scores of the batches' rows, as one loss over all of them."""
     model.zero_grad(set_to_none=True)
     inner = unwrap_peft(model)
-    found = []
+    scored = []
     for batch in batches:
         values = answer_log_probs(inner, batch)  # (R, K)
-        found.append(values[batch.tensors["loss_mask"] != 0])
-    log_probs = torch.cat(found)
+        scored.append(values[batch.tensors["loss_mask"] != 0])
+    log_probs = torch.cat(scored)
     weights = torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(7)) + 0.5
     (log_probs * weights.to(log_probs.dtype)).sum().backward()
-    gradient = {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    gradient = {name: value.detach().clone() for name, value in gradients if value is not None}
     return Scores(log_probs.detach(), gradient)
 
 
@@ -175,9 +176,9 @@ def _compare_with_single_rows(check: str, task: Any, note: str = "", state: Stat
 def _compare_in_type(check: str, task: Any, note: str, state: State, dtype: torch.dtype) -> CheckResult:
     model, batch = build_exact_model(task, dtype), task.collate(examples_of(task))
     limit, precision = exact_limit(model, batch)
-    found = score(model, [batch])
+    measured = score(model, [batch])
     expected = score(model, [*single_batches(task, list_rows(task))])
-    figure, where = worst_of(found.figures(expected))
+    figure, where = worst_of(measured.figures(expected))
     problem = f"{where}: the other rows of a batch, or their padding, change what is computed"
     return judge(check, figure, limit, problem, note or precision, state)
 

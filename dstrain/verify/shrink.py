@@ -121,7 +121,7 @@ def _find_layers(model: torch.nn.Module, number: int) -> Sequence[torch.nn.Modul
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == number]
     if not lists:
         return []
-    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
+    return max(lists, key=lambda listed: sum(parameter.numel() for parameter in listed.parameters()))
 
 
 def _rebuild(config: PretrainedConfig, values: Mapping[str, Any]) -> PretrainedConfig:
@@ -141,7 +141,7 @@ def _shrink_values(values: Mapping[str, Any], vocab_size: int, is_tower: bool = 
     """Return the settings of a config, and of the configs inside, with small sizes; the number of layers stays."""
     small: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
+        if _is_config(name, value):
             small[name] = _shrink_values(value, vocab_size, is_tower or bool(_TOWERS.fullmatch(name)))
         elif _TOKEN_ID.fullmatch(name) and not is_tower and isinstance(value, int | list):
             small[name] = _limit_ids(value, vocab_size)
@@ -153,13 +153,13 @@ def _shrink_values(values: Mapping[str, Any], vocab_size: int, is_tower: bool = 
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(small.get(name), dict):
             small[name] = _shrink_rope(small[name], small)
-    return _cut_layers(small, LAYERS_OF_A_KIND) if is_tower else small
+    return _cut_tower(small) if is_tower else small
 
 
 def _limit_ids(ids: int | list[Any], vocab_size: int) -> int | list[Any]:
-    """Return ids that the small vocabulary has; those of its own tokenizer stay."""
+    """Return ids that the small vocabulary has; those of the model's tokenizer stay."""
     if isinstance(ids, list):
-        return [min(one, vocab_size - 1) if isinstance(one, int) else one for one in ids]
+        return [min(token, vocab_size - 1) if isinstance(token, int) else token for token in ids]
     return min(ids, vocab_size - 1)
 
 
@@ -167,7 +167,9 @@ def _shrink_number(name: str, value: int, values: Mapping[str, Any], vocab_size:
     if _VOCABULARY.fullmatch(name):
         return value if is_tower else min(value, vocab_size)
     if _KEY_VALUE_HEADS.fullmatch(name):
-        heads = next((values[one] for one in values if _HEADS.fullmatch(one) and isinstance(values[one], int)), value)
+        heads = next(
+            (count for key, count in values.items() if _HEADS.fullmatch(key) and isinstance(count, int)), value
+        )
         return HEADS if value == heads >= HEADS else min(value, 2)
     if _HEADS.fullmatch(name):
         return min(value, HEADS)
@@ -184,7 +186,7 @@ def _head_dim(values: Mapping[str, Any]) -> int:
     rope = values.get("rope_parameters") or {}
     factors = [values.get("partial_rotary_factor"), rope.get("partial_rotary_factor")]
     factors += [block.get("partial_rotary_factor") for block in rope.values() if isinstance(block, dict)]
-    factor = min([one for one in factors if one] or [1.0])
+    factor = min([given for given in factors if given] or [1.0])
     return int(min(max(HEAD_DIM / factor, HEAD_DIM), WIDTH))
 
 
@@ -242,34 +244,57 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
     return parts
 
 
-def _count_items(name: str, value: Any) -> int:
-    """Return of how many layers a setting speaks: a list with an item of each, or a text with a letter of each."""
-    is_text = isinstance(value, str) and name.endswith("pattern")
-    return len(value) if is_text or isinstance(value, list) else 0
+def _cut_layers(values: Mapping[str, Any], layers: int, before: int) -> dict[str, Any]:
+    """Return the settings with the first `layers` of the text model's `before` layers; towers stay as they are."""
+    return {name: _cut_setting(name, value, layers, before) for name, value in values.items()}
 
 
-def _cut_layers(values: Mapping[str, Any], layers: int, before: int | None = None) -> dict[str, Any]:
-    """Return the settings with so many layers; `before`: layers of the text model, None: those that are named here."""
+def _cut_setting(name: str, value: Any, layers: int, before: int) -> Any:
+    if name == "per_layer_config" and isinstance(value, dict):
+        return {index: block for index, block in value.items() if int(index) < layers}
+    if _is_config(name, value):
+        return value if _TOWERS.fullmatch(name) else _cut_layers(value, layers, before)
+    if name == "vision_feature_layer":
+        return _limit_feature_layers(value)
+    if _LAYERS.fullmatch(name) and value == before:
+        return layers
+    if _LAYER_INDICES.fullmatch(name) and isinstance(value, list):
+        return [index for index in value if isinstance(index, int) and index < layers]
+    if name == "num_kv_shared_layers" and value:
+        return min(value, layers // 2)
+    return value[:layers] if _count_items(name, value) == before > 1 else value
+
+
+def _cut_tower(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tower with two layers."""
     counts = [value for name, value in values.items() if _LAYERS.fullmatch(name) and isinstance(value, int)]
-    own = before if before is not None else max(counts, default=0)
-    cut: dict[str, Any] = {}
+    before, cut = max(counts, default=0), dict(values)
     for name, value in values.items():
-        if name == "per_layer_config" and isinstance(value, dict):
-            cut[name] = {index: block for index, block in value.items() if int(index) < layers}
-        elif isinstance(value, dict) and before is not None and (name.endswith("_config") or "model_type" in value):
-            cut[name] = value if _TOWERS.fullmatch(name) else _cut_layers(value, layers, before)
-        elif _LAYERS.fullmatch(name) and isinstance(value, int) and not isinstance(value, bool):
-            cut[name] = min(value, layers) if before is None or value == before else value
+        if _LAYERS.fullmatch(name) and isinstance(value, int):
+            cut[name] = min(value, LAYERS_OF_A_KIND)
+        elif name == "vision_feature_layer":
+            cut[name] = _limit_feature_layers(value)
         elif _LAYER_INDICES.fullmatch(name) and isinstance(value, list):
-            kept = [index for index in value if isinstance(index, int) and index < layers]
-            # A tower's features are taken from so many layers as before, of those that are left.
-            cut[name] = kept if before is not None else [*range(len(value))][:layers] if value else value
-        elif _LAYER_INDICES.fullmatch(name) and isinstance(value, int) and before is None:
-            cut[name] = value if value < 0 else min(value, layers - 1)
-        elif _count_items(name, value) == own > 1:
-            cut[name] = value[:layers]
-        elif name == "num_kv_shared_layers" and isinstance(value, int) and value:
-            cut[name] = min(value, layers // 2)
-        else:
-            cut[name] = value
+            cut[name] = [*range(min(len(value), LAYERS_OF_A_KIND))]
+        elif _LAYER_INDICES.fullmatch(name) and isinstance(value, int):
+            cut[name] = min(value, LAYERS_OF_A_KIND - 1)
+        elif _count_items(name, value) == before > 1:
+            cut[name] = value[:LAYERS_OF_A_KIND]
     return cut
+
+
+def _limit_feature_layers(value: Any) -> Any:
+    """Return layers that a small tower has, as many as before: the projector takes all of them side by side."""
+    if isinstance(value, list):
+        return [_limit_feature_layers(index) for index in value]
+    return min(max(value, -LAYERS_OF_A_KIND), LAYERS_OF_A_KIND - 1) if isinstance(value, int) else value
+
+
+def _is_config(name: str, value: Any) -> bool:
+    return isinstance(value, dict) and (name.endswith("_config") or "model_type" in value)
+
+
+def _count_items(name: str, value: Any) -> int:
+    """Return of how many layers a setting speaks: a list with an item of each, or a pattern with a letter of each."""
+    is_pattern = isinstance(value, str) and name.endswith("pattern")
+    return len(value) if is_pattern or isinstance(value, list) else 0

@@ -97,9 +97,8 @@ def _batches_of_rank(task: Task, world: World) -> list[Batch]:
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every trained parameter, whole, in fp64. Collective."""
     with gathered(model.parameters()):
-        return {
-            name: one.detach().double().cpu().clone() for name, one in model.named_parameters() if one.requires_grad
-        }
+        trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+        return {name: value.detach().double().cpu().clone() for name, value in trained}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ QUICK = ("gemma3_text", "deepseek_v3", "qwen3_next", "gemma4", "qwen3_vl")
 MORE = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gpt_oss", "olmo3", "glm4_moe", "jamba", "mamba2", "lfm2",
     "zamba2", "falcon_h1", "nemotron_h", "minimax", "gpt2", "bloom", "falcon", "cohere2", "granitemoe", "smollm3",
-    "mistral4", "deepseek_v32", "qwen3_5", "qwen3_5_moe", "kimi_linear", "llava", "idefics3", "internvl", "mistral3",
+    "deepseek_v32", "qwen3_5", "qwen3_5_moe", "kimi_linear", "llava", "idefics3", "internvl", "mistral3",
 )  # fmt: skip
 
 

@@ -210,6 +210,7 @@ def _check_left_padding(task: Any, dtype: torch.dtype) -> CheckResult:
     figure, different = difference(first, torch.stack(alone)), answers != answers_alone
     problem = "the padding before a prompt changes the answer to it"
     if figure <= limit and different:
+        problem = "the first token's logits are those of each prompt alone, and later tokens of an answer differ"
         return CheckResult(check="left padding", state="failed", figure=figure, limit=limit, reason=problem)
     return judge("left padding", figure, limit, problem, precision)
 

@@ -246,3 +246,14 @@ def test_a_family_that_raises_is_a_failed_check(small: MakeModel, monkeypatch: p
     monkeypatch.setattr(run, "CHECKS", {"padded rows": rows.check_padded_rows})
     (result,) = run.run_checks(small("llama"))
     assert_failed(result, "RuntimeError: token_type_ids required")
+
+
+def test_an_answer_that_differs_later_is_found(small: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = rows._generate
+
+    def with_other_end(task: Any, model: Any, prompts: Any, batch: int) -> list[list[int]]:
+        answers = generate(task, model, prompts, batch)
+        return [[*answer, 0] for answer in answers] if batch > 1 else answers
+
+    monkeypatch.setattr(rows, "_generate", with_other_end)
+    assert_failed(check_left_padding(small("llama")), "later tokens of an answer differ")

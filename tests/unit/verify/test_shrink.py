@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from dstrain.errors import RecipeError
+from dstrain.verify.rows import check_padded_rows
 from dstrain.verify.shrink import WIDTH, count_layers_to_keep, list_layer_kinds, shrink_config
 from tests.cells import SLOW
-from tests.unit.verify.families import shrunk, write_config, write_model
+from tests.unit.data.vision.test_processor import made_from
+from tests.unit.verify.families import CONFIGS, shrunk, write_config, write_model
 
 QUICK = ("gemma3_text", "deepseek_v3", "qwen3_next", "gemma4", "qwen3_vl")
 MORE = (
@@ -57,3 +60,19 @@ def test_the_real_tokenizer_and_the_files_dtype_are_kept(tmp_path: Path) -> None
 def test_a_tokenizer_is_made_where_there_is_none(tmp_path: Path) -> None:
     small = shrunk(write_config("qwen3_moe", tmp_path / "base"), tmp_path / "work")
     assert "there is no tokenizer in" in small.tokenizer_note
+
+
+def test_a_models_own_processor_is_kept(tmp_path: Path) -> None:
+    config, processor = made_from(CONFIGS["llava"])
+    config.save_pretrained(str(tmp_path / "base"))
+    processor.hf_processor.save_pretrained(str(tmp_path / "base"))
+    small = shrunk(tmp_path / "base", tmp_path / "work")
+    assert "the model's own processor" in small.describe()
+    assert small.config.image_token_id == config.image_token_id
+    assert check_padded_rows(small).state == "ok"
+
+
+def test_a_model_with_images_without_its_processor_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_vl").save_pretrained(str(tmp_path / "base"))
+    with pytest.raises(RecipeError, match=r"cannot be loaded|torchvision"):
+        shrunk(tmp_path / "base", tmp_path / "work")

@@ -21,7 +21,7 @@ from dstrain.config import read_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import UsageError
 from dstrain.files import atomic_write
-from dstrain.host_memory import count_available_cores
+from dstrain.host_limits import count_available_cores
 from dstrain.models.weights import disable_transformers_logging
 from dstrain.tasks import TaskOptions
 from dstrain.verify.model import make_shrunk_model

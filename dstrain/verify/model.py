@@ -17,12 +17,11 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.encoding.trained_tokenizer import train_tokenizer
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.folder import find_tokenizer_files, find_tokenizer_place, resolve_base_model
-from dstrain.models.load import error_reason, load_model, read_config, read_tokenizer, set_pad_token
+from dstrain.models.load import error_reason, is_multimodal, load_model, read_config, read_tokenizer, set_pad_token
 from dstrain.models.processors import (
     PROCESSOR_BUILDERS,
     build_processor,
     count_special_tokens,
-    is_multimodal,
     read_processor,
     sync_config_with_processor,
 )

@@ -21,11 +21,13 @@ from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import World, joined_world
+from dstrain.ds_config import RunSettings, complete_preset
 from dstrain.files import parse_json
-from dstrain.launch.command import free_port, host_environment
+from dstrain.launch.plan import host_environment
+from dstrain.launch.probe import free_port
 from dstrain.models.params import build_param_groups, gathered, zero3_init
 from dstrain.models.weights import disable_transformers_logging, open_tensors
-from dstrain.preset import RunSettings, complete_preset, read_preset
+from dstrain.preset import read_preset
 from dstrain.process_setup import PARENT_ENV
 from dstrain.tasks import Task, make_task
 from dstrain.training.build_model import build_train_module

@@ -50,8 +50,8 @@ class LayerKinds:
     """Which class mixes tokens in another way, and how; None: no class does."""
     window_without_mask: str | None = None
     """Class whose attention has a window (`sliding_window`) that the model's masks do not have; None: no class has."""
-    reads_padding: tuple[str, ...] = ()
-    """Recurrent classes that do not read the attention mask: padding on the left changes their state."""
+    may_read_padding: bool = False
+    """Padding on the left may reach a token: a layer mixes tokens in an unknown way, or has a state and reads no mask."""
     takes_lengths: tuple[str, ...] = ()
     """Recurrent classes whose kernels read a packed row in one call (`cu_seq_lens_q`, `seq_idx`)."""
     restarts: tuple[str, ...] = ()
@@ -71,32 +71,32 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
     """Return the kinds of layers of the text models of a type of the installed transformers."""
     class_name, classes = _find_classes(model_type)
     if class_name not in classes:
-        return LayerKinds(unknown=f"transformers has no text model of type {model_type}")
+        return LayerKinds(unknown=f"transformers has no text model of type {model_type}", may_read_padding=True)
     modules = [classes[name] for name in _reachable(classes, class_name)]
-    attention = [module.name for module in modules if module.is_attention]
     recurrent = [module for module in modules if module.is_recurrent]
+    attention = [module.name for module in modules if module.is_attention]
     mixers = {*attention, *(module.name for module in recurrent)}
-    if not mixers:
-        return LayerKinds(unknown=f"no layer of {class_name} calls transformers' attention functions")
     head = classes.get(_auto_table("modeling_auto.py", CAUSAL_TABLE).get(model_type, ""))
     without_arguments: set[str] = set()
+    problems = [] if mixers else [f"no layer of {class_name} calls transformers' attention functions"]
     for module in [*modules, *([] if head is None else [head])]:
         problem = module.mixing_problem()
+        problems += [] if problem is None else [f"{module.name} {problem}"]
         for call in module.incomplete_calls(classes, mixers):
             called = module.called_classes(call, classes)
             if called <= mixers and module.takes_keywords and all(classes[name].takes_keywords for name in called):
                 without_arguments |= called
             else:
-                problem = problem or f"does not hand its arguments on to {ast.unparse(call.func)}"
-        if problem is not None:
-            return LayerKinds(unknown=f"{module.name} {problem}")
+                problems.append(f"{module.name} does not hand its arguments on to {ast.unparse(call.func)}")
     if attention and not classes[class_name].takes("position_ids"):
-        return LayerKinds(unknown=f"{class_name} takes no positions")
+        problems.append(f"{class_name} takes no positions")
+    mixes_otherwise = not mixers or any(module.mixing_problem() is not None for module in modules)
     return LayerKinds(
         attention=tuple(attention), recurrent=tuple(module.name for module in recurrent),
         without_arguments=tuple(sorted(without_arguments)),
+        unknown=problems[0] if problems else None,
         window_without_mask=_find_unmasked_window(modules),
-        reads_padding=tuple(module.name for module in recurrent if not module.takes("attention_mask")),
+        may_read_padding=mixes_otherwise or any(not module.takes("attention_mask") for module in recurrent),
         takes_lengths=tuple(module.name for module in recurrent if module.takes_lengths),
         restarts=tuple(module.name for module in recurrent if not module.begins_in_state),
     )  # fmt: skip
@@ -220,14 +220,12 @@ class ModuleSource:
         unknown = sorted(self._cache_methods - CACHE_METHODS)
         if unknown:
             return f"keeps more in its cache than keys, values and states ({', '.join(unknown)})"
-        if self.is_attention:
-            return self._attention_problem()
-        if "update" in self._cache_methods:
+        if "update" in self._cache_methods and not self.is_attention:
             return "does not call transformers' attention functions"
         has_convolution = any("Conv1d" in self._names(line) for line in self._constructor)
         if has_convolution and not self.is_recurrent:
             return "has a convolution over tokens whose state no cache keeps"
-        return self.mask_problem()
+        return self._attention_problem() if self.is_attention else self.mask_problem()
 
     def incomplete_calls(self, classes: dict[str, ModuleSource], mixers: Set[str]) -> list[ast.Call]:
         """Return the calls of modules with one of the mixers inside that do not hand on all arguments of the pass."""

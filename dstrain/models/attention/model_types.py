@@ -91,7 +91,7 @@ def needs_equal_prompt_lengths(config: Any) -> bool:
     count positions from the start of the padded row (TrOCR).
     """
     kinds = read_layer_kinds(config.get_text_config().model_type)
-    return kinds.unknown is not None or bool(kinds.reads_padding) or length_limit(config) is not None
+    return kinds.may_read_padding or length_limit(config) is not None
 
 
 def _rope_types(parameters: dict[str, Any]) -> list[str]:

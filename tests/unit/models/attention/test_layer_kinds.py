@@ -29,7 +29,7 @@ KINDS = {
     "deepseek_v3": LayerKinds(attention=("DeepseekV3Attention",)),
     "olmoe": LayerKinds(attention=("OlmoeAttention",), window_without_mask="OlmoeAttention"),
     "exaone": LayerKinds(attention=("LlamaAttention",)),  # another name of Llama's classes
-    "unheard_of": LayerKinds(unknown="transformers has no text model of type unheard_of"),
+    "unheard_of": LayerKinds(unknown="transformers has no text model of type unheard_of", may_read_padding=True),
 }  # fmt: skip
 
 
@@ -88,8 +88,19 @@ def test_what_mixes_tokens_in_another_way_is_told(case: str) -> None:
     source, problem = MODULES[case]
     (module,) = read_classes(ast.parse(source)).values()
     assert isinstance(module, ModuleSource)
-    assert (module.mixing_problem() or "").startswith(problem or "")
-    assert (module.mixing_problem() is None) is (problem is None)
+    told = module.mixing_problem()
+    assert (told or "").startswith(problem or "")
+    assert (told is None) is (problem is None)
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "xlstm", "minimax", "recurrent_gemma", "trocr", "deepseek_v4"])
+def test_layers_that_may_read_padding_are_known(model_type: str) -> None:
+    assert read_layer_kinds(model_type).may_read_padding
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba2", "qwen3_next", "gpt_oss"])
+def test_layers_that_read_the_mask_are_known(model_type: str) -> None:
+    assert not read_layer_kinds(model_type).may_read_padding
 
 
 def test_a_layer_that_loses_the_groups_is_told() -> None:

@@ -18,6 +18,7 @@ from dstrain.commands.trained_model import ModelSelector
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.ds_config import Device
 from dstrain.errors import CheckpointError
+from dstrain.training import export_folder
 from dstrain.training.export_answers import ProbeAnswers
 from tests.cells import SLOW
 from tests.chat_templates import QWEN, chat
@@ -199,7 +200,7 @@ def test_images_are_read_elsewhere_as_here(kind: str, tmp_path: Path) -> None:
 
 def test_what_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, make_base(tmp_path / "base"))
-    write = export.write_generation_config
+    write = export_folder.write_generation_config
 
     def forget_end(config: Any, tokenizer: Any, folder: Path) -> None:
         write(config, tokenizer, folder)
@@ -219,7 +220,7 @@ def test_what_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pyt
         (penalize, "plain transformers does not answer as dstrain does"),
         (lose_template, "the exported tokenizer writes a prompt as"),
     ):
-        monkeypatch.setattr(export, "write_generation_config", change)
+        monkeypatch.setattr(export_folder, "write_generation_config", change)
         with pytest.raises(CheckpointError, match=words):
             export_model(run, "last", tmp_path / "out")
         assert not (tmp_path / "out").exists()

@@ -26,7 +26,7 @@ from dstrain.tasks import make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.common.answers import ANSWER_METRICS
 from dstrain.tasks.common.generation import PromptReader
-from dstrain.tasks.common.task import load_dataset
+from dstrain.tasks.common.task import as_dataset
 from dstrain.tasks.docqa.task import focal_cross_entropy
 from dstrain.training.build_model import build_train_module
 from dstrain.training.engine.torch import TorchEngine
@@ -94,7 +94,7 @@ def test_accepted_answers_are_not_tokens(tmp_path: Path) -> None:
     values = tiny_recipe("docqa", tmp_path)
     record = {**read_jsonl(tmp_path / "eval.jsonl")[0], "answers": ["red", "x" * 5000]}
     (tmp_path / "eval.jsonl").write_text(json.dumps(record) + "\n")
-    examples: Any = load_dataset(make_task(RunConfig.model_validate(values)), "eval")
+    examples: Any = as_dataset(make_task(RunConfig.model_validate(values)).examples("eval"))
     assert examples.sequence_lengths(torch.tensor([0]).numpy()).sequences.item() == len(examples[0]["input_ids"])
     assert examples.summarize()["longest"] == len(examples[0]["input_ids"])
 

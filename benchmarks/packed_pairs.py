@@ -3,8 +3,8 @@
     python -m benchmarks.packed_pairs [--model qwen3_5_text|qwen3_vl] [--rounds 7]
 
 The text model has three layers of gated delta nets and one of attention, as Qwen3.5, and reads hh-rlhf's helpful pairs.
-The vision-language model is Qwen3-VL in small; its pairs have a photo-like image in the prompt. qwen3_vl needs
-torchvision. fp32, one process, `zero0`, the reference's passes included.
+The vision-language model is Qwen3-VL in small; its prompts have one to three images of three sizes. qwen3_vl needs
+torchvision. fp32, one process, `zero0`, the reference's passes included; seconds of the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,26 +54,28 @@ def vision_recipe(folder: Path, pairs: int) -> dict[str, Any]:
     draw = random.Random(0)
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
         for number in range(pairs):
-            image = write_image(folder / f"{number}.png", number)
+            sides = [draw.choice((64, 128, SIDE)) for _ in range(draw.choice((1, 1, 2, 3)))]
+            images = [write_image(folder / f"{number}-{place}.png", side) for place, side in enumerate(sides)]
             words = [
                 draw.choice(("a red wheel", "two lamps", "a valve", "dust", "a hose"))
                 for _ in range(draw.randint(2, 40))
             ]
             record = {
-                "prompt": "<image>What does this part of the plant show, and what would you check first?",
+                "prompt": "<image>" * len(images) + "What does this part of the plant show, and what would you check first?",
                 "chosen": f"I see {', '.join(words)}.", "rejected": f"Nothing but {' or '.join(words[: len(words) // 2 + 1])}.",
-                "images": [str(image)],
+                "images": [str(image) for image in images],
             }  # fmt: skip
             file.write(json.dumps(record) + "\n")
     return {"model": {"path": made}, "data": {"train": str(folder / "train.jsonl"), "max_length": 1024}}
 
 
-def write_image(path: Path, seed: int) -> Path:
+def write_image(path: Path, side: int) -> Path:
+    """Write a square image of smooth noise."""
     import numpy as np
     from PIL import Image
 
-    noise = np.random.default_rng(seed).integers(0, 256, (SIDE // 8, SIDE // 8, 3), dtype=np.uint8)
-    Image.fromarray(noise).resize((SIDE, SIDE)).save(path)
+    noise = np.random.default_rng(side).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((side, side)).save(path)
     return path
 
 
@@ -144,7 +147,7 @@ def measure(*, model: str = "qwen3_5_text", rounds: int = 7, warmup: int = 1, mi
             losses[form].append(float(result.loss) / result.weight)
 
         steps[form] = step
-    seconds = take_turns(steps, rounds, warmup, world.device)
+    seconds = take_turns(steps, rounds, warmup, world.device, time.process_time)
     worst = max(abs(one - other) for one, other in zip(losses["padded"], losses["packed"], strict=True))
     assert worst <= LIMIT * max(map(abs, losses["padded"])), f"losses differ by {worst:.1e}"
     rows = [{"form": form, "tokens": computed[form], **ratio(seconds, form, "packed")} for form in ("padded", "packed")]

@@ -14,6 +14,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 CAUSAL_MASKS = frozenset(
     {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask",
@@ -90,15 +91,22 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
                 problems.append(f"{module.name} does not hand its arguments on to {ast.unparse(call.func)}")
     if attention and not classes[class_name].takes("position_ids"):
         problems.append(f"{class_name} takes no positions")
+    has_window_masks = any(module.named & WINDOW_MASKS for module in modules)
+    windows = [module.name for module in modules if module.is_attention and "sliding_window" in module.keywords]
+    # The state of a convolution always goes before its next inputs; a recurrence needs an argument for its state.
+    restarting = [
+        module for module in recurrent
+        if "update_recurrent_state" in module.cache_methods and not module.keywords & INITIAL_STATES
+    ]  # fmt: skip
     mixes_otherwise = not mixers or any(module.mixing_problem() is not None for module in modules)
     return LayerKinds(
         attention=tuple(attention), recurrent=tuple(module.name for module in recurrent),
         without_arguments=tuple(sorted(without_arguments)),
         unknown=problems[0] if problems else None,
-        window_without_mask=_find_unmasked_window(modules),
+        window_without_mask=windows[0] if windows and not has_window_masks else None,
         may_read_padding=mixes_otherwise or any(not module.takes("attention_mask") for module in recurrent),
-        takes_lengths=tuple(module.name for module in recurrent if module.takes_lengths),
-        restarts=tuple(module.name for module in recurrent if not module.begins_in_state),
+        takes_lengths=tuple(module.name for module in recurrent if "cu_seq_lens_q" in module.constants),
+        restarts=tuple(module.name for module in restarting),
     )  # fmt: skip
 
 
@@ -132,14 +140,6 @@ def find_wrapper_problem(model_type: str) -> str | None:
 def _counting_model() -> ModuleSource:
     class_name, classes = _find_classes(COUNTED_BY_PATCHES)
     return classes[class_name]
-
-
-def _find_unmasked_window(modules: list[ModuleSource]) -> str | None:
-    """Return the attention class that hands a window on although no mask of the model has one, or None."""
-    if any(module.named & WINDOW_MASKS for module in modules):
-        return None
-    windows = [module.name for module in modules if module.is_attention and module.hands_on_window]
-    return windows[0] if windows else None
 
 
 def _reachable(classes: dict[str, ModuleSource], root: str) -> list[str]:
@@ -196,31 +196,24 @@ class ModuleSource:
     @property
     def is_recurrent(self) -> bool:
         """Whether it keeps a state in the cache."""
-        return bool(self._cache_methods & STATE_UPDATES)
+        return bool(self.cache_methods & STATE_UPDATES)
 
-    @property
-    def begins_in_state(self) -> bool:
-        """Whether it hands the cached state to its recurrence for more than one token; a convolution's state always is."""
-        if "update_recurrent_state" not in self._cache_methods:
-            return True
-        return any(keyword.arg in INITIAL_STATES for call in self.calls for keyword in call.keywords)
+    @cached_property
+    def constants(self) -> frozenset[Any]:
+        """The constants in all methods."""
+        return frozenset(node.value for node in self._nodes if isinstance(node, ast.Constant))
 
-    @property
-    def takes_lengths(self) -> bool:
-        """Whether it hands the limits of sequences on to kernels of linear attention."""
-        return any(isinstance(node, ast.Constant) and node.value == "cu_seq_lens_q" for node in self._nodes)
-
-    @property
-    def hands_on_window(self) -> bool:
-        """Whether it gives the attention function a window."""
-        return any(keyword.arg == "sliding_window" for call in self.calls for keyword in call.keywords)
+    @cached_property
+    def keywords(self) -> frozenset[str | None]:
+        """The names of the keyword arguments of all calls."""
+        return frozenset(keyword.arg for call in self.calls for keyword in call.keywords)
 
     def mixing_problem(self) -> str | None:
         """Return how the class mixes the tokens of a row in a way that is not known, or None."""
-        unknown = sorted(self._cache_methods - CACHE_METHODS)
+        unknown = sorted(self.cache_methods - CACHE_METHODS)
         if unknown:
             return f"keeps more in its cache than keys, values and states ({', '.join(unknown)})"
-        if "update" in self._cache_methods and not self.is_attention:
+        if "update" in self.cache_methods and not self.is_attention:
             return "does not call transformers' attention functions"
         has_convolution = any("Conv1d" in self._names(line) for line in self._constructor)
         if has_convolution and not self.is_recurrent:
@@ -241,7 +234,7 @@ class ModuleSource:
         return incomplete
 
     def _attention_problem(self) -> str | None:
-        calls = [call for call in self.calls if _called_name(call) == "attention_interface"]
+        calls = [call for call in self.calls if _name(call.func) == "attention_interface"]
         if not all(_hands_on_keywords(call) for call in calls):
             return "does not hand its arguments on to the attention function"
         assignments = [
@@ -327,7 +320,8 @@ class ModuleSource:
         return loops
 
     @cached_property
-    def _cache_methods(self) -> frozenset[str]:
+    def cache_methods(self) -> frozenset[str]:
+        """The methods of the cache that are called."""
         return frozenset(
             call.func.attr
             for call in self.calls
@@ -361,11 +355,6 @@ def _without_docstring(method: ast.FunctionDef | None) -> str:
     if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
         lines = lines[1:]
     return "\n".join(ast.dump(line) for line in lines)
-
-
-def _called_name(call: ast.Call) -> str:
-    """Return the name of the function or method that is called; empty for other expressions."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else _name(call.func)
 
 
 def _hands_on_keywords(call: ast.Call) -> bool:

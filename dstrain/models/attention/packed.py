@@ -184,8 +184,10 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
         elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
             AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
         kinds = read_layer_kinds(part.config.model_type)
-        enable_packed_recurrence(part, kinds)
-        _hand_on_groups(part, kinds.without_arguments)
+        if kinds.recurrent:
+            enable_packed_recurrence(part, kinds)
+        if kinds.without_arguments:
+            _hand_on_groups(part, kinds.without_arguments)
         has_layers = isinstance(getattr(part, "layers", None), torch.nn.ModuleList)  # a text model without a head
         if has_layers and share_decoder_inputs not in part._forward_pre_hooks.values():
             part.register_forward_pre_hook(share_decoder_inputs, with_kwargs=True)

@@ -121,3 +121,16 @@ def test_a_packed_row_is_read_as_padded_rows(implementation: str, name: str) -> 
     enable_packed_attention(model)
     found = gradient(model, packed_logits(model, batch).float().cpu()).cpu()
     assert float((found - wanted).norm() / wanted.norm()) <= 5e-2
+
+
+@pytest.mark.parametrize("groups", [GROUPS, tuple(PackedGroup(0, (length,)) for length in (300, 7, 64))])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
+def test_recurrent_layers_read_each_sequence_from_its_own_state(name: str, groups: tuple[PackedGroup, ...]) -> None:
+    """With shared prompts, and without, where kernels of flash-linear-attention read the row at once if installed."""
+    batch = packed(groups)
+    model, expected = made(name).cuda(), made(name)
+    expected.load_state_dict(model.state_dict())
+    wanted = gradient(expected, padded_logits(expected, batch))
+    enable_packed_attention(model)
+    found = gradient(model, packed_logits(model, batch.to(torch.device("cuda"))).cpu()).cpu()
+    assert float((found - wanted).norm() / wanted.norm()) <= 1e-3

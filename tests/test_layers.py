@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors",),
     ("files", "patching", "units", "resources", "process_setup", "device_copies"),
-    ("distributed", "host_limits"),
+    ("distributed", "host_limits", "torchvision_fit"),
     ("batch", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "launch"),
     ("tasks", "ds_config"),

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 from dstrain.batch import Batch
 from dstrain.data.loading.rows import PackedRows, PaddedRows, pack_rows
 from dstrain.data.vision.processor import VisionProcessor
+from dstrain.models.attention.packed import packed_model_kwargs
 from dstrain.models.reward_model import AutoRewardModel
+from dstrain.tasks.common.forward import forward_logits, vision_inputs
 from tests.unit.data.vision.test_processor import made_from
 from tests.unit.models.test_qwen import TOKENS, config_for
 from tests.unit.models.test_qwen import processor as qwen_processor
@@ -26,6 +28,15 @@ LLAVAS = {
     "llama with a SigLIP tower": llava("siglip_vision_model", "full"),
 }
 KINDS = [*(f"llava, {name}" for name in LLAVAS), "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl"]
+TEXTS = ["what is 0 it? 1 a fox", "what is 0 it? 1 a dog, a fox, a dog", "what?", "a 2 fox", "a fox 0 2", "a dog 0 2"]
+SHARED = [[0, 1], [2], [3], [4, 5]]
+"""A pair whose images are in its beginning, samples without and with an image, and a pair with images behind it."""
+APART = [[row] for row in range(len(TEXTS))]
+CASES = {
+    "shared": (TEXTS, SHARED),
+    "apart": (TEXTS, APART),
+    "no images": (["what is it? a", "what is it? b"], [[0, 1]]),
+}
 
 
 def config_and_processor(kind: str) -> tuple[PretrainedConfig, VisionProcessor]:
@@ -67,10 +78,19 @@ class Forms:
         return torch.from_numpy(places)
 
 
-def forms(processor: VisionProcessor, texts: Sequence[str], groups: Sequence[Sequence[int]]) -> Forms:
-    """Return texts in both forms; a digit stands for that image."""
+def forms(
+    processor: VisionProcessor,
+    texts: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    around: tuple[str, str] | None = None,
+) -> Forms:
+    """Return texts in both forms; a digit stands for that image.
+
+    `around`: tokens that the family's chat templates write before and after an image.
+    """
     pictures = {str(seed): picture(seed, size) for seed, size in enumerate([(24, 16), (16, 32), (40, 40)])}
-    around = [TOKENS["start"], TOKENS["end"]] if processor.image_token == TOKENS["image"] else ["", ""]
+    if around is None:
+        around = (TOKENS["start"], TOKENS["end"]) if processor.image_token == TOKENS["image"] else ("", "")
     shown = {key: processor.get_image_text(image.size).join(around) for key, image in pictures.items()}
     sequences = [
         np.array(processor.tokenizer("".join(shown.get(char, char) for char in text))["input_ids"]) for text in texts
@@ -103,3 +123,15 @@ def made(config: PretrainedConfig, is_reward_model: bool = False) -> PreTrainedM
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1) if not parameter.any() else None
     return model
+
+
+def padded_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
+    """Return the logits of the packed row's tokens, computed in padded rows; (T, V)."""
+    return forward_logits(model, found.padded, use_cache=False).flatten(0, 1)[found.padded_places()]
+
+
+def packed_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
+    """Return the logits of the packed row, without those of dummy groups; (T, V)."""
+    batch = found.packed
+    inputs = {**packed_model_kwargs(batch), **vision_inputs(model, batch), "use_cache": False}
+    return model(input_ids=batch.tensors["input_ids"], **inputs).logits[0, : found.rows.num_tokens]

@@ -5,34 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.models.attention.packed import enable_packed_attention, packed_model_kwargs, packing_unsupported_reason
+from dstrain.models.attention.packed import enable_packed_attention, packing_unsupported_reason
 from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
-from dstrain.tasks.common.forward import forward_logits, forward_scores, vision_inputs
+from dstrain.tasks.common.forward import forward_logits, forward_scores
 from tests.cells import SLOW
-from tests.unit.models.attention.packed_images import KINDS, Forms, config_and_processor, forms, made
+from tests.unit.models.attention.packed_images import (
+    CASES,
+    KINDS,
+    SHARED,
+    TEXTS,
+    config_and_processor,
+    forms,
+    made,
+    packed_logits,
+    padded_logits,
+)
 from tests.unit.models.attention.packed_rows import gradient
-
-TEXTS = ["what is 0 it? 1 a fox", "what is 0 it? 1 a dog, a fox, a dog", "what?", "a 2 fox", "a fox 0 2", "a dog 0 2"]
-SHARED = [[0, 1], [2], [3], [4, 5]]
-"""A pair whose images are in its beginning, samples without and with an image, and a pair with images behind it."""
-APART = [[row] for row in range(len(TEXTS))]
-CASES = {
-    "shared": (TEXTS, SHARED),
-    "apart": (TEXTS, APART),
-    "no images": (["what is it? a", "what is it? b"], [[0, 1]]),
-}
-
-
-def padded_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
-    """Return the logits of the packed row's tokens, computed in padded rows; (T, V)."""
-    return forward_logits(model, found.padded, use_cache=False).flatten(0, 1)[found.padded_places()]
-
-
-def packed_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
-    """Return the logits of the packed row, without those of dummy groups; (T, V)."""
-    batch = found.packed
-    inputs = {**packed_model_kwargs(batch), **vision_inputs(model, batch), "use_cache": False}
-    return model(input_ids=batch.tensors["input_ids"], **inputs).logits[0, : found.rows.num_tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)

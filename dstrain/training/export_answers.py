@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dstrain.data.encoding.chat_template import write_time
+from dstrain.data.encoding.chat_template import to_template_messages, write_time
 from dstrain.data.encoding.conversations import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.vision.images import read_image
 from dstrain.data.vision.processor import VisionProcessor
@@ -232,7 +232,7 @@ class _FolderReader:
             made = self._tokenizer.pad({"input_ids": [prompt.ids for prompt in prompts]}, return_tensors="pt")
         else:
             made = self._tokenizer.apply_chat_template(
-                [[*prompt.prompt] for prompt in prompts],
+                [[*to_template_messages(self._tokenizer, prompt.prompt)] for prompt in prompts],
                 # A template that asks for the time is asked at that of the run.
                 chat_template=write_time(self._source.tokenizer, self._tokenizer.get_chat_template()),
                 add_generation_prompt=True,

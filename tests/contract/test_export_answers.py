@@ -198,6 +198,17 @@ def test_images_are_read_elsewhere_as_here(kind: str, tmp_path: Path) -> None:
     assert processor.tokenizer.decode(written, skip_special_tokens=True) == row["answer"]
 
 
+def test_a_template_that_reads_only_parts_is_exported(tmp_path: Path) -> None:
+    """Such as those of Idefics 3, SmolVLM and LLaVA-OneVision: a content that is a text is lost in them."""
+    template = (
+        "{% for message in messages %}{% for part in message.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    run = make_run(tmp_path / "it", "vlm", {"data": {"max_length": 128}, "model": {"chat_template": template}})
+    export_model(run, "last", tmp_path / "out")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == template
+
+
 def test_what_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, make_base(tmp_path / "base"))
     write = export_folder.write_generation_config

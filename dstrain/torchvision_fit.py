@@ -1,11 +1,14 @@
 """Whether torchvision is there and fits torch: the processors of many image-text models need it."""
 
+# transformers imports torchvision wherever it is installed, for models of text too. One that was built for another torch
+# fails there ("operator torchvision::nms does not exist"), and transformers hides why ("Could not import module").
+
 from __future__ import annotations
 
 import importlib
 import re
 
-from dstrain.errors import one_line
+from dstrain.errors import UsageError, one_line
 from dstrain.patching import installed_version
 
 
@@ -46,3 +49,21 @@ def make_torchvision_fix() -> str:
     pinned = "" if fitting is None else f' "torchvision=={fitting}.*"'
     index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
     return f'run pip install "dstrain[torchvision]"{pinned}{index}'
+
+
+def find_missing_package(error: Exception) -> str | None:
+    """Return which package of the extra `torchvision` a processor lacks, from the error of loading it, or None."""
+    if "num2words" in str(error):
+        return "its processor needs num2words, which is not installed"
+    if "torchvision" not in str(error).lower() and explain_import_error(error) is None:
+        return None
+    problem = find_torchvision_problem()
+    return None if problem is None else f"its processor needs torchvision: {problem}"
+
+
+def explain_import_error(error: BaseException) -> UsageError | None:
+    """Return an error with a fix where a torchvision that does not load is behind a failed import; None otherwise."""
+    if not isinstance(error, ImportError) or installed_version("torchvision") is None:
+        return None
+    problem = find_torchvision_problem()
+    return None if problem is None else UsageError(f"{problem}; {make_torchvision_fix()}, or remove torchvision")

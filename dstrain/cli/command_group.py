@@ -28,6 +28,7 @@ from dstrain.errors import (
 )
 from dstrain.files import check_path_encoding
 from dstrain.process_setup import discard_closed_output, prepare_process
+from dstrain.torchvision_fit import explain_import_error
 
 
 class GroupedCommand(click.Command):
@@ -112,7 +113,9 @@ class CommandGroup(SubcommandGroup):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            known = error if isinstance(error, DstrainError) else explain_system_error(error)
+            known = (
+                error if isinstance(error, DstrainError) else explain_system_error(error) or explain_import_error(error)
+            )
             _exit_with_error(ctx, error, known)
 
     def _invoke_checked(self, ctx: click.Context) -> Any:

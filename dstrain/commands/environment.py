@@ -25,6 +25,7 @@ from dstrain.launch.topology import gpus_support_bf16, list_gpu_capabilities, vi
 from dstrain.patching import installed_version
 from dstrain.planner.workload import detect_gpu_bytes, host_bytes
 from dstrain.resources import TRITON_FIX, find_c_compiler, get_extensions_dir, list_missing_for_triton
+from dstrain.torchvision_fit import explain_import_error, find_torchvision_problem, make_torchvision_fix
 from dstrain.units import format_bytes
 
 MIN_DISK_BYTES, MIN_SHM_BYTES = 1 << 30, 1 << 30
@@ -56,6 +57,7 @@ def collect_lines(folder: Path) -> list[EnvironmentLine]:
         _cuda(gpus),
         _compiler(gpus),
         _triton(gpus),
+        _torchvision(),
         _shared_memory(gpus),
         _disk("free disk", folder, "TMPDIR"),
         _ports(),
@@ -122,6 +124,15 @@ def _triton(gpus: int) -> EnvironmentLine:
         needs = f"packed batches in fp32, and on GPUs below compute capability 8.0, need {' and '.join(missing)}"
         warning = f"{needs}; {TRITON_FIX}"
     return EnvironmentLine("Triton", value, warning)
+
+
+def _torchvision() -> EnvironmentLine:
+    version, problem = installed_version("torchvision"), find_torchvision_problem(loads=False)
+    if version is None:
+        needs = "processors of many image-text models need it (docs/tasks/vlm.md)"
+        return EnvironmentLine("torchvision", f"not installed; {needs}: {make_torchvision_fix()}")
+    value = f"{version}, with torch {installed_version('torch')}"
+    return EnvironmentLine("torchvision", value, "" if problem is None else f"{problem}; {make_torchvision_fix()}")
 
 
 def _first_line(program: str) -> str:
@@ -230,7 +241,8 @@ def _imports(gpus: int) -> EnvironmentLine:
     if not words:
         last = one_line((done.stderr.strip().splitlines() or ["no message"])[-1])
         fix = "run `pip install dstrain` again in this environment"
-        return EnvironmentLine("imports", "failed", f"{last}; {fix}", is_fault=True)
+        known = explain_import_error(ImportError(last))
+        return EnvironmentLine("imports", "failed", f"{last}; {fix}" if known is None else str(known), is_fault=True)
     if gpus and words[1] != "True":
         problem = "torch sees no GPU: the driver is too old for it, or torch was built for CPUs (docs/gpu-hosts.md)"
         return EnvironmentLine(

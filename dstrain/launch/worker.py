@@ -34,6 +34,7 @@ from dstrain.files import atomic_write, make_folder, open_for_writing, parse_jso
 from dstrain.launch.processes import process_state
 from dstrain.launch.tee_log import END_OF_COPY
 from dstrain.process_setup import log_stderr, set_parent_death_signal
+from dstrain.torchvision_fit import explain_import_error
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of the parent of this launch's ranks on this host: the `dstrain` command, or `host_worker` over ssh."""
@@ -128,7 +129,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         has_log = True
         code = fn()
     except Exception as fault:
-        known = fault if isinstance(fault, DstrainError) else explain_system_error(fault)
+        known = fault if isinstance(fault, DstrainError) else explain_system_error(fault) or explain_import_error(fault)
         place = log if has_log else save_traceback(fault)
         error = known or f"{describe_unexpected(fault)}; the full traceback is in {place}"
         code = EXIT_FAILED if known is None else known.exit_code

@@ -25,6 +25,7 @@ from dstrain.models.folder import (
 from dstrain.models.shard import built_on_rank_0
 from dstrain.models.weights import disable_transformers_logging, has_weights, load_report_disabled
 from dstrain.process_setup import log_if_slow
+from dstrain.torchvision_fit import find_missing_package, make_torchvision_fix
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -197,15 +198,14 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         with log_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
             return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
-        reason = error_reason(error)
+        reason, missing = error_reason(error), find_missing_package(error)
         if revision is not None and "not a valid git identifier" in str(error):
             problem, fix = f"is '{revision}', which '{name}' does not have", "name a branch, tag or commit of it"
             raise RecipeError(Fault("model.revision", problem, fix)) from error
         if "trust_remote_code" in str(error):
             fix = "add --set model.trust_remote_code=true if you trust the Python code that comes with it"
-        elif "torchvision" in str(error).lower():
-            reason = reason.partition(". ")[0]  # the rest is installation advice for every system
-            fix = "install torchvision (pip install torchvision); processors that support videos need it"
+        elif missing is not None:
+            reason, fix = missing, make_torchvision_fix()
         else:
             fix = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", fix)) from error

@@ -232,7 +232,7 @@ class _FolderReader:
             made = self._tokenizer.pad({"input_ids": [prompt.ids for prompt in prompts]}, return_tensors="pt")
         else:
             made = self._tokenizer.apply_chat_template(
-                [[*to_template_messages(self._tokenizer, prompt.prompt)] for prompt in prompts],
+                [self._to_conversation(prompt) for prompt in prompts],
                 # A template that asks for the time is asked at that of the run.
                 chat_template=write_time(self._source.tokenizer, self._tokenizer.get_chat_template()),
                 add_generation_prompt=True,
@@ -241,6 +241,10 @@ class _FolderReader:
                 return_dict=True,
             )
         return {name: made[name] for name in ("input_ids", "attention_mask")}
+
+    def _to_conversation(self, prompt: EncodedPrompt) -> list[Any]:
+        assert not isinstance(prompt.prompt, str), "probes are dialogs"
+        return [*to_template_messages(self._tokenizer, prompt.prompt)]
 
     def _read_images(self, prompt: EncodedPrompt) -> dict[str, Any]:
         assert self._processor is not None

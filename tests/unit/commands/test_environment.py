@@ -37,7 +37,8 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_every_property_has_a_line() -> None:
     names = [found.name for found in collect_lines(Path("/"))]
     assert names == [
-        "system", "libraries", "devices", "CUDA", "compiler", "Triton", "shared memory", "free disk", "ports",
+        "system", "libraries", "devices", "CUDA", "compiler", "Triton", "torchvision", "shared memory", "free disk",
+        "ports",
     ]  # fmt: skip
 
 

@@ -154,9 +154,8 @@ def test_where_torchvision_is_what_lacks_it_is_named(tmp_path: Path) -> None:
         json.dumps(kind | {"image_processor_type": "Qwen2VLImageProcessor"})
     )
     (tmp_path / "video_preprocessor_config.json").write_text('{"video_processor_type": "Qwen2VLVideoProcessor"}')
-    with pytest.raises(
-        RecipeError, match=r"requires the Torchvision.*\); install torchvision .*; processors that support videos"
-    ):
+    told = r"cannot be loaded \(its processor needs torchvision: torchvision is not installed\); run pip install"
+    with pytest.raises(RecipeError, match=rf'{told} "dstrain\[torchvision\]" "torchvision==0\.\d+\.\*"'):
         read_processor(str(tmp_path), "model.processor")
 
 

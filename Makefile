@@ -45,10 +45,14 @@ TORCH_CUDA ?= torch==2.14.1
 .PHONY: cuda test-cuda
 cuda: $(VENV_CUDA)/.installed-cuda
 
-# First the values of fused kernels, by Triton's interpreter on the CPU.
+# PyPI has torchvision for this build of torch, and not for that of $(VENV).
+NEED_TORCHVISION = tests/unit/models/attention/test_real_processors.py tests/unit/models/test_qwen.py
+
+# First, on the CPU, the values of fused kernels by Triton's interpreter, and families whose processors need torchvision.
 test-cuda: $(VENV_CUDA)/.installed-cuda
 	TRITON_INTERPRET=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= $(VENV_CUDA)/bin/python -m pytest \
 		tests/unit/models/test_fused_*.py tests/parity/test_kernels.py -m "not slow" -n 2 --dist loadfile -rs
+	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= $(VENV_CUDA)/bin/python -m pytest $(NEED_TORCHVISION) -m "not slow" -rs
 	$(VENV_CUDA)/bin/python -m pytest tests/emulated -m "cuda_emulated and not slow" -n 2 --dist loadfile -rs --durations 10 $(PYTEST_ARGS)
 
 $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
@@ -56,7 +60,7 @@ $(VENV_CUDA)/.installed-cuda: pyproject.toml $(LOCK)
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_CUDA)
 	grep -v '^torch==' requirements.lock > $(VENV_CUDA)/constraints.txt
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_CUDA)/constraints.txt \
-		$(TORCH_CUDA) -e ".[dev,kernels,quantize]" nvidia-ml-py
+		$(TORCH_CUDA) -e ".[dev,kernels,quantize,torchvision]" nvidia-ml-py
 	touch $@
 
 # On a machine with a GPU: parity, speed and peaks first, all checks in an hour. It can be stopped and started again.

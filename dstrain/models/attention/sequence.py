@@ -83,6 +83,12 @@ def share_decoder_inputs(
         tensor = kwargs.get(name)
         if tensor is not None:  # positions may be (3, 1, T)
             kwargs[name] = tensor[:, part] if name == "inputs_embeds" else tensor[..., part]
+    is_image = kwargs.get("visual_pos_masks")
+    if is_image is not None:  # Qwen3-VL adds features of images to the tokens of its first layers
+        first, count = (int(one.sum()) for one in (is_image[:, : part.start], is_image[:, part]))
+        kwargs["visual_pos_masks"] = is_image[:, part]
+        features = kwargs["deepstack_visual_embeds"]
+        kwargs["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]
     return args, kwargs
 
 

@@ -28,8 +28,8 @@ from tests.unit.verify.families import CONFIGS, shrunk, write_config, write_mode
 
 PADDED = {"mamba2", "gemma3"}
 """Families whose batches are padded today."""
-REPEATED = ("gemma3_text", "gpt_oss", "idefics3")
-"""Families for which gemma3, qwen3_moe and llava stand."""
+REPEATED = ("gemma3_text", "gpt_oss", "idefics3", "llava", "lfm2")
+"""Families for which gemma3, qwen3_moe and qwen3_5_text stand."""
 ONE_PROCESS = {name: check for name, check in CHECKS.items() if check is not check_zero}
 
 

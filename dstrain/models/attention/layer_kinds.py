@@ -165,7 +165,9 @@ class ModuleSource:
     def takes(self, argument: str) -> bool:
         """Return whether `forward` has this argument."""
         forward = self.methods.get("forward")
-        return forward is not None and argument in {one.arg for one in (*forward.args.args, *forward.args.kwonlyargs)}
+        return forward is not None and argument in {
+            parameter.arg for parameter in (*forward.args.args, *forward.args.kwonlyargs)
+        }
 
     @property
     def takes_keywords(self) -> bool:

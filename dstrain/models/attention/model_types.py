@@ -59,7 +59,8 @@ def layer_unsupported_reason(config: Any) -> str | None:
     if kinds.unknown is not None:
         return kinds.unknown
     masked = {kind for kind in getattr(config, "layer_types", None) or () if kind.endswith("attention")}
-    if unknown := sorted(masked - MASKED_LAYERS):
+    unknown = sorted(masked - MASKED_LAYERS)
+    if unknown:
         return f"its layers of type {', '.join(unknown)} are not attention to all or to a window of tokens"
     if kinds.window_without_mask is not None and getattr(config, "sliding_window", None):
         return f"{kinds.window_without_mask} has a window (sliding_window) that its padded rows do not have"
@@ -73,15 +74,15 @@ def length_limit(config: Any) -> tuple[str, int] | None:
     """Return (type, N) of rotary frequencies that change for a whole batch if one of its rows has more than N tokens."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
-    found = next((rope_type for rope_type in _rope_types(parameters) if rope_type in ROPE_OBSTACLES), None)
+    obstacle = next((rope_type for rope_type in _rope_types(parameters) if rope_type in ROPE_OBSTACLES), None)
     original = [
         block.get("original_max_position_embeddings")
         for block in (parameters, *parameters.values())
         if isinstance(block, dict)
     ]
-    limits = [*original, getattr(text, "original_max_position_embeddings", None)] if found == "longrope" else []
-    limit = next((one for one in limits if one), getattr(text, "max_position_embeddings", None))
-    return (found, int(limit)) if found and limit else None
+    limits = [*original, getattr(text, "original_max_position_embeddings", None)] if obstacle == "longrope" else []
+    limit = next((limit for limit in limits if limit), getattr(text, "max_position_embeddings", None))
+    return (obstacle, int(limit)) if obstacle and limit else None
 
 
 def needs_equal_prompt_lengths(config: Any) -> bool:

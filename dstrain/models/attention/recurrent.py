@@ -39,12 +39,12 @@ class LayerStates:
         """Return the states of several rows as those of one call."""
         stacked = cls()
         for name in states[0].conv:
-            tensors = [one.conv[name] for one in states]
+            tensors = [row.conv[name] for row in states]
             longest = max(tensor.shape[-1] for tensor in tensors)
             # A convolution begins with zeros.
             stacked.conv[name] = torch.cat([pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors])
         for name in states[0].recurrent:
-            stacked.recurrent[name] = torch.cat([one.recurrent[name] for one in states])
+            stacked.recurrent[name] = torch.cat([row.recurrent[name] for row in states])
         return stacked
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -149,7 +149,7 @@ class PackedRecurrence:
             args = (kwargs[self.input_name],)
             kwargs = {name: value for name, value in kwargs.items() if name != self.input_name}
         hidden_states = args[0]
-        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in layer.parameters())
+        is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.parameters())
         if is_trained and not hidden_states.requires_grad:
             hidden_states = hidden_states.detach().requires_grad_()
         return (hidden_states, *args[1:]), kwargs
@@ -159,10 +159,10 @@ class PackedRecurrence:
 
     def _read(self, tokens: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Return the tokens that a call reads for a segment, of those of the row (T, H)."""
-        own = tokens[segment.start : segment.start + segment.length]
+        segment_tokens = tokens[segment.start : segment.start + segment.length]
         if not segment.prefix or not self.restarts:
-            return own
-        return torch.cat([tokens[segment.prefix_start : segment.prefix_start + segment.prefix], own])
+            return segment_tokens
+        return torch.cat([tokens[segment.prefix_start : segment.prefix_start + segment.prefix], segment_tokens])
 
 
 def reads_rows_at_once(device_type: str, layout: PackedLayout) -> bool:

@@ -85,7 +85,7 @@ def share_decoder_inputs(
             kwargs[name] = tensor[:, part] if name == "inputs_embeds" else tensor[..., part]
     is_image = kwargs.get("visual_pos_masks")
     if is_image is not None:  # Qwen3-VL adds features of images to the tokens of its first layers
-        first, count = (int(one.sum()) for one in (is_image[:, : part.start], is_image[:, part]))
+        first, count = int(is_image[:, : part.start].sum()), int(is_image[:, part].sum())
         kwargs["visual_pos_masks"] = is_image[:, part]
         features = kwargs["deepstack_visual_embeds"]
         kwargs["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]

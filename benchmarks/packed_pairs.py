@@ -148,7 +148,7 @@ def measure(*, model: str = "qwen3_5_text", rounds: int = 7, warmup: int = 1, mi
 
         steps[form] = step
     seconds = take_turns(steps, rounds, warmup, world.device, time.process_time)
-    worst = max(abs(one - other) for one, other in zip(losses["padded"], losses["packed"], strict=True))
+    worst = max(abs(padded - packed) for padded, packed in zip(losses["padded"], losses["packed"], strict=True))
     assert worst <= LIMIT * max(map(abs, losses["padded"])), f"losses differ by {worst:.1e}"
     rows = [{"form": form, "tokens": computed[form], **ratio(seconds, form, "packed")} for form in ("padded", "packed")]
     return {

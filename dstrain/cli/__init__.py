@@ -616,7 +616,7 @@ def selftest(presets: tuple[str, ...], as_json: bool, keep: Path | None) -> None
 @click.argument("model")
 @set_option("Key of the model: model.revision, model.trust_remote_code or model.attn_implementation; repeatable.")
 @click.option(
-    "--output", type=PathArgument(path_type=Path), metavar="FILE", help="Write the table as a page, .md or .html."
+    "--to", "output", type=PathArgument(path_type=Path), metavar="FILE", help="Write the table as a page, .md or .html."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(model: str, overrides: tuple[str, ...], output: Path | None, as_json: bool) -> None:

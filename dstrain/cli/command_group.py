@@ -295,7 +295,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "dstrain verify": (
         "dstrain verify /models/Qwen3-8B",
-        "dstrain verify Qwen/Qwen3-8B --output verify.html",
+        "dstrain verify Qwen/Qwen3-8B --to verify.html",
     ),
     "dstrain selftest": (
         "dstrain selftest",

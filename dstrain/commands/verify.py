@@ -65,8 +65,8 @@ class VerifyReport:
 
 def read_model_argument(name: str, overrides: Sequence[str] = ()) -> ModelConfig:
     """Return the model of the command line. Raises UsageError for another key than ALLOWED_KEYS."""
-    for text in overrides:
-        key = text.partition("=")[0].strip()
+    for override in overrides:
+        key = override.partition("=")[0].strip()
         if key not in ALLOWED_KEYS:
             raise UsageError(f"--set {key}: is not read here; verify takes {', '.join(ALLOWED_KEYS)}")
     folder = Path(name).expanduser()
@@ -80,9 +80,9 @@ def check_output(output: Path | None) -> None:
     if output is None:
         return
     if output.suffix not in (".md", ".html"):
-        raise UsageError(f"--output {output}: is no kind of page; name a file that ends in .md or .html")
+        raise UsageError(f"--to {output}: is no kind of page; name a file that ends in .md or .html")
     if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}; create it")
+        raise UsageError(f"--to {output}: there is no folder {output.parent}; create it")
 
 
 def verify_model(model: ModelConfig, report_line: Callable[[str], None], name: str = "") -> VerifyReport:

@@ -107,7 +107,7 @@ def make_workload(config: RunConfig, shape: ModelShape, batch: BatchPlan, device
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, sequence=sequence, images=rows * images, image_tokens=rows * image_tokens, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
-        has_mask=not packed and (takes_images or not is_known),
+        has_mask=not packed and (takes_images or not kinds.needs_no_mask),
         checkpointed=float(config.model.gradient_checkpointing), is_scored=shape.task.is_scored, device=device,
         has_adapter_dropout=lora is not None and lora.dropout > 0 and not shape.task.disables_dropout,
         tile_tokens=0 if tiled is False else TILE_TOKENS if isinstance(tiled, (bool, str)) else tiled,

@@ -41,7 +41,8 @@ def check_lora(shrunk: ShrunkModel) -> CheckResult:
         TrainModule(task, model), build_param_groups(model, task.recipe.optim), task.recipe.optim, torch.device("cpu")
     )
     engine.step([batch], lr=0.5)
-    if problem := _find_wrong_moves(model, before):
+    problem = _find_wrong_moves(model, before)
+    if problem:
         return CheckResult(check=check, state="failed", reason=problem)
     _draw_adapters(model)
     model.eval()

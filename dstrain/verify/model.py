@@ -208,7 +208,8 @@ def _save_model(config: Any, base: ModelConfig, folder: Path) -> None:
     with load_report_disabled():
         model.save_pretrained(str(folder))
         model = auto_class.from_pretrained(str(folder), dtype=wanted, trust_remote_code=trust)
-    if names := read_base_names(base):
+    names = read_base_names(base)
+    if names:
         keep_file_names(model, names)
     for file in folder.glob("*.safetensors*"):
         file.unlink()

@@ -76,11 +76,11 @@ def shrink_config(
     which no model can be built any more.
     """
     narrow = _rebuild(config, _shrink_values(config.to_dict(), vocab_size))
-    kinds = list_layer_kinds(narrow, auto_class, trust_remote_code)
+    kinds = describe_layers(narrow, auto_class, trust_remote_code)
     return _rebuild(narrow, _cut_layers(narrow.to_dict(), count_layers_to_keep(kinds), len(kinds)))
 
 
-def list_layer_kinds(config: PretrainedConfig, auto_class: Any, trust_remote_code: bool = False) -> list[str]:
+def describe_layers(config: PretrainedConfig, auto_class: Any, trust_remote_code: bool = False) -> list[str]:
     """Return a text for each layer of the text model; layers of one kind have the same."""
     named = ModelConfig(path=".", trust_remote_code=trust_remote_code)
     model, text = build_meta_model(auto_class, named, config), config.get_text_config()

@@ -58,6 +58,14 @@ class LayerKinds:
     restarts: tuple[str, ...] = ()
     """Recurrent classes that cannot begin in a given state, so that each branch reads its prefix again."""
 
+    @property
+    def needs_no_mask(self) -> bool:
+        """Whether padding on the right changes nothing in the tokens before it, without an attention mask.
+
+        Each layer is causal then, and positions count from the start of the row. Recurrent layers keep the mask.
+        """
+        return self.unknown is None and not self.recurrent
+
 
 MODEL_TABLE, CAUSAL_TABLE, IMAGE_TABLE = (
     "MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -76,13 +84,16 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
     modules = [classes[name] for name in _reachable(classes, class_name)]
     recurrent = [module for module in modules if module.is_recurrent]
     attention = [module.name for module in modules if module.is_attention]
-    mixers = {*attention, *(module.name for module in recurrent)}
     head = classes.get(_auto_table("modeling_auto.py", CAUSAL_TABLE).get(model_type, ""))
+    with_head = modules if head is None else [*modules, head]
+    mixers = {*attention, *(module.name for module in recurrent)}
     without_arguments: set[str] = set()
     problems = [] if mixers else [f"no layer of {class_name} calls transformers' attention functions"]
-    for module in [*modules, *([] if head is None else [head])]:
+    for module in with_head:
         problem = module.mixing_problem()
         problems += [] if problem is None else [f"{module.name} {problem}"]
+    mixes_otherwise = bool(problems)
+    for module in with_head:
         for call in module.incomplete_calls(classes, mixers):
             called = module.called_classes(call, classes)
             if called <= mixers and module.takes_keywords and all(classes[name].takes_keywords for name in called):
@@ -94,11 +105,7 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
     has_window_masks = any(module.named & WINDOW_MASKS for module in modules)
     windows = [module.name for module in modules if module.is_attention and "sliding_window" in module.keywords]
     # The state of a convolution always goes before its next inputs; a recurrence needs an argument for its state.
-    restarting = [
-        module for module in recurrent
-        if "update_recurrent_state" in module.cache_methods and not module.keywords & INITIAL_STATES
-    ]  # fmt: skip
-    mixes_otherwise = not mixers or any(module.mixing_problem() is not None for module in modules)
+    scans = [module for module in recurrent if "update_recurrent_state" in module.cache_methods]
     return LayerKinds(
         attention=tuple(attention), recurrent=tuple(module.name for module in recurrent),
         without_arguments=tuple(sorted(without_arguments)),
@@ -106,7 +113,7 @@ def read_layer_kinds(model_type: str) -> LayerKinds:
         window_without_mask=windows[0] if windows and not has_window_masks else None,
         may_read_padding=mixes_otherwise or any(not module.takes("attention_mask") for module in recurrent),
         takes_lengths=tuple(module.name for module in recurrent if "cu_seq_lens_q" in module.constants),
-        restarts=tuple(module.name for module in restarting),
+        restarts=tuple(module.name for module in scans if not module.keywords & INITIAL_STATES),
     )  # fmt: skip
 
 
@@ -237,16 +244,19 @@ class ModuleSource:
 
     def _attention_problem(self) -> str | None:
         calls = [call for call in self.calls if _name(call.func) == "attention_interface"]
-        if not all(_hands_on_keywords(call) for call in calls):
-            return "does not hand its arguments on to the attention function"
-        assignments = [
-            node for node in self._nodes if isinstance(node, ast.Assign) and "encoder" not in _name(node.value)
-        ]
-        stored = {_name(target) for assignment in assignments for target in assignment.targets}
-        arguments = [
-            argument for call in calls for argument in (*call.args, *(keyword.value for keyword in call.keywords))
-        ]
-        handed_on = {_name(argument) for argument in arguments}
+        if not calls:
+            return "does not call the attention function in the usual way"
+        handed_on: set[str] = set()
+        for call in calls:
+            if not _hands_on_keywords(call):
+                return "does not hand its arguments on to the attention function"
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            handed_on |= {_name(value) for value in values}
+        stored: set[str] = set()
+        for node in self._nodes:
+            # Cross-attention takes the mask of another model's output as it is.
+            if isinstance(node, ast.Assign) and "encoder" not in _name(node.value):
+                stored |= {_name(target) for target in node.targets}
         changed = sorted(name for name in handed_on & stored if "mask" in name)
         return f"changes its mask ({', '.join(changed)})" if changed else None
 
@@ -266,23 +276,23 @@ class ModuleSource:
 
         `guards`: conditions for such masks that never hold.
         """
-        assignments = [node for node in self._nodes if isinstance(node, ast.Assign)]
-        of_encoder = [
-            node for node in assignments if "encoder" in _name(node.targets[0])
-        ]  # masks of another model's output
-        names = {_name(node) for node in {*self._nodes} - {part for node in of_encoder for part in ast.walk(node)}}
+        of_encoder: set[ast.AST] = set()  # lines about the mask of another model's output
+        guarded: set[ast.AST] = set()
+        for node in self._nodes:
+            if isinstance(node, ast.Assign) and "encoder" in _name(node.targets[0]):
+                of_encoder |= {*ast.walk(node)}
+            if isinstance(node, ast.If) and any(guard in ast.unparse(node.test) for guard in guards):
+                guarded |= {*ast.walk(node)}
+        names = {_name(node) for node in self._nodes if node not in of_encoder}
         others = sorted(name for name in names if re.fullmatch("create_.*mask.*", name) and name not in CAUSAL_MASKS)
         if others:
             return f"has masks of another kind ({', '.join(others)})"
-        conditions = [node for node in self._nodes if isinstance(node, ast.If)]
-        both_ways = [node for node in conditions if any(name in ast.unparse(node.test) for name in guards)]
-        checked = {part for node in both_ways for part in ast.walk(node)}
         for node in self._nodes:
-            for argument in EXTRA_MASKS:
-                is_key = isinstance(node, ast.Constant) and node.value == argument
-                is_given = isinstance(node, ast.keyword) and node.arg == argument
-                if (is_key or is_given) and node not in checked:
-                    return f"lets tokens attend to later ones ({argument})"
+            argument = node.arg if isinstance(node, ast.keyword) else None
+            if isinstance(node, ast.Constant):  # the key of a dict of arguments
+                argument = str(node.value)
+            if argument in EXTRA_MASKS and node not in guarded:
+                return f"lets tokens attend to later ones ({argument})"
         return None
 
     def called_classes(self, call: ast.Call, classes: dict[str, ModuleSource]) -> set[str]:

@@ -36,12 +36,11 @@ def family_unsupported_reason(config: Any) -> str | None:
 def needs_no_mask(config: Any) -> bool:
     """Return whether padding on the right changes nothing in the tokens before it, without an attention mask.
 
-    Each layer is causal then, and positions count from the start of the row. Images may have positions or masks that
-    depend on the attention mask, and a recurrent layer reads the padding into its state, to no effect.
+    Images may have positions or masks that depend on the attention mask.
     """
-    if config.get_text_config() is not config or read_layer_kinds(config.model_type).recurrent:
+    if config.get_text_config() is not config or family_unsupported_reason(config) is not None:
         return False
-    return family_unsupported_reason(config) is None
+    return read_layer_kinds(config.model_type).needs_no_mask
 
 
 def attends_both_ways(config: Any) -> bool:

@@ -84,12 +84,9 @@ class PackedRecurrence:
     """The forward function of a recurrent layer, which also takes packed rows: each sequence begins in its own state."""
 
     def __init__(self, layer: torch.nn.Module, kinds: LayerKinds) -> None:
-        name = type(layer).__name__
-        self.base, self.restarts, self.takes_lengths = (
-            layer.forward,
-            name in kinds.restarts,
-            name in kinds.takes_lengths,
-        )
+        self.base = layer.forward
+        self.restarts = type(layer).__name__ in kinds.restarts
+        self.takes_lengths = type(layer).__name__ in kinds.takes_lengths
         names = [*inspect.signature(type(layer).forward).parameters]
         self.input_name = names[1]
         self.cache_name = next(name for name in names if name in CACHE_NAMES)

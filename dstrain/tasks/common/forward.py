@@ -204,9 +204,8 @@ def needs_attention_mask(model: torch.nn.Module) -> bool:
     Without a mask torch's attention uses `is_causal`, for which a GPU has flash attention. With a mask that contains a
     0 it uses an explicit mask (B, 1, L, L) (B rows, L tokens), and a slower kernel.
     """
-    if getattr(
-        model, "needs_padding_mask", False
-    ):  # the loss of a router is a mean over the tokens that the mask names
+    # The loss of a router is a mean over the tokens that the mask names.
+    if getattr(model, "needs_padding_mask", False):
         return True
     of_transformers = type(model).__module__.startswith("transformers.")  # not code that came with the weights
     return not (of_transformers and needs_no_mask(model.config))

@@ -43,7 +43,7 @@ def test_a_model_that_holds_ends_with_0_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     write_model("llama", tmp_path / "models" / "base")
     page = tmp_path / "page.html"
-    result = invoke("verify", "models/base", "--output", "page.html")
+    result = invoke("verify", "models/base", "--to", "page.html")
     assert result.exit_code == 0, result.output
     assert "models/base: llama; checked with 2 layers of width 64" in result.output
     assert "padded rows  ok" in result.output
@@ -58,7 +58,7 @@ def test_a_model_that_holds_ends_with_0_and_leaves_nothing(
 def test_a_promise_that_does_not_hold_ends_with_1(tmp_path: Path, checks: Callable[..., None]) -> None:
     checks(fails)
     page = tmp_path / "page.md"
-    result = invoke("verify", str(write_config("llama", tmp_path / "base")), "--json", "--output", str(page))
+    result = invoke("verify", str(write_config("llama", tmp_path / "base")), "--json", "--to", str(page))
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     assert told["holds"] is False
@@ -70,8 +70,8 @@ def test_a_promise_that_does_not_hold_ends_with_1(tmp_path: Path, checks: Callab
     ("words", "wanted"),
     [
         (["MISSING"], "give an existing folder or a hub id"),
-        (["BASE", "--output", "page.txt"], "name a file that ends in .md or .html"),
-        (["BASE", "--output", "nowhere/page.md"], "there is no folder nowhere"),
+        (["BASE", "--to", "page.txt"], "name a file that ends in .md or .html"),
+        (["BASE", "--to", "nowhere/page.md"], "there is no folder nowhere"),
         (["BASE", "--set", "optim.lr=1"], "verify takes model.revision"),
         (["EMPTY"], "config.json"),
         (["T5"], "with an encoder and a decoder"),

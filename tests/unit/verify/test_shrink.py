@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dstrain.errors import RecipeError
 from dstrain.verify.rows import check_padded_rows
-from dstrain.verify.shrink import WIDTH, count_layers_to_keep, list_layer_kinds, shrink_config
+from dstrain.verify.shrink import WIDTH, count_layers_to_keep, describe_layers, shrink_config
 from tests.cells import SLOW
 from tests.unit.data.vision.test_processor import made_from
 from tests.unit.verify.families import CONFIGS, shrunk, write_config, write_model
@@ -33,7 +33,7 @@ def test_a_published_config_becomes_small(model_type: str) -> None:
     assert text.vocab_size == 320
     assert 2 <= text.num_hidden_layers <= 24
     assert sum(parameter.numel() for parameter in auto.from_config(small).parameters()) < 5e6
-    kinds = list_layer_kinds(small, auto)
+    kinds = describe_layers(small, auto)
     layer_types = getattr(before, "layer_types", None)
     if layer_types:
         assert {*text.layer_types} == {*layer_types}

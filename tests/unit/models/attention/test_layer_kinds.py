@@ -56,6 +56,10 @@ class Attention(nn.Module):
 MODULES = {
     "known": (ATTENTION.format(before="pass", more=", **kwargs"), None),
     "arguments are dropped": (ATTENTION.format(before="pass", more=""), "does not hand its arguments on"),
+    "the function has another name": (
+        ATTENTION.format(before="pass", more="").replace("attention_interface", "attend"),
+        "does not call the attention function in the usual way",
+    ),
     "a mask is changed": (
         ATTENTION.format(before="attention_mask = attention_mask + 1", more=", **kwargs"), "changes its mask",
     ),
